@@ -1,0 +1,51 @@
+# The two commands on a fresh machine: `make train` and `make test`. Each builds .venv where it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := accelz accelz_cpu zero
+STAMP := $(VENV)/.installed
+SIM := examples/sim_backend
+SIM_STAMP := $(VENV)/.sim-installed
+RANKS ?= 2
+ARGS ?=
+
+
+.PHONY: setup sim train test check format bench clean
+
+setup: $(STAMP)
+
+$(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -r constraints.txt
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps $(PACKAGES:%=-e ./%)
+	touch $@
+
+sim: $(SIM_STAMP)  ## the simulated accelerator, a vendor's package (needs a C++ compiler)
+
+$(SIM_STAMP): $(STAMP) $(wildcard $(SIM)/csrc/*) $(SIM)/setup.py $(SIM)/pyproject.toml
+	$(BIN)/python -m pip install --quiet --no-build-isolation --no-deps -e ./$(SIM)
+	touch $@
+
+train: setup  ## a byte-level language model on Python's own sources, sharded over RANKS processes
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
+
+test: setup sim  ## everything on the CPU, then the engine's tests once more on the simulated accelerator
+	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest tests/zero --device sim $(ARGS)
+
+check: setup  ## formatting, lint, types, and no device names inside the engine
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python scripts/lint_devices.py
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) runs
