@@ -1,0 +1,55 @@
+"""The accelerator: a device type with its capabilities and one attribute per role."""
+
+from __future__ import annotations
+
+import torch
+
+from accelz.capabilities import Capabilities
+from accelz.collectives import Collectives
+from accelz.flat_buffer import FlatBufferStrategy
+from accelz.kernels import Kernels
+from accelz.memory import Memory
+from accelz.rng import Rng
+from accelz.streams import Streams
+
+
+class Accelerator:
+    """What a backend's `load()` returns. Subclass it where `bind`, `device_count` or `flush` differ.
+
+    name: the backend's name. device: where this process's tensors live.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        capabilities: Capabilities,
+        memory: Memory,
+        streams: Streams,
+        rng: Rng,
+        collectives: Collectives,
+        flat_buffers: FlatBufferStrategy,
+        kernels: Kernels,
+    ) -> None:
+        self.name = name
+        self.device = device
+        self.capabilities = capabilities
+        self.memory = memory
+        self.streams = streams
+        self.rng = rng
+        self.collectives = collectives
+        self.flat_buffers = flat_buffers
+        self.kernels = kernels
+
+    def device_count(self) -> int:
+        """Devices of this type that the process can see."""
+        return 1
+
+    def bind(self, local_rank: int) -> None:
+        """Make this process use the device for `local_rank` (its rank on this node) and set `device`."""
+
+    def flush(self) -> None:
+        """Start the recorded work of a lazy-graph device. Nothing to do elsewhere."""
+
+    def __repr__(self) -> str:
+        return f"Accelerator(name={self.name!r}, device={str(self.device)!r})"

@@ -1,0 +1,41 @@
+"""What a device can do: declared by its backend here, proved by the conformance kit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Facts about a device that an engine or a test may ask for.
+
+    asynchronous: operations return before the device has finished them.
+    streams: several ordered queues exist, and events order them; otherwise null objects serve.
+    pinned_host_memory: `memory.empty_host` returns page-locked memory for asynchronous copies.
+    storage_resize: a storage can be shrunk to 0 bytes and grown again in place, under live views.
+    host_data_assignment: a device Parameter's `.data` may be set to a host tensor and back.
+    async_collectives: a collective called with async_op=True may return before it is complete.
+    lazy_graph: operations are recorded and run at `Accelerator.flush()`.
+    exact_memory: `memory.stats()` counts this process's device bytes exactly.
+    one_device_per_process: a process cannot use a second device of this type.
+    shared_device: several ranks may work on one device at a time, collectives between them included.
+    dtypes: floating-point types that kernels, matrix products and collectives support.
+    """
+
+    asynchronous: bool = False
+    streams: bool = False
+    pinned_host_memory: bool = False
+    storage_resize: bool = True
+    host_data_assignment: bool = True
+    async_collectives: bool = True
+    lazy_graph: bool = False
+    exact_memory: bool = False
+    one_device_per_process: bool = False
+    shared_device: bool = True
+    dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16})
+
+    def flags(self) -> dict[str, bool]:
+        """The yes/no capabilities by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "dtypes"}

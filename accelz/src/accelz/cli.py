@@ -1,0 +1,212 @@
+"""The command line: `accelz list`, `accelz info`, `accelz check`. Listing imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import accelz
+from accelz import discovery
+from accelz.discovery import BackendRow, Status, list_backends
+from accelz.errors import AccelzError
+
+app = typer.Typer(
+    help="What an accelerator backend is, can do, and proves.", no_args_is_help=True, add_completion=False
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout alone.")]
+
+STYLES = {
+    "available": "green",
+    "unavailable": "yellow",
+    "broken": "red",
+    "disabled": "dim",
+    "proved": "green",
+    "failed": "bold red",
+    "works undeclared": "yellow",
+}
+
+
+def clean(command: Callable[..., None]) -> Callable[..., None]:
+    """Print an error of accelz as one message and leave with code 2."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except AccelzError as error:
+            Console(stderr=True).print(Text(f"error: {error}"), style="red", soft_wrap=True)
+            raise typer.Exit(2) from None
+
+    return wrapper
+
+
+@contextlib.contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """What backends print while they are asked goes to stderr: stdout is the answer's."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"accelz {accelz.__version__}, interface {accelz.API_VERSION}")
+        raise typer.Exit
+
+
+@app.command("list")
+@clean
+def list_(as_json: AsJson = False) -> None:
+    """Installed backends, which one would be chosen, and why not the others."""
+    with quiet_stdout():
+        rows = list_backends()
+    choice, why = choose(rows)
+    if as_json:
+        _print_json({"selected": choice, "why": why, "environment": _environment(),
+                     "backends": [_row_dict(r, choice) for r in rows]})  # fmt: skip
+        return
+    console = Console()
+    console.print(_backend_table(rows, choice))
+    for name, value in _environment().items():
+        console.print(f"{name}={value}", style="cyan", highlight=False)
+    console.print(f"selected: {choice or 'none'} ({why})", highlight=False, markup=False)
+
+
+def choose(rows: list[BackendRow]) -> tuple[str | None, str]:
+    """The backend that a process started now would run on, or None, and the reason."""
+    wanted = os.environ.get("ACCELZ_DEVICE", "").strip()
+    if not wanted:
+        best = discovery.best(rows)
+        reason = f"the highest priority of those available, {best.priority}" if best else "none is available"
+        return (best.name if best else None), reason
+    row = next((r for r in rows if r.name == wanted), None)
+    if row is None:
+        return None, f"ACCELZ_DEVICE={wanted} is not installed: pip install accelz-{wanted}"
+    if row.status is not Status.AVAILABLE:
+        return None, f"ACCELZ_DEVICE={wanted} is {row.status.value}: {row.reason}"
+    return wanted, f"ACCELZ_DEVICE={wanted}"
+
+
+@app.command()
+@clean
+def info(
+    name: Annotated[str | None, typer.Argument(help="A backend; the chosen one without it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What one device can do."""
+    from accelz.device_info import describe
+
+    with quiet_stdout():
+        facts = describe(name)
+    if as_json:
+        _print_json(facts)
+        return
+    Console().print(_info_table(facts))
+
+
+@app.command()
+@clean
+def check(
+    name: Annotated[str, typer.Argument(help="The backend to put to the test.")],
+    as_json: AsJson = False,
+    only: Annotated[str | None, typer.Option("-k", help="Run the tests that match, as pytest -k.")] = None,
+) -> None:
+    """Run the conformance kit: what the backend declares, proved. Exits with 1 where it fails."""
+    from accelz.conformance.runner import run
+
+    summary = run(name, only, show=not as_json)
+    if as_json:
+        _print_json(summary)
+    else:
+        _print_check(Console(), summary)
+    raise typer.Exit(0 if summary["ok"] else 1)
+
+
+def _environment() -> dict[str, str]:
+    names = ("ACCELZ_DEVICE", "ACCELZ_DISABLE")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def _row_dict(row: BackendRow, choice: str | None) -> dict[str, Any]:
+    selected = row.name == choice and row.status is Status.AVAILABLE
+    return {
+        "name": row.name,
+        "distribution": row.distribution,
+        "version": row.version,
+        "status": row.status.value,
+        "priority": row.priority,
+        "reason": row.reason,
+        "selected": selected,
+    }
+
+
+def _backend_table(rows: list[BackendRow], choice: str | None) -> Table:
+    table = Table("", "name", "distribution", "version", "status", "priority", "reason", box=None)
+    for row in rows:
+        facts = _row_dict(row, choice)
+        status = Text(facts["status"], style=STYLES[facts["status"]])
+        priority = "" if row.priority is None else str(row.priority)
+        mark = "→" if facts["selected"] else ""
+        table.add_row(mark, row.name, row.distribution, row.version, status, priority, Text(row.reason))
+    return table
+
+
+def _info_table(facts: dict[str, Any]) -> Table:
+    table = Table("", "", box=None, show_header=False)
+    for key, value in facts.items():
+        table.add_row(key.replace("_", " "), Text(_shown(key, value)))
+    return table
+
+
+def _shown(key: str, value: Any) -> str:
+    if key == "memory":
+        return ", ".join(f"{k} {v / 2**30:.2f} GiB" for k, v in value.items())
+    if key == "capabilities":
+        return ", ".join(name for name, declared in value.items() if declared) or "none"
+    if isinstance(value, dict):
+        return "\n".join(f"{k}: {v}" for k, v in value.items())
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _print_check(console: Console, summary: dict[str, Any]) -> None:
+    table = Table("capability", "declared", "result", box=None)
+    for row in summary["capabilities"]:
+        state = Text(row["state"], style=STYLES.get(row["state"], "dim"))
+        table.add_row(row["name"], "yes" if row["declared"] else "", state)
+    console.print(table)
+    for failure in _grouped(summary["failures"]):
+        console.print(Text(failure, style="red"))
+    counts = ", ".join(f"{summary[k]} {k}" for k in ("passed", "failed", "skipped"))
+    verdict = "passes" if summary["ok"] else "does not conform"
+    text = f"{summary['device']} {verdict}: {counts} in {summary['seconds']} s"
+    console.print(Text(text, style="green" if summary["ok"] else "bold red"))
+
+
+def _grouped(failures: list[dict[str, Any]]) -> list[str]:
+    """One text per distinct message, with how many tests it failed."""
+    tests: dict[str, list[str]] = {}
+    for failure in failures:
+        tests.setdefault(failure["detail"], []).append(failure["test"].rpartition("::")[2])
+    return [f"{', '.join(names[:3])}{_more(names)}\n{detail}\n" for detail, names in tests.items()]
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 3} more" if len(names) > 3 else ""
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,206 @@
+"""The collectives role: process groups, and collectives on flat buffers over torch.distributed.
+
+The default implementation serves every device whose communication library is registered with
+torch.distributed; a backend overrides only what differs. A group also carries host tensors (over gloo),
+so an engine can exchange small control data without touching the device.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+
+from accelz.errors import CollectiveError
+
+ReduceOp = Literal["sum", "max", "min"]
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# torch 2.13 renames these two and deprecates the old names; 2.11 has only the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate with each other.
+
+    rank: this process's place in the group. size: how many ranks. store: a key-value store that all of
+    them reach, for control data; it works while a collective hangs. timeout: seconds after which a
+    collective fails.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    store: Store
+    process_group: dist.ProcessGroup
+
+
+class Handle(ABC):
+    """A collective under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Order the current stream (on a synchronous device: the host) behind the collective.
+
+        Raises CollectiveError when the collective failed or its timeout passed.
+        """
+
+
+class _Work(Handle):
+    def __init__(self, work: dist.Work, keep: tuple[Tensor, ...]) -> None:
+        self._work = work
+        self._keep = keep  # the buffers must outlive the transfer even if the caller drops them
+
+    def wait(self) -> None:
+        _translated(self._work.wait)
+        self._keep = ()
+
+
+class _Done(Handle):
+    def wait(self) -> None:
+        return
+
+
+DONE: Handle = _Done()
+"""The handle of a collective that was complete when it returned."""
+
+
+class Collectives:
+    """Collectives of one device type.
+
+    spec: the torch.distributed backend for each device type, e.g. "cpu:gloo" or "cpu:gloo,cuda:nccl".
+    """
+
+    def __init__(self, spec: str = "cpu:gloo") -> None:
+        self.spec = spec
+
+    def init(
+        self,
+        timeout: float,
+        rank: int | None = None,
+        world_size: int | None = None,
+        store: Store | None = None,
+    ) -> Group:
+        """Join the job and return the group of all its ranks.
+
+        With a store, rank and world_size say where this process stands. Without, the environment that
+        torchrun sets is used; without that the process is a job of one rank. A default process group
+        that is already initialised is taken as it is. timeout in seconds.
+        """
+        if not dist.is_initialized():
+            limit = timedelta(seconds=timeout)
+            if store is not None:
+                place: dict[str, Any] = {"rank": rank, "world_size": world_size, "store": store}
+            elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+                place = {}
+            else:
+                place = {"rank": 0, "world_size": 1, "store": HashStore()}
+            _translated(lambda: dist.init_process_group(self.spec, timeout=limit, **place))
+        world = dist.group.WORLD
+        assert world is not None
+        return self._wrap(world, timeout)
+
+    def new_group(self, ranks: Sequence[int] | None, timeout: float) -> Group | None:
+        """A further group over `ranks` of the job (None: all). Every rank of the job must call this.
+
+        Returns None on ranks that are not members. timeout in seconds.
+        """
+        members = None if ranks is None else list(ranks)
+        made = _translated(
+            lambda: dist.new_group(members, timeout=timedelta(seconds=timeout), backend=self.spec)
+        )
+        return None if made is dist.GroupMember.NON_GROUP_MEMBER else self._wrap(made, timeout)
+
+    def all_gather(self, output: Tensor, shard: Tensor, group: Group, async_op: bool = False) -> Handle:
+        """Concatenate every rank's `shard` (n elements) into `output` (n × size elements), in rank order.
+
+        `shard` may be this rank's slice of `output`: then nothing is copied locally.
+        """
+        _check_sizes("all_gather", output, shard, group)
+        return _handle(lambda: self._start_all_gather(output, shard, group), (output, shard), async_op)
+
+    def reduce_scatter(
+        self, output: Tensor, full: Tensor, group: Group, op: ReduceOp = "sum", async_op: bool = False
+    ) -> Handle:
+        """Reduce `full` (n × size elements) over all ranks and leave this rank's n elements in `output`."""
+        _check_sizes("reduce_scatter", full, output, group)
+        return _handle(
+            lambda: self._start_reduce_scatter(output, full, group, _OPS[op]), (output, full), async_op
+        )
+
+    def all_reduce(
+        self, tensor: Tensor, group: Group, op: ReduceOp = "sum", async_op: bool = False
+    ) -> Handle:
+        """Reduce `tensor` over all ranks, in place. A host tensor travels over gloo."""
+        return _handle(lambda: self._start_all_reduce(tensor, group, _OPS[op]), (tensor,), async_op)
+
+    def broadcast(self, tensor: Tensor, source: int, group: Group, async_op: bool = False) -> Handle:
+        """Copy `tensor` from the group's rank `source` to all its ranks, in place."""
+        return _handle(lambda: self._start_broadcast(tensor, source, group), (tensor,), async_op)
+
+    def barrier(self, group: Group) -> None:
+        """Return once every rank of the group has called this."""
+        token = torch.zeros(1)  # a host tensor: the same on every device, and it blocks the host
+        self.all_reduce(token, group)
+
+    def destroy(self) -> None:
+        """Leave the job: destroy every process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # What a backend overrides: each begins one collective and returns torch's handle of it.
+
+    def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
+        return cast(dist.Work, _all_gather(output, shard, group=group.process_group, async_op=True))
+
+    def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
+        return cast(dist.Work, _reduce_scatter(output, full, op, group=group.process_group, async_op=True))
+
+    def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
+        return cast(dist.Work, dist.all_reduce(tensor, op, group=group.process_group, async_op=True))
+
+    def _start_broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:
+        work = dist.broadcast(tensor, group=group.process_group, group_src=source, async_op=True)
+        return cast(dist.Work, work)
+
+    def _wrap(self, process_group: dist.ProcessGroup, timeout: float) -> Group:
+        store = dist.distributed_c10d._get_default_store()
+        return Group(process_group.rank(), process_group.size(), timeout, store, process_group)
+
+
+def _handle(start: Callable[[], dist.Work], keep: tuple[Tensor, ...], async_op: bool) -> Handle:
+    handle = _Work(_translated(start), keep)
+    if async_op:
+        return handle
+    handle.wait()
+    return DONE
+
+
+def _check_sizes(name: str, full: Tensor, shard: Tensor, group: Group) -> None:
+    if full.numel() != shard.numel() * group.size or full.dtype != shard.dtype:
+        raise CollectiveError(
+            f"{name}: the full buffer has {full.numel()} elements of {full.dtype} and the shard "
+            f"{shard.numel()} of {shard.dtype}; with {group.size} ranks the full buffer must have exactly "
+            f"{shard.numel() * group.size} elements of the shard's dtype"
+        )
+
+
+def _translated(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, CollectiveError):
+            raise
+        raise CollectiveError(str(error)) from error

@@ -1,0 +1,244 @@
+"""Ranks for distributed tests: worker processes that are started once and run many test bodies.
+
+A body is a module-level function `body(context, **arguments)`. Every run has a hard time limit: when it
+passes, each rank prints its stack, all are killed and the test fails. A hang is a failure, not a stall.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from typing import Any, Literal
+
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from accelz import selection
+from accelz.accelerator import Accelerator
+from accelz.collectives import Group
+
+START_SECONDS = 60.0
+GRACE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a body gets: the accelerator bound to this rank, and the group of all ranks."""
+
+    accelerator: Accelerator
+    group: Group
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a body ended on one rank. error: "Type: message"; text: the traceback."""
+
+    rank: int
+    status: Literal["returned", "raised", "died", "hung"]
+    value: Any = None
+    error: str = ""
+    text: str = ""
+
+
+class ClusterError(AssertionError):
+    """A body did not return on every rank."""
+
+
+@dataclass
+class Cluster:
+    """`size` ranks on the backend `device`. timeout: seconds for collectives inside the bodies."""
+
+    device: str
+    size: int
+    timeout: float = 20.0
+    threads: int = 1
+    _workers: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+    _store: TCPStore | None = None
+
+    def run(self, body: Callable[..., Any], *, limit: float = 60.0, **arguments: Any) -> list[Any]:
+        """Run `body` on every rank and return the values by rank; raises ClusterError otherwise.
+
+        Once a rank has failed, the others get GRACE_SECONDS: they would only wait for it.
+        """
+        outcomes = self._outcomes(body, arguments, limit, GRACE_SECONDS)
+        bad = [o for o in outcomes if o.status != "returned"]
+        if bad:
+            lines = [f"rank {o.rank} {o.status}: {o.error}\n{o.text}" for o in bad]
+            raise ClusterError(f"{body.__name__} at {self.size} ranks\n" + "\n".join(lines))
+        return [o.value for o in outcomes]
+
+    def outcomes(self, body: Callable[..., Any], *, limit: float = 60.0, **arguments: Any) -> list[Outcome]:
+        """Run `body` on every rank and say how each ended. Ranks that fail are replaced at the next run."""
+        return self._outcomes(body, arguments, limit, limit)
+
+    def _outcomes(
+        self, body: Callable[..., Any], arguments: dict[str, Any], limit: float, grace: float
+    ) -> list[Outcome]:
+        self._start()
+        for _, pipe in self._workers:
+            with contextlib.suppress(BrokenPipeError):  # that rank is gone: _collect finds it
+                pipe.send((body, arguments))
+        outcomes = self._collect(limit, grace)
+        if any(o.status != "returned" for o in outcomes):
+            self.stop()  # the group may be unusable; the next run starts afresh
+        return outcomes
+
+    def stop(self) -> None:
+        """End all ranks now."""
+        for process, pipe in self._workers:
+            process.kill()
+            pipe.close()
+        for process, _ in self._workers:
+            process.join()
+        self._workers.clear()
+        self._store = None
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        # The store lives here, so that it outlives any rank.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = _forkserver()
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            setup = (self.device, rank, self.size, self._store.port, self.timeout, self.threads)
+            process = context.Process(target=_serve, args=(theirs, *setup, dict(os.environ)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        started = self._collect(START_SECONDS, GRACE_SECONDS)
+        failed = [o for o in started if o.status != "returned"]
+        if failed:
+            self.stop()
+            raise ClusterError("\n".join(f"rank {o.rank} did not start: {o.error}\n{o.text}" for o in failed))
+
+    def _collect(self, limit: float, grace: float) -> list[Outcome]:
+        deadline = time.monotonic() + limit
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < self.size:
+            pending = {pipe: r for r, (_, pipe) in enumerate(self._workers) if r not in outcomes}
+            ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._dump_stacks(list(pending.values()))
+                hung = "still running when the time was up; its stack is on stderr"
+                outcomes.update({r: Outcome(r, "hung", error=hung) for r in pending.values()})
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                outcome = outcomes[pending[pipe]] = _receive(pipe, pending[pipe])
+                if outcome.status != "returned":
+                    deadline = min(deadline, time.monotonic() + grace)
+        return [outcomes[r] for r in range(self.size)]
+
+    def _dump_stacks(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            process = self._workers[rank][0]
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+
+
+class Clusters:
+    """One `Cluster` per world size, started when first asked for and reused after that."""
+
+    def __init__(self, device: str, timeout: float = 20.0) -> None:
+        self.device = device
+        self.timeout = timeout
+        self._by_size: dict[int, Cluster] = {}
+
+    def __call__(self, size: int) -> Cluster:
+        if size not in self._by_size:
+            self._by_size[size] = Cluster(self.device, size, self.timeout)
+        return self._by_size[size]
+
+    def stop(self) -> None:
+        """End all ranks of all sizes."""
+        for cluster in self._by_size.values():
+            cluster.stop()
+
+
+def _forkserver() -> ForkServerContext:
+    """Processes forked from a server that has imported torch and used no device: a rank starts at once."""
+    multiprocessing.set_forkserver_preload([__name__, "pytest"])
+    return multiprocessing.get_context("forkserver")
+
+
+def _receive(pipe: Connection, rank: int) -> Outcome:
+    try:
+        outcome = pipe.recv()
+    except (EOFError, OSError):
+        return Outcome(rank, "died", error="the process ended without an answer")
+    assert isinstance(outcome, Outcome)
+    return outcome
+
+
+def _serve(
+    pipe: Connection,
+    device: str,
+    rank: int,
+    size: int,
+    port: int,
+    timeout: float,
+    threads: int,
+    environ: dict[str, str],
+) -> None:
+    """A worker's life: join the job, then run bodies until the pipe closes."""
+    os.environ.clear()
+    os.environ.update(environ)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(threads)
+
+    def join() -> Context:
+        accelerator = selection.use(device)
+        accelerator.bind(rank)
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        group = accelerator.collectives.init(timeout, rank, size, store)
+        return Context(accelerator, group)
+
+    outcome, context = _attempt(rank, join)
+    pipe.send(Outcome(rank, outcome.status, None, outcome.error, outcome.text))
+    while True:
+        try:
+            body, arguments = pipe.recv()
+        except (EOFError, OSError):
+            break
+        result, _ = _attempt(rank, lambda: body(context, **arguments))  # noqa: B023
+        with contextlib.suppress(OSError):
+            _send(pipe, result)
+    os._exit(0)  # no teardown: peers may be gone, and nothing here needs one
+
+
+def _attempt(rank: int, call: Callable[[], Any]) -> tuple[Outcome, Any]:
+    try:
+        value = call()
+    except BaseException as error:
+        text = traceback.format_exc()
+        return Outcome(rank, "raised", None, f"{type(error).__name__}: {error}", text), None
+    return Outcome(rank, "returned", value), value
+
+
+def _send(pipe: Connection, outcome: Outcome) -> None:
+    try:
+        pipe.send(outcome)
+    except Exception as error:  # a value that does not pickle is the body's mistake: report it
+        pipe.send(Outcome(outcome.rank, "raised", None, f"the returned value does not pickle: {error}"))

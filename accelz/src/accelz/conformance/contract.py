@@ -1,0 +1,155 @@
+"""How the kit says what is wrong: by method, with what was expected, what came, and what to do.
+
+`checked()` stands before a backend's accelerator. A method that raises, or returns something else than its
+interface says, becomes a `ContractBroken` that names the method.
+"""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.collectives import Collectives, Handle
+from accelz.flat_buffer import FlatBuffer, FlatBufferStrategy
+from accelz.kernels import Kernels
+from accelz.memory import Memory
+from accelz.rng import Rng
+from accelz.streams import Event, Stream, Streams
+
+ROLES: dict[str, type] = {
+    "memory": Memory,
+    "streams": Streams,
+    "rng": Rng,
+    "collectives": Collectives,
+    "flat_buffers": FlatBufferStrategy,
+    "kernels": Kernels,
+}
+"""The interface of each role, by the accelerator's attribute."""
+
+INTERFACES: tuple[type, ...] = (Accelerator, *ROLES.values(), Stream, Event, Handle, FlatBuffer)
+
+
+class ContractBroken(AssertionError):
+    """A backend does not do what the interface says."""
+
+    def __init__(self, method: str, expected: str, came: str = "", do: str = "") -> None:
+        lines = [f"{method}: {expected}"]
+        lines += [f"  came: {came}"] if came else []
+        lines += [f"  do:   {do}"] if do else []
+        super().__init__("\n".join(lines))
+        self.method = method
+
+
+class UndeclaredCapabilityWarning(UserWarning):
+    """The device can do something that its backend does not declare, so nobody uses it."""
+
+
+def expect(ok: bool, method: str, expected: str, came: str = "", do: str = "") -> None:
+    """Raise ContractBroken unless `ok`."""
+    if not ok:
+        raise ContractBroken(method, expected, came, do)
+
+
+def expect_close(
+    got: Tensor, want: Tensor, method: str, expected: str, rtol: float = 0.0, atol: float = 0.0, do: str = ""
+) -> None:
+    """Raise ContractBroken unless `got` equals `want` within the tolerance; NaN equals NaN."""
+    got64, want64 = got.detach().to("cpu", torch.float64), want.detach().to("cpu", torch.float64)
+    if got64.shape != want64.shape:
+        raise ContractBroken(method, expected, f"shape {tuple(got64.shape)}, not {tuple(want64.shape)}", do)
+    wrong = ~torch.isclose(got64, want64, rtol=rtol, atol=atol, equal_nan=True)
+    if wrong.any():
+        at = tuple(int(i) for i in wrong.nonzero()[0])
+        count = f"{int(wrong.sum())} of {wrong.numel()} elements differ"
+        came = f"{count}, the first at {at}: {got64[at].item()!r}, not {want64[at].item()!r}"
+        raise ContractBroken(method, expected, came, do)
+
+
+def expect_raises(kind: type[Exception], method: str, expected: str, call: Callable[[], Any]) -> Exception:
+    """Raise ContractBroken unless `call` raises `kind`; returns the error."""
+    try:
+        call()
+    except Exception as error:
+        came = error.__cause__ if isinstance(error, ContractBroken) else error
+        if isinstance(came, kind):
+            return came
+        raise ContractBroken(method, expected, _short(came or error), f"raise {kind.__name__}") from error
+    raise ContractBroken(method, expected, "no error at all", f"raise {kind.__name__}")
+
+
+def checked(accelerator: Accelerator) -> Accelerator:
+    """The accelerator behind a guard that reports broken methods by name."""
+    return cast(Accelerator, _Checked(accelerator, Accelerator))
+
+
+def unguarded(role: Any) -> Any:
+    """The backend's own object behind the guard."""
+    return role._raw if isinstance(role, _Checked) else role
+
+
+class _Checked:
+    def __init__(self, raw: Any, interface: type) -> None:
+        self._raw = raw
+        self._interface = interface
+
+    def __getattr__(self, name: str) -> Any:
+        method = f"{self._interface.__name__}.{name}"
+        value = _guarded(method, lambda: getattr(self._raw, name))
+        if self._interface is Accelerator and name in ROLES:
+            return _Checked(value, ROLES[name])
+        declared = getattr(self._interface, name, None)
+        if isinstance(declared, types.FunctionType):
+            return functools.partial(_call, method, declared, value)
+        return value
+
+
+def _call(method: str, declared: types.FunctionType, bound: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = [unguarded(a) for a in args]
+    value = _guarded(method, lambda: bound(*plain, **{k: unguarded(v) for k, v in kwargs.items()}))
+    hint = _return_hint(declared)
+    if not _matches(value, hint):
+        what = getattr(hint, "__name__", str(hint))
+        raise ContractBroken(method, f"must return {what}", f"{type(value).__name__}: {value!r:.200}")
+    return _wrapped(value)
+
+
+def _guarded(method: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        where = "".join(traceback.format_exception(error)).rstrip()
+        raise ContractBroken(method, "must not raise here", f"{_short(error)}\n{where}") from error
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _wrapped(value: Any) -> Any:
+    interface = next((i for i in INTERFACES if isinstance(value, i)), None)
+    return value if interface is None else _Checked(value, interface)
+
+
+@functools.cache
+def _return_hint(function: types.FunctionType) -> Any:
+    return typing.get_type_hints(function).get("return")
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    if hint in (None, type(None), Any):
+        return True
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(value is None if h is type(None) else _matches(value, h) for h in typing.get_args(hint))
+    if hint is float:
+        return isinstance(value, (int, float))
+    kind = origin or hint
+    return not isinstance(kind, type) or isinstance(value, kind)

@@ -1,0 +1,102 @@
+"""Fixtures of the kit, and the rules that turn declared capabilities into failures, warnings and skips."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import pytest
+
+from accelz import selection
+from accelz.accelerator import Accelerator
+from accelz.capabilities import Capabilities
+from accelz.conformance.cluster import Cluster, Clusters
+from accelz.conformance.contract import UndeclaredCapabilityWarning, checked
+from accelz.conformance.marks import declares
+from accelz.errors import AccelzError
+
+UNDECLARED = pytest.StashKey[str]()
+"""On a test that passed: the capability that it found to work although nobody declares it."""
+
+
+@pytest.fixture(scope="session")
+def accelerator(request: pytest.FixtureRequest) -> Accelerator:
+    """The accelerator under test, on a device of this process, behind the guard of `checked`."""
+    name = request.config.getoption("accelz_device")
+    try:
+        found = selection.use(name)
+    except AccelzError as error:
+        pytest.fail(str(error), pytrace=False)
+    guarded = checked(found)
+    guarded.bind(own_local_rank(guarded))
+    return guarded
+
+
+@pytest.fixture(scope="session")
+def capabilities(accelerator: Accelerator) -> Capabilities:
+    """What the backend declares."""
+    return accelerator.capabilities
+
+
+@pytest.fixture(scope="session")
+def cluster(accelerator: Accelerator) -> Iterator[Callable[[int], Cluster]]:
+    """`cluster(size)`: that many ranks, one pool of workers per size for the whole session.
+
+    Skips where ranks cannot share a device and there are too few.
+    """
+    clusters = Clusters(accelerator.name)
+
+    def sized(size: int) -> Cluster:
+        if size > devices_for_ranks(accelerator) and not accelerator.capabilities.shared_device:
+            pytest.skip(f"shared_device is not declared, and {size} ranks need a device each")
+        return clusters(size)
+
+    yield sized
+    clusters.stop()
+
+
+def own_local_rank(accelerator: Accelerator) -> int:
+    """The device this process takes: the last one where it must leave the others to the ranks."""
+    return 0 if accelerator.capabilities.shared_device else accelerator.device_count() - 1
+
+
+def devices_for_ranks(accelerator: Accelerator) -> int:
+    """Devices that this process does not occupy."""
+    return accelerator.device_count() - (0 if accelerator.capabilities.shared_device else 1)
+
+
+@pytest.fixture(autouse=True)
+def _skip_without_capability(request: pytest.FixtureRequest) -> None:
+    names = [name for mark in request.node.iter_markers("accelz_needs") for name in mark.args]
+    if not names:
+        return
+    declared = request.getfixturevalue("accelerator").capabilities
+    missing = [name for name in names if not declares(declared, name)]
+    if missing:
+        pytest.skip(f"not declared: {', '.join(missing)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Run a test that proves an undeclared capability as an attempt: success warns, failure skips."""
+    attempted = _undeclared(pyfuncitem)
+    try:
+        result = yield
+    except Exception:
+        if attempted:
+            pytest.skip(f"not declared, and does not work here: {attempted}")
+        raise
+    if attempted:
+        pyfuncitem.stash[UNDECLARED] = attempted
+        warnings.warn(f"{attempted} works but is not declared", UndeclaredCapabilityWarning, stacklevel=1)
+    return result
+
+
+def _undeclared(item: pytest.Function) -> str | None:
+    mark = item.get_closest_marker("accelz_proves")
+    if mark is None:
+        return None
+    name: str = mark.args[0]
+    accelerator: Any = item.funcargs["accelerator"]
+    return None if declares(accelerator.capabilities, name) else name

@@ -1,0 +1,44 @@
+"""Marks that tie a test to methods of the interface and to capabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accelz.capabilities import Capabilities
+
+about = pytest.mark.accelz_about
+proves = pytest.mark.accelz_proves
+needs = pytest.mark.accelz_needs
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that the kit tries; a device may declare others."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of "the device supports this dtype" as a capability."""
+    return f"dtype {str(dtype).removeprefix('torch.')}"
+
+
+def declares(capabilities: Capabilities, name: str) -> bool:
+    """Whether a capability is declared; `name` is a flag's name or a `dtype_name`."""
+    if name in capabilities.flags():
+        return capabilities.flags()[name]
+    return any(name == dtype_name(dtype) for dtype in capabilities.dtypes)
+
+
+def every_capability(capabilities: Capabilities) -> list[str]:
+    """All names in the order of the report."""
+    extra = sorted(dtype_name(d) for d in capabilities.dtypes if d not in FLOATS)
+    return [*capabilities.flags(), *map(dtype_name, FLOATS), *extra]
+
+
+def over_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:
+    """Parametrise a test over dtypes; each case is skipped where its dtype is not declared."""
+    cases: list[Any] = [
+        pytest.param(dtype, id=str(dtype).removeprefix("torch."), marks=needs(dtype_name(dtype)))
+        for dtype in dtypes or FLOATS
+    ]
+    return pytest.mark.parametrize("dtype", cases)

@@ -1,0 +1,144 @@
+"""The kit's results: one row per capability, and each failure by the method whose contract broke."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelz import selection
+from accelz.conformance.cluster import ClusterError
+from accelz.conformance.contract import ContractBroken
+from accelz.conformance.fixtures import UNDECLARED
+from accelz.conformance.marks import declares, every_capability
+from accelz.errors import AccelzError
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one test ended. methods and contract: what it is about, as its marks and docstring say.
+
+    detail: what came instead.
+    """
+
+    test: str
+    outcome: str
+    methods: tuple[str, ...]
+    contract: str
+    detail: str
+    proves: tuple[str, ...]
+    needs: tuple[str, ...]
+    undeclared: str | None
+
+
+class Report:
+    """Collects results, prints the table, and writes the machine-readable file."""
+
+    def __init__(self, device: str, target: Path | None) -> None:
+        self._device = device
+        self._target = target
+        self._results: dict[str, Result] = {}
+        self._started = time.monotonic()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write({"event": "start", "test": nodeid})
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, Any, Any]:
+        report = yield
+        if report.failed and call.excinfo is not None:
+            report.longrepr = _explained(item, call.excinfo, report.longreprtext)
+        if report.failed or report.skipped or report.when == "call":
+            result = _result(item, report)
+            self._results[item.nodeid] = result
+            self._write({"event": "result", **asdict(result)})
+        return report
+
+    def pytest_sessionfinish(self) -> None:
+        self._write({"event": "summary", **self.summary()})
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._target:
+            return  # whoever reads the file prints the table
+        summary = self.summary()
+        terminalreporter.section(f"accelz conformance: {self._device}")
+        for row in summary["capabilities"]:
+            declared = "declared" if row["declared"] else ""
+            terminalreporter.line(f"{row['name']:<24} {declared:<10} {row['state']}")
+
+    def summary(self) -> dict[str, Any]:
+        """Counts, capability rows and failures, of plain types."""
+        outcomes = Counter(r.outcome for r in self._results.values())
+        return {
+            "device": self._device,
+            "passed": outcomes["passed"],
+            "failed": outcomes["failed"],
+            "skipped": outcomes["skipped"],
+            "seconds": round(time.monotonic() - self._started, 2),
+            "capabilities": self._capabilities(),
+            "failures": [asdict(r) for r in self._results.values() if r.outcome == "failed"],
+        }
+
+    def _capabilities(self) -> list[dict[str, Any]]:
+        try:
+            declared = selection.use(self._device).capabilities
+            names = every_capability(declared)
+        except (AccelzError, AttributeError):
+            return []  # it did not load; every test says so
+        return [
+            {"name": n, "declared": declares(declared, n), "state": self._state(n, declares(declared, n))}
+            for n in names
+        ]
+
+    def _state(self, name: str, declared: bool) -> str:
+        results = self._results.values()
+        if any(r.undeclared == name for r in results):
+            return "works undeclared"
+        if not declared:
+            return "not declared"
+        if any(r.outcome == "failed" and name in (*r.proves, *r.needs) for r in results):
+            return "failed"
+        if any(r.outcome == "passed" and name in r.proves for r in results):
+            return "proved"
+        return "not tried"
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self._target:
+            with self._target.open("a") as file:
+                file.write(json.dumps(event) + "\n")
+
+
+def _explained(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException], text: str) -> str:
+    detail = str(excinfo.value) if isinstance(excinfo.value, (ContractBroken, ClusterError)) else text
+    return f"{', '.join(_names(item, 'accelz_about'))}: {_contract(item)}\n{detail}"
+
+
+def _result(item: pytest.Item, report: Any) -> Result:
+    return Result(
+        test=item.nodeid,
+        outcome=report.outcome,
+        methods=_names(item, "accelz_about"),
+        contract=_contract(item),
+        detail=report.longreprtext if report.failed else "",
+        proves=_names(item, "accelz_proves"),
+        needs=_names(item, "accelz_needs"),
+        undeclared=item.stash.get(UNDECLARED, None),
+    )
+
+
+def _names(item: pytest.Item, marker: str) -> tuple[str, ...]:
+    return tuple(name for mark in item.iter_markers(marker) for name in mark.args)
+
+
+def _contract(item: pytest.Item) -> str:
+    function = getattr(item, "function", None)
+    doc = getattr(function, "__doc__", None) or item.name
+    return " ".join(doc.split())

@@ -1,0 +1,417 @@
+"""The collectives role at 1, 2 and 4 ranks: values, places, order, groups, and ranks that fail.
+
+The functions called `…_body` run on every rank. Values are small whole numbers, so that sums are exact in
+every dtype and a difference is always an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.collectives import Collectives, Group
+from accelz.conformance.cluster import Cluster, Context
+from accelz.conformance.contract import checked, expect, expect_close, expect_raises
+from accelz.conformance.marks import about, over_dtypes, proves
+from accelz.errors import CollectiveError
+
+Clustered = Callable[[int], Cluster]
+over_sizes = pytest.mark.parametrize("size", [1, 2, 4], ids=lambda n: f"{n} ranks")
+
+LENGTHS = (0, 1, 3, 17, 1001, 65_537)
+OFFSETS = (0, 1, 3)
+MARK = 7.0
+LATE_SECONDS = 1.0
+FAULT_TIMEOUT = 3.0
+FAULT_LIMIT = 15.0
+"""Seconds within which a collective with FAULT_TIMEOUT must have given up."""
+
+
+class CollectivesContract:
+    @about("Collectives.all_gather")
+    @over_sizes
+    @over_dtypes(torch.float32, torch.bfloat16, torch.float16)
+    def test_all_gather(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
+        """Shards of any length land at their rank's place, at any offset, in place or not, async or not."""
+        cluster(size).run(all_gather_body, dtype=dtype)
+
+    @about("Collectives.reduce_scatter")
+    @over_sizes
+    @over_dtypes(torch.float32, torch.bfloat16, torch.float16)
+    def test_reduce_scatter(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
+        """Each rank gets its slice of the sum, maximum or minimum; the full buffer's length may be odd."""
+        cluster(size).run(reduce_scatter_body, dtype=dtype)
+
+    @about("Collectives.all_reduce")
+    @over_sizes
+    @over_dtypes(torch.float32, torch.bfloat16, torch.float16)
+    def test_all_reduce(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
+        """Every rank gets the same sum, maximum or minimum, in place, at any offset."""
+        cluster(size).run(all_reduce_body, dtype=dtype)
+
+    @about("Collectives.broadcast")
+    @over_sizes
+    def test_broadcast_from_each_rank(self, cluster: Clustered, size: int) -> None:
+        """Every rank can be the source; what surrounds the tensor stays."""
+        cluster(size).run(broadcast_body)
+
+    @about("Collectives.all_reduce", "Collectives.broadcast", "Collectives.all_gather")
+    @over_sizes
+    def test_host_tensors(self, cluster: Clustered, size: int) -> None:
+        """A group carries host tensors too, of integers as well."""
+        cluster(size).run(host_body)
+
+    @about("Collectives.barrier", "Group.store")
+    @over_sizes
+    def test_barrier_waits_for_the_last(self, cluster: Clustered, size: int) -> None:
+        """No rank leaves a barrier before the last has come; the store is shared."""
+        cluster(size).run(barrier_body)
+
+    @about("Handle.wait")
+    @over_sizes
+    @pytest.mark.parametrize("order", ["first to last", "last to first"])
+    def test_async_handles_in_any_order(self, cluster: Clustered, size: int, order: str) -> None:
+        """Several collectives under way may be waited for in any order, and twice."""
+        cluster(size).run(handles_body, backwards=order == "last to first")
+
+    @about("Handle.wait")
+    @over_sizes
+    def test_buffers_outlive_the_caller(self, cluster: Clustered, size: int) -> None:
+        """A handle keeps its input alive: dropping it before wait() changes no value."""
+        cluster(size).run(dropped_body)
+
+    @about("Collectives.all_gather", "Collectives.reduce_scatter")
+    @proves("async_collectives")
+    def test_async_collectives_return_at_once(self, accelerator: Accelerator, cluster: Clustered) -> None:
+        """With async_op=True the call is back before the other ranks have come."""
+        seconds = cluster(2).run(late_body)
+        came = f"{seconds[0]:.2f} s, the other rank came after {LATE_SECONDS} s"
+        expect(seconds[0] < LATE_SECONDS / 2, "Collectives.all_gather", "async_op=True must not wait", came)
+
+    @about("Collectives.new_group", "Group")
+    @over_sizes
+    def test_groups_of_some_ranks(self, cluster: Clustered, size: int) -> None:
+        """Groups over all ranks and over some: members communicate, the others get None."""
+        cluster(size).run(groups_body)
+
+    @about("Collectives.init", "Group")
+    @over_sizes
+    def test_the_group_knows_its_place(self, cluster: Clustered, size: int) -> None:
+        """rank and size are right and the timeout is the one given."""
+        places = cluster(size).run(place_body)
+        expect(places == [(r, size, 20.0) for r in range(size)], "Group", "rank, size, timeout", str(places))
+
+    @about("Collectives.all_gather", "Collectives.reduce_scatter")
+    @over_sizes
+    def test_sizes_that_do_not_fit(self, cluster: Clustered, size: int) -> None:
+        """Buffers that do not fit the group raise CollectiveError, and the group works on."""
+        cluster(size).run(misfit_body)
+
+    @about("Collectives.init", "Collectives.destroy")
+    @pytest.mark.parametrize("environment", ["none", "torchrun"])
+    def test_a_process_alone(
+        self, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, environment: str
+    ) -> None:
+        """Without an environment, or with torchrun's, init() joins the job, and destroy() leaves it."""
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for _ in range(2):
+            if environment == "torchrun":
+                _set_torchrun(monkeypatch)
+            group = accelerator.collectives.init(10.0)
+            expect((group.rank, group.size) == (0, 1), "Collectives.init", "must be rank 0 of 1", str(group))
+            value = torch.ones(3, device=accelerator.device)
+            accelerator.collectives.all_reduce(value, group)
+            accelerator.collectives.destroy()
+            expect_close(value, torch.ones(3), "Collectives.all_reduce", "over one rank is the identity")
+
+    @about("Collectives.all_gather", "Collectives.all_reduce", "Collectives.barrier")
+    @pytest.mark.parametrize("fault", ["dies", "never comes"])
+    @pytest.mark.parametrize("size", [2, 4], ids=lambda n: f"{n} ranks")
+    def test_a_rank_that_fails(
+        self, accelerator: Accelerator, cluster: Clustered, size: int, fault: str
+    ) -> None:
+        """Where a rank dies or stays away, the others get a CollectiveError within the timeout, no hang."""
+        cluster(size)  # skips where there are too few devices
+        fragile = Cluster(accelerator.name, size, timeout=FAULT_TIMEOUT)
+        try:
+            outcomes = fragile.outcomes(fault_body, fault=fault, limit=FAULT_LIMIT + 15)
+        finally:
+            fragile.stop()
+        for outcome in outcomes[:-1]:
+            came = outcome.error or f"{outcome.value}"
+            fine = outcome.status == "returned" and outcome.value <= FAULT_LIMIT
+            expected = f"rank {outcome.rank} must raise CollectiveError within {FAULT_LIMIT} s"
+            expect(fine, "Collectives.all_gather", f"{expected} when rank {size - 1} {fault}", came)
+
+
+class TestCollectives(CollectivesContract):
+    pass
+
+
+def all_gather_body(context: Context, dtype: torch.dtype) -> None:
+    calls, device = _collectives(context), context.accelerator.device
+    for n, offset, in_place, async_op in _places():
+        whole, output = _framed(n * context.size, offset, dtype, device)
+        mine = _pattern(n, context.rank).to(dtype)
+        shard = output[context.rank * n :][:n] if in_place else _framed(n, 3 - offset, dtype, device)[1]
+        shard.copy_(mine)
+        calls.all_gather(output, shard, context.group, async_op).wait()
+        want = torch.cat([_pattern(n, r) for r in range(context.size)])
+        case = f"{n} elements, offset {offset}, {in_place=}, {async_op=}"
+        _expect_framed(
+            whole, offset, want, "Collectives.all_gather", f"every shard at its rank's place ({case})"
+        )
+        expect_close(shard, mine, "Collectives.all_gather", f"shard must stay ({case})")
+
+
+def reduce_scatter_body(context: Context, dtype: torch.dtype) -> None:
+    calls, device = _collectives(context), context.accelerator.device
+    for n, offset, _, async_op in _places():
+        for op, reduce in REDUCTIONS.items():
+            whole, output = _framed(n, offset, dtype, device)
+            full = _framed(n * context.size, 3 - offset, dtype, device)[1]
+            full.copy_(_pattern(n * context.size, context.rank))
+            calls.reduce_scatter(output, full, context.group, op, async_op).wait()
+            everyone = torch.stack([_pattern(n * context.size, r) for r in range(context.size)])
+            want = reduce(everyone)[context.rank * n :][:n]
+            case = f"{op}, {n} elements, offset {offset}, {async_op=}"
+            _expect_framed(whole, offset, want, "Collectives.reduce_scatter", f"this rank's slice ({case})")
+
+
+def all_reduce_body(context: Context, dtype: torch.dtype) -> None:
+    calls, device = _collectives(context), context.accelerator.device
+    for n, offset, _, async_op in _places():
+        for op, reduce in REDUCTIONS.items():
+            whole, tensor = _framed(n, offset, dtype, device)
+            tensor.copy_(_pattern(n, context.rank))
+            calls.all_reduce(tensor, context.group, op, async_op).wait()
+            want = reduce(torch.stack([_pattern(n, r) for r in range(context.size)]))
+            case = f"{op}, {n} elements, offset {offset}, {async_op=}"
+            _expect_framed(whole, offset, want, "Collectives.all_reduce", f"the same on every rank ({case})")
+
+
+def broadcast_body(context: Context) -> None:
+    calls, device = _collectives(context), context.accelerator.device
+    for source in range(context.size):
+        for n, offset, _, async_op in _places():
+            whole, tensor = _framed(n, offset, torch.float32, device)
+            tensor.copy_(_pattern(n, context.rank))
+            calls.broadcast(tensor, source, context.group, async_op).wait()
+            case = f"from rank {source}, {n} elements, offset {offset}, {async_op=}"
+            want = _pattern(n, source)
+            _expect_framed(whole, offset, want, "Collectives.broadcast", f"the source's values ({case})")
+
+
+def host_body(context: Context) -> None:
+    calls = _collectives(context)
+    for dtype in (torch.float32, torch.int64):
+        mine = torch.tensor([context.rank, 1], dtype=dtype)
+        total = mine.clone()
+        calls.all_reduce(total, context.group)
+        ranks = sum(range(context.size))
+        expect_close(total, torch.tensor([ranks, context.size]), "Collectives.all_reduce", "of host tensors")
+        gathered = torch.zeros(2 * context.size, dtype=dtype)
+        calls.all_gather(gathered, mine, context.group)
+        want = torch.tensor([[r, 1] for r in range(context.size)]).flatten()
+        expect_close(gathered, want, "Collectives.all_gather", "of host tensors")
+        calls.broadcast(mine, context.size - 1, context.group)
+        expect_close(mine[0], torch.tensor(context.size - 1), "Collectives.broadcast", "of host tensors")
+
+
+def barrier_body(context: Context) -> None:
+    calls, store = _collectives(context), context.group.store
+    last = context.size - 1
+    for round_ in range(2):
+        if context.rank == last:
+            time.sleep(0.2)
+            store.set(f"arrived-{round_}", "yes")
+        calls.barrier(context.group)
+        arrived = store.check([f"arrived-{round_}"])
+        expect(arrived, "Collectives.barrier", "must hold every rank until the last has come", "left early")
+    calls.barrier(context.group)
+    if context.rank == last:
+        for round_ in range(2):
+            store.delete_key(f"arrived-{round_}")
+    calls.barrier(context.group)
+
+
+def handles_body(context: Context, backwards: bool) -> None:
+    calls, device, group = _collectives(context), context.accelerator.device, context.group
+    n, size = 1001, context.size
+    outputs = [torch.zeros(n * size, device=device) for _ in range(3)]
+    shards = [torch.full((n,), float(10 * i + context.rank), device=device) for i in range(3)]
+    total = torch.full((n,), 1.0, device=device)
+    handles = [calls.all_gather(o, s, group, async_op=True) for o, s in zip(outputs, shards, strict=True)]
+    handles.insert(1, calls.all_reduce(total, group, async_op=True))
+    for handle in reversed(handles) if backwards else handles:
+        handle.wait()
+    handles[0].wait()
+    for i, output in enumerate(outputs):
+        want = torch.tensor([10.0 * i + r for r in range(size)]).repeat_interleave(n)
+        expect_close(output, want, "Handle.wait", f"collective {i} must be complete after it")
+    expect_close(
+        total, torch.full((n,), float(size)), "Handle.wait", "the all_reduce must be complete after it"
+    )
+
+
+def dropped_body(context: Context) -> None:
+    calls, device = _collectives(context), context.accelerator.device
+    n = 65_537
+    for round_ in range(5):
+        output = torch.zeros(n * context.size, device=device)
+        shard = torch.full((n,), float(context.rank + round_), device=device)
+        handle = calls.all_gather(output, shard, context.group, async_op=True)
+        del shard
+        thieves = [torch.full((n,), -1.0, device=device) for _ in range(4)]
+        handle.wait()
+        want = torch.tensor([float(r + round_) for r in range(context.size)]).repeat_interleave(n)
+        expect_close(output, want, "Handle.wait", "the input must be kept alive until then")
+        del thieves
+
+
+def late_body(context: Context) -> float:
+    calls, device = _collectives(context), context.accelerator.device
+    output = torch.zeros(2 * context.size, device=device)
+    shard = torch.ones(2, device=device)
+    calls.all_gather(output, shard, context.group)  # whatever a first use costs
+    context.accelerator.streams.synchronize()
+    calls.barrier(context.group)
+    if context.rank:
+        time.sleep(LATE_SECONDS)
+    started = time.perf_counter()
+    handle = calls.all_gather(output, shard, context.group, async_op=True)
+    seconds = time.perf_counter() - started
+    handle.wait()
+    context.accelerator.streams.synchronize()
+    return seconds
+
+
+def groups_body(context: Context) -> None:
+    calls, size = _collectives(context), context.size
+    parts: list[list[int] | None] = [None, *([r] for r in range(size)), list(range(0, size, 2))]
+    parts += [list(range(1, size))] if size > 1 else []
+    for ranks in parts:
+        group = calls.new_group(ranks, 10.0)
+        members = list(range(size)) if ranks is None else ranks
+        if context.rank not in members:
+            expect(group is None, "Collectives.new_group", f"must be None outside of {members}", repr(group))
+            continue
+        assert group is not None
+        _check_group(context, calls, group, members)
+    calls.barrier(context.group)
+
+
+def _check_group(context: Context, calls: Collectives, group: Group, members: list[int]) -> None:
+    place = members.index(context.rank)
+    right = (group.rank, group.size, group.timeout) == (place, len(members), 10.0)
+    expect(right, "Collectives.new_group", f"must be place {place} of {len(members)}, timeout 10", str(group))
+    device = context.accelerator.device
+    shard = torch.full((3,), float(context.rank), device=device)
+    output = torch.zeros(3 * group.size, device=device)
+    calls.all_gather(output, shard, group)
+    want = torch.tensor([float(r) for r in members]).repeat_interleave(3)
+    expect_close(output, want, "Collectives.all_gather", f"among {members}")
+    calls.broadcast(shard, group.size - 1, group)
+    last = torch.full((3,), float(members[-1]))
+    expect_close(
+        shard, last, "Collectives.broadcast", f"source is a rank of the group {members}, not of the job"
+    )
+    calls.barrier(group)
+
+
+def place_body(context: Context) -> tuple[int, int, float]:
+    return context.group.rank, context.group.size, context.group.timeout
+
+
+def misfit_body(context: Context) -> None:
+    calls, device, size = _collectives(context), context.accelerator.device, context.size
+    shard = torch.ones(4, device=device)
+    for full in (torch.ones(4 * size + 1, device=device), torch.ones(4 * size, device=device).half()):
+        for name, arguments in (("all_gather", (full, shard)), ("reduce_scatter", (shard, full))):
+            call = functools.partial(getattr(calls, name), *arguments, context.group)
+            expected = "buffers that do not fit the group must be refused"
+            expect_raises(CollectiveError, f"Collectives.{name}", expected, call)
+    calls.all_reduce(shard, context.group)
+    expect_close(shard, torch.full((4,), float(size)), "Collectives.all_reduce", "must work after a misfit")
+
+
+def fault_body(context: Context, fault: str) -> float:
+    """The last rank fails; the others return the seconds until they had their error."""
+    calls, device = _collectives(context), context.accelerator.device
+    shard = torch.ones(1001, device=device)
+    output = torch.zeros(1001 * context.size, device=device)
+    calls.all_gather(output, shard, context.group)
+    calls.barrier(context.group)
+    if context.rank == context.size - 1:
+        _fail(context, fault)
+    started = time.monotonic()
+
+    def gather_and_meet() -> None:
+        calls.all_gather(output, shard, context.group, async_op=True).wait()
+        calls.barrier(context.group)  # where the device does not block the host, this does
+
+    expect_raises(CollectiveError, "Collectives.all_gather", f"a rank {fault}", gather_and_meet)
+    seconds = time.monotonic() - started
+    context.group.store.add("gave up", 1)
+    return seconds
+
+
+def _fail(context: Context, fault: str) -> None:
+    if fault == "dies":
+        os._exit(9)
+    deadline = time.monotonic() + FAULT_LIMIT
+    while context.group.store.add("gave up", 0) < context.size - 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os._exit(0)
+
+
+REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+    "sum": lambda rows: rows.sum(0),
+    "max": lambda rows: rows.max(0).values,
+    "min": lambda rows: rows.min(0).values,
+}
+
+
+def _collectives(context: Context) -> Collectives:
+    return checked(context.accelerator).collectives
+
+
+def _places() -> list[tuple[int, int, bool, bool]]:
+    """(elements, offset, in place, async): every length, the variants taking turns."""
+    cases = [(n, offset) for n in LENGTHS for offset in OFFSETS]
+    return [(n, offset, i % 2 == 0, i % 3 == 0) for i, (n, offset) in enumerate(cases)]
+
+
+def _pattern(n: int, rank: int) -> Tensor:
+    return (torch.arange(n) % 5 + rank).float()
+
+
+def _framed(n: int, offset: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A tensor with marks around it, and the n elements at `offset` inside."""
+    whole = torch.full((offset + n + 5,), MARK, dtype=dtype, device=device)
+    return whole, whole[offset : offset + n]
+
+
+def _expect_framed(whole: Tensor, offset: int, want: Tensor, method: str, expected: str) -> None:
+    framed = torch.full(whole.shape, MARK)
+    framed[offset : offset + want.numel()] = want
+    expect_close(whole, framed, method, f"{expected}, and nothing around it written")
+
+
+def _set_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)

@@ -1,0 +1,236 @@
+"""The descriptor and what it loads: cheap to read, safe to probe, complete when loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from accelz.accelerator import Accelerator
+from accelz.capabilities import Capabilities
+from accelz.conformance.cluster import Cluster
+from accelz.conformance.contract import ROLES, ContractBroken, expect, expect_close, unguarded
+from accelz.conformance.fixtures import devices_for_ranks, own_local_rank
+from accelz.conformance.marks import about, proves
+from accelz.discovery import Status, list_backends
+
+_READ = """
+import json, sys
+from accelz.discovery import installed, read_descriptor
+entry = installed({name!r})[0]
+before = set(sys.modules)
+descriptor = read_descriptor(entry)
+own = entry.value.partition(":")[0].partition(".")[0]
+def known(name):
+    top = name.partition(".")[0]
+    return top in sys.stdlib_module_names or top in ("accelz", "pluggy", own)
+def native(module):
+    return str(getattr(module, "__file__", None) or "").endswith((".so", ".pyd"))
+new = {{n: m for n, m in sys.modules.items() if n not in before and not known(n)}}
+heavy = {{n.partition(".")[0] for n, m in new.items() if native(m)}}
+print(json.dumps(sorted(heavy | ({{"torch"}} & set(sys.modules)))))
+"""
+
+_PROBE_AND_FORK = """
+import json, os, sys
+from accelz.discovery import installed, read_descriptor
+descriptor = read_descriptor(installed({name!r})[0])
+answers = [descriptor.probe(), descriptor.probe()]
+pid = os.fork()
+if pid == 0:
+    code = 1
+    try:
+        code = 0 if descriptor.probe() == answers[0] else 2
+        if code == 0 and {load}:
+            import torch
+            accelerator = descriptor.load()
+            accelerator.bind({local_rank})
+            code = 0 if torch.ones(3, device=accelerator.device).sum().item() == 3 else 3
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+answers.append(descriptor.probe())
+print(json.dumps([[a.available, a.reason] for a in answers] + [status]))
+"""
+
+CHILD_CODES = {1: "raised", 2: "got another answer from probe()", 3: "computed a wrong sum"}
+
+
+class DescriptorContract:
+    @pytest.fixture
+    def name(self, request: pytest.FixtureRequest) -> str:
+        return str(request.config.getoption("accelz_device"))
+
+    @about("BackendDescriptor")
+    def test_it_is_sound(self, name: str) -> None:
+        """Exactly one installed backend has the name, its descriptor is read and its probe answers."""
+        rows = [row for row in list_backends() if row.name == name]
+        broken = [f"{row.distribution}: {row.reason}" for row in rows if row.status is Status.BROKEN]
+        expect(
+            not broken, "BackendDescriptor", "must be readable and its probe must answer", "; ".join(broken)
+        )
+        expect(
+            len(rows) == 1, "BackendDescriptor.name", "must be one backend's alone", f"{len(rows)} have it"
+        )
+
+    @about("accelz_backend")
+    def test_reading_it_imports_no_device_library(self, name: str) -> None:
+        """Importing the plugin and reading its descriptor imports neither torch nor a native library."""
+        heavy = _python(_READ.format(name=name), "accelz_backend")
+        expect(
+            not heavy,
+            "accelz_backend",
+            "the plugin module and its descriptor must import no torch and no device library",
+            f"imported: {', '.join(heavy)}",
+            "import inside probe() and load()",
+        )
+
+    @about("BackendDescriptor.probe")
+    def test_probe_repeats_itself_and_survives_a_fork(self, name: str) -> None:
+        """The probe gives one answer: twice, in a forked child, and in the parent after the fork."""
+        self._probe_and_fork(name, load=False, local_rank=0)
+
+    @about("BackendDescriptor.probe", "BackendDescriptor.load")
+    def test_a_child_of_a_probed_process_can_use_the_device(
+        self, name: str, accelerator: Accelerator
+    ) -> None:
+        """A probe opens nothing that a forked child would inherit broken: the child can load and compute."""
+        self._probe_and_fork(name, load=True, local_rank=own_local_rank(accelerator))
+
+    def _probe_and_fork(self, name: str, load: bool, local_rank: int) -> None:
+        script = _PROBE_AND_FORK.format(name=name, load=load, local_rank=local_rank)
+        *answers, status = _python(script, "BackendDescriptor.probe")
+        came = ", ".join(str(a) for a in answers)
+        expect(
+            all(a == answers[0] for a in answers),
+            "BackendDescriptor.probe",
+            "must answer the same each time",
+            came,
+        )
+        expect(
+            status == 0,
+            "BackendDescriptor.load" if load else "BackendDescriptor.probe",
+            "must work in a child forked after the parent has probed",
+            f"the child {CHILD_CODES.get(status, f'ended with {status}')}",
+            "let probe() initialise nothing: look at files, or ask in a subprocess",
+        )
+
+    @about("BackendDescriptor.load")
+    def test_load_gives_every_role(self, name: str, accelerator: Accelerator) -> None:
+        """load() returns an Accelerator of the backend's name with every role of its interface's type."""
+        expect(accelerator.name == name, "Accelerator.name", f"must be {name!r}", repr(accelerator.name))
+        expect(isinstance(accelerator.device, torch.device), "Accelerator.device", "must be a torch.device")
+        for attribute, interface in ROLES.items():
+            role = unguarded(getattr(accelerator, attribute))
+            expected = f"must be an accelz.{interface.__name__}"
+            came = type(role).__name__
+            expect(isinstance(role, interface), f"Accelerator.{attribute}", expected, came, "subclass it")
+
+    @about("Accelerator.capabilities")
+    def test_capabilities_are_declared(self, capabilities: Capabilities) -> None:
+        """Capabilities are accelz's dataclass; every flag is a bool, the dtypes are floating point."""
+        where = "Accelerator.capabilities"
+        expect(isinstance(capabilities, Capabilities), where, "must be Capabilities", repr(capabilities))
+        odd = {k: v for k, v in capabilities.flags().items() if not isinstance(v, bool)}
+        expect(not odd, where, "every flag must be True or False", str(odd))
+        dtypes = capabilities.dtypes
+        expect(
+            torch.float32 in dtypes, where, "dtypes must hold float32: master weights need it", str(dtypes)
+        )
+        floating = all(isinstance(d, torch.dtype) and d.is_floating_point for d in dtypes)
+        expect(floating, where, "dtypes must be floating-point torch dtypes", str(dtypes))
+
+    @about("Accelerator.device_count", "Accelerator.bind")
+    def test_bind_gives_a_usable_device(self, accelerator: Accelerator) -> None:
+        """There is at least one device, and after bind() this process computes on the one it got."""
+        count = accelerator.device_count()
+        expect(count >= 1, "Accelerator.device_count", "must be at least 1 where the probe says available")
+        single = accelerator.capabilities.one_device_per_process or not accelerator.capabilities.shared_device
+        own = own_local_rank(accelerator)
+        for local_rank in [own] if single else [*range(count), own]:
+            accelerator.bind(local_rank)
+            got = torch.full((3,), 2.0, device=accelerator.device).cpu()
+            expect_close(got, torch.full((3,), 2.0), "Accelerator.bind", f"device of local rank {local_rank}")
+
+    @about("Accelerator.bind")
+    @proves("one_device_per_process")
+    def test_a_process_keeps_its_device(self, accelerator: Accelerator) -> None:
+        """Where a process has one device for life, binding another one is refused or changes nothing."""
+        own, count = own_local_rank(accelerator), accelerator.device_count()
+        accelerator.bind(own)
+        device = accelerator.device
+        refused = count > 1 and _refused(lambda: accelerator.bind((own + 1) % count))
+        kept = accelerator.device == device and accelerator.capabilities.one_device_per_process
+        accelerator.bind(own)
+        expect(refused or kept, "Accelerator.bind", "must not leave the process's one device", "it moved")
+
+    @about("Accelerator.flush")
+    @proves("lazy_graph")
+    def test_flush_runs_recorded_work(self, accelerator: Accelerator) -> None:
+        """On a lazy-graph device flush() starts what was recorded; elsewhere it is the base's no-op."""
+        values = torch.arange(5.0, device=accelerator.device) * 2
+        accelerator.flush()
+        accelerator.streams.synchronize()
+        expect_close(values, torch.arange(5.0) * 2, "Accelerator.flush", "work before it must be done right")
+        own = type(unguarded(accelerator)).flush is not Accelerator.flush
+        expect(own, "Accelerator.flush", "a lazy_graph device must bring its own", "the base's no-op")
+
+    @about("Accelerator.bind", "Collectives.init")
+    @proves("shared_device")
+    def test_ranks_share_a_device(self, accelerator: Accelerator) -> None:
+        """One rank more than there are devices: two of them work on one, collectives included."""
+        size = max(devices_for_ranks(accelerator), 1) + 1
+        cluster = Cluster(accelerator.name, size)
+        try:
+            got = cluster.run(sum_of_ranks)
+        finally:
+            cluster.stop()
+        want = float(sum(range(size)))
+        expect(
+            got == [want] * size,
+            "Collectives.all_reduce",
+            f"ranks on one device must sum to {want}",
+            str(got),
+        )
+
+
+class TestDescriptor(DescriptorContract):
+    pass
+
+
+def sum_of_ranks(context: Any) -> float:
+    value = torch.tensor([float(context.rank)], device=context.accelerator.device)
+    context.accelerator.collectives.all_reduce(value, context.group)
+    return value.item()
+
+
+def _refused(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except ContractBroken:
+        return True
+    return False
+
+
+def _python(script: str, method: str) -> Any:
+    """Run a script in a fresh interpreter and read the JSON on its last line."""
+    command = [sys.executable, "-c", script]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except subprocess.TimeoutExpired:
+        raise ContractBroken(
+            method, "must not hang in a fresh process or a forked child", "60 s passed"
+        ) from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise ContractBroken(method, "must work in a fresh process", done.stderr[-2000:])
+    return json.loads(lines[-1])

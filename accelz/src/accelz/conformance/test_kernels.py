@@ -1,0 +1,291 @@
+"""The kernels role: every named operation against float64, on awkward sizes, places and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.conformance.contract import expect, expect_close
+from accelz.conformance.marks import about, over_dtypes
+from accelz.kernels import NAMES
+
+SIZES = (0, 1, 3, 17, 1023, 70_001)
+OFFSETS = (0, 1, 3)
+GUARD = 16
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+SPECIAL = (float("nan"), float("inf"), -float("inf"))
+EPS32 = torch.finfo(torch.float32).eps
+
+
+class Guarded:
+    """`values` in the middle of a larger device tensor, at a chosen misalignment, with marks around."""
+
+    def __init__(self, values: Tensor, offset: int, device: torch.device) -> None:
+        start = GUARD + offset
+        self._whole = torch.full((start + values.numel() + GUARD,), 7.0, dtype=values.dtype).to(device)
+        self.view = self._whole[start : start + values.numel()]
+        self.view.copy_(values)
+        self._around = (slice(0, start), slice(start + values.numel(), None))
+
+    def check(self, method: str, name: str) -> None:
+        """Nothing outside the view was written."""
+        outside = torch.cat([self._whole[part] for part in self._around]).cpu()
+        expected = f"must not write outside of {name}"
+        expect_close(
+            outside, torch.full_like(outside, 7.0), method, expected, do="mind the tail of odd sizes"
+        )
+
+
+@dataclass(frozen=True)
+class AdamCase:
+    """One call of `Kernels.adamw`: how the step is configured, and what goes into it."""
+
+    numel: int = 1023
+    offset: int = 0
+    grad_dtype: torch.dtype = torch.float32
+    step: int = 3
+    weight_decay: float = 0.1
+    decoupled: bool = True
+    maximize: bool = False
+    grad_scale: float | None = None
+    skip: float | None = None
+    weights_dtype: torch.dtype | None = None
+    special: float | None = None
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+    def options(self) -> dict[str, Any]:
+        names = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
+        return {name: getattr(self, name) for name in names}
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Host tensors: master, grad, exp_avg, exp_avg_sq."""
+        generator = torch.Generator().manual_seed(self.numel + self.offset)
+        rows = torch.randn(4, self.numel, generator=generator)
+        grad = rows[1].to(self.grad_dtype)
+        if self.special is not None and self.numel:
+            grad[self.numel // 2] = self.special
+        return {
+            "master": rows[0],
+            "grad": grad,
+            "exp_avg": rows[2] * 0.1,
+            "exp_avg_sq": rows[3].square() * 0.01,
+        }
+
+    def reference(self) -> dict[str, Tensor]:
+        """The same step in float64, written as in the papers."""
+        state = {name: value.double() for name, value in self.inputs().items()}
+        if self.skip:
+            return state
+        w, g, m, v = state["master"], state["grad"], state["exp_avg"], state["exp_avg_sq"]
+        g = g * (self.grad_scale if self.grad_scale is not None else 1.0) * (-1 if self.maximize else 1)
+        g = g if self.decoupled else g + self.weight_decay * w
+        w = w * (1 - self.lr * self.weight_decay) if self.decoupled else w
+        m = self.beta1 * m + (1 - self.beta1) * g
+        v = self.beta2 * v + (1 - self.beta2) * g * g
+        m_hat, v_hat = m / (1 - self.beta1**self.step), v / (1 - self.beta2**self.step)
+        w = w - self.lr * m_hat / (v_hat.sqrt() + self.eps)
+        return {"master": w, "exp_avg": m, "exp_avg_sq": v}
+
+
+ADAM_CASES = {
+    **{f"{n} elements at offset {o}": AdamCase(n, o) for n in SIZES for o in OFFSETS},
+    **{f"gradient {d}": AdamCase(grad_dtype=d, offset=1) for d in GRADIENTS},
+    **{f"step {s}": AdamCase(step=s) for s in (1, 2, 10_000)},
+    "no weight decay": AdamCase(weight_decay=0.0),
+    "L2": AdamCase(decoupled=False),
+    "L2, no weight decay": AdamCase(decoupled=False, weight_decay=0.0),
+    "maximize": AdamCase(maximize=True),
+    "maximize, L2": AdamCase(maximize=True, decoupled=False),
+    "beta1 0": AdamCase(beta1=0.0),
+    "grad_scale": AdamCase(grad_scale=0.125),
+    "grad_scale, bf16": AdamCase(grad_scale=1 / 3, grad_dtype=torch.bfloat16, offset=3),
+    "grad_scale, maximize, L2": AdamCase(grad_scale=4.0, maximize=True, decoupled=False),
+    "skip 0": AdamCase(skip=0.0),
+    "skip 1": AdamCase(skip=1.0, weights_dtype=torch.bfloat16),
+    "skip 1, NaN": AdamCase(skip=1.0, special=SPECIAL[0], grad_scale=0.5),
+    "skip 1, infinite": AdamCase(skip=1.0, special=SPECIAL[1]),
+    "NaN spreads to its element alone": AdamCase(special=SPECIAL[0]),
+    **{f"weights {d}": AdamCase(weights_dtype=d, offset=1) for d in GRADIENTS[1:]},
+    "everything": AdamCase(
+        70_001, 3, torch.bfloat16, 17, 0.1, False, True, 0.5, 0.0, torch.bfloat16, lr=1e-2, beta1=0.8
+    ),
+}
+
+
+class KernelContract:
+    @about("Kernels.origin")
+    def test_every_kernel_has_an_origin(self, accelerator: Accelerator) -> None:
+        """Each kernel says who implements it."""
+        for name in NAMES:
+            origin = accelerator.kernels.origin(name)
+            expect(bool(origin), "Kernels.origin", f"must say who implements {name}", repr(origin))
+
+    @about("Kernels.adamw")
+    @pytest.mark.parametrize("case", ADAM_CASES.values(), ids=ADAM_CASES.keys())
+    def test_adamw(self, accelerator: Accelerator, case: AdamCase) -> None:
+        """A step equals float64 within fp32 rounding, in place, within its range, gradient untouched."""
+        if {case.grad_dtype, case.weights_dtype} - {None} <= accelerator.capabilities.dtypes:
+            self.check_adamw(accelerator, case)
+        else:
+            pytest.skip(f"not declared: {case.grad_dtype} or {case.weights_dtype}")
+
+    def check_adamw(self, accelerator: Accelerator, case: AdamCase) -> None:
+        device, where = accelerator.device, "Kernels.adamw"
+        inputs = case.inputs()
+        placed = {name: Guarded(value, case.offset, device) for name, value in inputs.items()}
+        weights = _weights(case, device)
+        accelerator.kernels.adamw(
+            placed["master"].view,
+            placed["grad"].view,
+            placed["exp_avg"].view,
+            placed["exp_avg_sq"].view,
+            _scalar(case.step, device),
+            grad_scale=None if case.grad_scale is None else _scalar(case.grad_scale, device),
+            skip=None if case.skip is None else _scalar(case.skip, device),
+            weights=None if weights is None else weights.view,
+            **case.options(),
+        )
+        accelerator.streams.synchronize()
+        for name, want in case.reference().items():
+            _expect_state(placed[name].view, want, where, name, case)
+        expect_close(placed["grad"].view, inputs["grad"], where, "grad must not be written")
+        if weights is not None:
+            want = placed["master"].view.cpu().to(weights.view.dtype)
+            expect_close(weights.view, want, where, "weights must be master rounded once")
+            weights.check(where, "weights")
+        for name, guarded in placed.items():
+            guarded.check(where, name)
+
+    @about("Kernels.adamw")
+    def test_adamw_over_many_steps(self, accelerator: Accelerator) -> None:
+        """Errors do not build up: after 30 steps the weights are still within fp32 rounding of float64."""
+        case = AdamCase(numel=257)
+        state = {name: value.to(accelerator.device) for name, value in case.inputs().items()}
+        master = state["master"].cpu().double().requires_grad_()
+        optimizer = torch.optim.AdamW(
+            [master], lr=case.lr, betas=(0.9, 0.999), weight_decay=case.weight_decay
+        )
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name].zero_()
+        for step in range(1, 31):
+            grad = torch.sin(torch.arange(257.0) * step)
+            master.grad = grad.double()
+            optimizer.step()
+            accelerator.kernels.adamw(
+                state["master"],
+                grad.to(accelerator.device),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                _scalar(step, accelerator.device),
+                **case.options(),
+            )
+        expect_close(state["master"], master, "Kernels.adamw", "30 steps", rtol=1e-5, atol=1e-6)
+
+    @about("Kernels.norm_and_nonfinite")
+    @pytest.mark.parametrize("numel", SIZES)
+    @over_dtypes()
+    def test_norm(self, accelerator: Accelerator, numel: int, dtype: torch.dtype) -> None:
+        """The sum of squares equals float64 within fp32 accumulation; finite values are finite."""
+        where = "Kernels.norm_and_nonfinite"
+        for offset in OFFSETS:
+            host = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+            got = accelerator.kernels.norm_and_nonfinite([Guarded(host, offset, accelerator.device).view])
+            expect(got.shape == (2,) and got.dtype == torch.float32, where, "must be (2,) fp32", repr(got))
+            want = torch.stack((host.double().square().sum(), torch.zeros((), dtype=torch.float64)))
+            expect_close(got, want, where, "must be the sum of squares and 0", rtol=1e-4)
+
+    @about("Kernels.norm_and_nonfinite")
+    def test_norm_over_several_tensors(self, accelerator: Accelerator) -> None:
+        """Several tensors of several dtypes, empty ones among them, count as one."""
+        dtypes = [d for d in (*GRADIENTS, torch.float32) if d in accelerator.capabilities.dtypes]
+        hosts = [torch.randn(n).to(d) for n, d in zip((1025, 7, 0, 333), dtypes, strict=False)]
+        got = accelerator.kernels.norm_and_nonfinite([h.to(accelerator.device) for h in hosts])
+        want = sum(h.double().square().sum() for h in hosts)
+        expect_close(
+            got[0], torch.as_tensor(want), "Kernels.norm_and_nonfinite", "the sum over all", rtol=1e-4
+        )
+
+    @about("Kernels.norm_and_nonfinite")
+    @pytest.mark.parametrize("special", SPECIAL, ids=str)
+    @over_dtypes(*GRADIENTS)
+    def test_nonfinite_is_seen(self, accelerator: Accelerator, special: float, dtype: torch.dtype) -> None:
+        """One NaN or infinity anywhere, first and last element included, sets the flag."""
+        for place in (0, 511, 1022):
+            host = torch.ones(1023, dtype=dtype)
+            host[place] = special
+            parts = [torch.ones(5, device=accelerator.device), host.to(accelerator.device)]
+            flag = accelerator.kernels.norm_and_nonfinite(parts)[1].item()
+            expect(flag == 1.0, "Kernels.norm_and_nonfinite", f"must flag {special} at {place}", str(flag))
+
+    @about("Kernels.scale_cast")
+    @pytest.mark.parametrize("numel", SIZES)
+    @over_dtypes(*GRADIENTS)
+    def test_scale_cast(self, accelerator: Accelerator, numel: int, dtype: torch.dtype) -> None:
+        """output = source × scale, rounded once; between any two dtypes, at any alignment."""
+        where = "Kernels.scale_cast"
+        for source_dtype in [d for d in GRADIENTS if d in accelerator.capabilities.dtypes]:
+            for scale in (None, 1 / 3):
+                host = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(source_dtype)
+                source = Guarded(host, 1, accelerator.device)
+                output = Guarded(torch.zeros(numel, dtype=dtype), 3, accelerator.device)
+                factor = None if scale is None else _scalar(scale, accelerator.device)
+                accelerator.kernels.scale_cast(output.view, source.view, factor)
+                exact = host.float() if scale is None else host.float() * torch.tensor(scale)
+                expect_close(output.view, exact.to(dtype), where, "must be rounded once", rtol=2 * EPS32)
+                expect_close(source.view, host, where, "source must not be written")
+                output.check(where, "output")
+
+    @about("Kernels.scale_cast")
+    def test_scale_cast_keeps_special_values(self, accelerator: Accelerator) -> None:
+        """NaN and infinities pass through; a scale of 0 or infinity acts as in IEEE arithmetic."""
+        host = torch.tensor([*SPECIAL, 1.0, 0.0])
+        output = torch.zeros(5, device=accelerator.device)
+        for scale in (1.0, 0.0, float("inf")):
+            factor = _scalar(scale, accelerator.device)
+            accelerator.kernels.scale_cast(output, host.to(accelerator.device), factor)
+            expect_close(output, host * scale, "Kernels.scale_cast", f"IEEE arithmetic with scale {scale}")
+
+    @about("Kernels.accumulate")
+    @pytest.mark.parametrize("numel", SIZES)
+    @over_dtypes(*GRADIENTS)
+    def test_accumulate(self, accelerator: Accelerator, numel: int, dtype: torch.dtype) -> None:
+        """total += addend, a 16-bit addend widened on the fly; total rounds once in its own dtype."""
+        where = "Kernels.accumulate"
+        for total_dtype in {torch.float32, dtype}:
+            rows = torch.randn(2, numel, generator=torch.Generator().manual_seed(2))
+            host, addend = rows[0].to(total_dtype), rows[1].to(dtype)
+            total, other = Guarded(host, 1, accelerator.device), Guarded(addend, 3, accelerator.device)
+            accelerator.kernels.accumulate(total.view, other.view)
+            want = (host.float() + addend.float()).to(total_dtype)
+            expect_close(total.view, want, where, "must be the sum rounded once", rtol=EPS32)
+            expect_close(other.view, addend, where, "addend must not be written")
+            total.check(where, "total")
+
+
+class TestKernels(KernelContract):
+    pass
+
+
+def _scalar(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(float(value), device=device)
+
+
+def _weights(case: AdamCase, device: torch.device) -> Guarded | None:
+    if case.weights_dtype is None:
+        return None
+    return Guarded(torch.zeros(case.numel, dtype=case.weights_dtype), case.offset, device)
+
+
+def _expect_state(got: Tensor, want: Tensor, where: str, name: str, case: AdamCase) -> None:
+    if case.skip:
+        expect_close(got, want, where, f"{name} must not change where skip is 1 ({case})")
+    else:
+        expect_close(got, want, where, f"{name} must equal float64 ({case})", rtol=1e-5, atol=1e-7)

@@ -1,0 +1,146 @@
+"""The memory role: counters that follow allocations, and host memory."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.conformance.contract import expect, expect_close
+from accelz.conformance.marks import about, needs, over_dtypes, proves
+from accelz.memory import MemoryStats
+
+MIB = 1 << 20
+
+
+class MemoryContract:
+    """nbytes: what the tests allocate; well above an allocator's granularity."""
+
+    nbytes = 64 * MIB
+
+    def allocate(self, accelerator: Accelerator) -> Tensor:
+        """`nbytes` on the device, written to, so that a counter of resident bytes sees them."""
+        block = torch.full((self.nbytes,), 1, dtype=torch.uint8, device=accelerator.device)
+        accelerator.streams.synchronize()
+        return block
+
+    def settled(self, accelerator: Accelerator) -> MemoryStats:
+        """Counters with nothing left to free."""
+        gc.collect()
+        accelerator.streams.synchronize()
+        accelerator.memory.trim()
+        return accelerator.memory.stats()
+
+    @about("Memory.stats")
+    def test_counters_make_sense(self, accelerator: Accelerator) -> None:
+        """0 ≤ allocated ≤ peak, 0 ≤ free ≤ capacity, all of them whole bytes."""
+        stats = accelerator.memory.stats()
+        numbers = (stats.allocated, stats.peak, stats.capacity, stats.free)
+        came = str(stats)
+        expect(all(isinstance(n, int) for n in numbers), "Memory.stats", "every counter must be an int", came)
+        expect(0 <= stats.allocated <= stats.peak, "Memory.stats", "0 ≤ allocated ≤ peak", came)
+        expect(0 <= stats.free <= stats.capacity, "Memory.stats", "0 ≤ free ≤ capacity", came)
+        expect(stats.capacity > 0, "Memory.stats", "capacity must be what this process may use", came)
+
+    @about("Memory.stats")
+    def test_allocated_follows_an_allocation(self, accelerator: Accelerator) -> None:
+        """allocated grows by what is allocated and written, and falls when that is freed."""
+        before = self.settled(accelerator).allocated
+        block = self.allocate(accelerator)
+        grown = accelerator.memory.stats().allocated - before
+        expect(grown > 0.9 * self.nbytes, "Memory.stats", f"allocated must grow by {self.nbytes}", f"{grown}")
+        del block
+        left = self.settled(accelerator).allocated - before
+        expect(left < 0.5 * self.nbytes, "Memory.stats", "allocated must fall after a free", f"{left} left")
+
+    @about("Memory.stats")
+    @proves("exact_memory")
+    def test_allocated_is_exact(self, accelerator: Accelerator) -> None:
+        """allocated counts bytes as they are allocated, touched or not, to within the granularity."""
+        before = self.settled(accelerator).allocated
+        block = torch.empty(self.nbytes, dtype=torch.uint8, device=accelerator.device)
+        grown = accelerator.memory.stats().allocated - before
+        exact = self.nbytes <= grown <= self.nbytes + 2 * MIB
+        expect(exact, "Memory.stats", f"allocated must grow by {self.nbytes}", f"by {grown}")
+        del block
+        left = self.settled(accelerator).allocated - before
+        expect(left == 0, "Memory.stats", "allocated must be what it was before", f"{left} bytes more")
+
+    @about("Memory.reset_peak", "Memory.stats")
+    def test_peak_and_its_reset(self, accelerator: Accelerator) -> None:
+        """peak remembers a freed block until reset_peak(), and starts again from what is allocated."""
+        before = self.settled(accelerator)
+        accelerator.memory.reset_peak()
+        block = self.allocate(accelerator)
+        accelerator.memory.stats()
+        del block
+        after = self.settled(accelerator)
+        grown = after.peak - before.allocated
+        expect(
+            grown > 0.9 * self.nbytes, "Memory.stats", f"peak must hold {self.nbytes} more", f"{grown} more"
+        )
+        accelerator.memory.reset_peak()
+        fresh = accelerator.memory.stats()
+        above = fresh.peak - fresh.allocated
+        expect(
+            above < 0.5 * self.nbytes, "Memory.reset_peak", "peak must start from allocated", f"{above} above"
+        )
+
+    @about("Memory.trim")
+    def test_trim_keeps_live_data(self, accelerator: Accelerator) -> None:
+        """trim() gives back what is unused and nothing else."""
+        live = torch.arange(1000.0, device=accelerator.device)
+        del_me = self.allocate(accelerator)
+        del del_me
+        accelerator.memory.trim()
+        expect_close(live, torch.arange(1000.0), "Memory.trim", "live tensors must keep their values")
+
+    @about("Memory.empty_host")
+    @pytest.mark.parametrize("shape", [(), (0,), (1,), (1025,), (3, 5, 7)], ids=str)
+    @over_dtypes()
+    def test_host_memory_round_trip(
+        self, accelerator: Accelerator, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """A host tensor of the asked shape and dtype carries values to the device and back."""
+        host = accelerator.memory.empty_host(shape, dtype)
+        back = accelerator.memory.empty_host(shape, dtype)
+        came = f"{tuple(host.shape)} {host.dtype} on {host.device}"
+        fits = tuple(host.shape) == shape and host.dtype == dtype and host.device.type == "cpu"
+        expect(fits, "Memory.empty_host", f"must be a host tensor {shape} of {dtype}", came)
+        host.copy_(torch.rand(shape))
+        kept = host.clone()
+        on_device = torch.empty(shape, dtype=dtype, device=accelerator.device)
+        on_device.copy_(host, non_blocking=True)
+        back.copy_(on_device, non_blocking=True)
+        accelerator.streams.synchronize()
+        expect_close(back, kept, "Memory.empty_host", "values must come back from the device unchanged")
+
+    @about("Memory.empty_host")
+    @proves("pinned_host_memory")
+    def test_host_memory_is_pinned(self, accelerator: Accelerator) -> None:
+        """Where pinned_host_memory is declared, empty_host() returns page-locked memory."""
+        host = accelerator.memory.empty_host((4096,), torch.float32)
+        expect(host.is_pinned(), "Memory.empty_host", "must be page-locked", "pageable memory")
+
+    @about("Memory.empty_host")
+    @needs("pinned_host_memory", "asynchronous")
+    def test_copies_from_pinned_memory_keep_their_order(self, accelerator: Accelerator) -> None:
+        """Asynchronous copies on one stream happen in order, each with the value of its time."""
+        hosts = [accelerator.memory.empty_host((MIB,), torch.float32).fill_(i) for i in range(4)]
+        target = torch.empty(MIB, device=accelerator.device)
+        copies = []
+        for host in hosts:
+            target.copy_(host, non_blocking=True)
+            copies.append(target.clone())
+        accelerator.streams.synchronize()
+        for i, copy in enumerate(copies):
+            expect_close(
+                copy, torch.full((MIB,), float(i)), "Memory.empty_host", f"copy {i} must be in order"
+            )
+
+
+class TestMemory(MemoryContract):
+    pass

@@ -1,0 +1,59 @@
+"""The RNG role: the device's default generator, seeded, saved and put back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.conformance.contract import expect, expect_close
+from accelz.conformance.marks import about
+
+
+class RngContract:
+    def draw(self, accelerator: Accelerator) -> Tensor:
+        """Numbers from the device's default generator, normal and dropout."""
+        values = torch.randn(1001, device=accelerator.device)
+        return torch.dropout(values, 0.5, train=True).cpu()
+
+    @about("Rng.seed")
+    def test_a_seed_repeats_and_seeds_differ(self, accelerator: Accelerator) -> None:
+        """Equal seeds give equal numbers, other seeds other numbers, and drawing moves on."""
+        draws = []
+        for seed in (7, 7, 8):
+            accelerator.rng.seed(seed)
+            draws.append(self.draw(accelerator))
+        expect_close(draws[1], draws[0], "Rng.seed", "the same seed must give the same numbers")
+        expect(not torch.equal(draws[2], draws[0]), "Rng.seed", "another seed must give other numbers")
+        expect(not torch.equal(self.draw(accelerator), draws[2]), "Rng.seed", "must not seed every draw")
+
+    @about("Rng.get_state", "Rng.set_state")
+    def test_a_state_comes_back(self, accelerator: Accelerator) -> None:
+        """A saved state, put back, gives the same numbers again, whatever happened in between."""
+        accelerator.rng.seed(3)
+        self.draw(accelerator)
+        state = accelerator.rng.get_state()
+        first = self.draw(accelerator)
+        accelerator.rng.seed(4)
+        accelerator.rng.set_state(state)
+        again = self.draw(accelerator)
+        expect_close(again, first, "Rng.set_state", "the numbers after it must be those after get_state()")
+
+    @about("Rng.get_state")
+    def test_a_state_is_a_snapshot(self, accelerator: Accelerator) -> None:
+        """A state is a uint8 host tensor that later draws do not change, fit to go into a checkpoint."""
+        state = accelerator.rng.get_state()
+        came = f"{state.dtype} on {state.device}"
+        on_host = state.dtype == torch.uint8 and state.device.type == "cpu"
+        expect(on_host, "Rng.get_state", "must be a uint8 tensor on the host", came)
+        kept = state.clone()
+        self.draw(accelerator)
+        expect_close(state, kept, "Rng.get_state", "must not change with later draws", do="return a copy")
+        accelerator.rng.set_state(kept)
+        expect_close(
+            accelerator.rng.get_state(), kept, "Rng.set_state", "get_state() must return what was set"
+        )
+
+
+class TestRng(RngContract):
+    pass

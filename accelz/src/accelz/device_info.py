@@ -1,0 +1,40 @@
+"""Everything about one accelerator in plain types, for people and for `--json`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from accelz import kernels, selection
+from accelz.accelerator import Accelerator
+
+
+def describe(name: str | None) -> dict[str, Any]:
+    """Facts about the backend `name`, or the one that is chosen without it. Raises AccelzError."""
+    if name is None:
+        return facts(selection.current())
+    return facts(selection.load_named(name, os.environ))
+
+
+def facts(accelerator: Accelerator) -> dict[str, Any]:
+    """Name, device, capabilities, dtypes, memory in bytes, who implements what."""
+    return {
+        "name": accelerator.name,
+        "device": str(accelerator.device),
+        "device_count": accelerator.device_count(),
+        "capabilities": accelerator.capabilities.flags(),
+        "dtypes": sorted(str(d).removeprefix("torch.") for d in accelerator.capabilities.dtypes),
+        "memory": asdict(accelerator.memory.stats()),
+        "kernels": {name: accelerator.kernels.origin(name) for name in kernels.NAMES},
+        "collectives": accelerator.collectives.spec,
+        "flat_buffers": _class_name(accelerator.flat_buffers),
+        "streams": _class_name(accelerator.streams),
+        "torch": torch.__version__,
+    }
+
+
+def _class_name(role: object) -> str:
+    return f"{type(role).__module__}.{type(role).__qualname__}"

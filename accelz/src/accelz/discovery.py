@@ -1,0 +1,180 @@
+"""Finding backends: entry points of the group `accelz.backends`, one by one, each in its own try.
+
+A backend that cannot be imported, speaks another API version, repeats a name or has a probe that raises
+becomes a row with its reason. It never becomes somebody else's crash.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any
+
+import pluggy
+
+from accelz import hooks
+from accelz.errors import BackendError
+from accelz.hooks import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendDescriptor, Probe
+
+
+class Status(str, Enum):
+    AVAILABLE = "available"
+    UNAVAILABLE = "unavailable"  # installed and sound, but its device is not usable here
+    BROKEN = "broken"  # import, descriptor, version, name or probe failed
+    DISABLED = "disabled"  # named in ACCELZ_DISABLE, not loaded
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """One installed backend as `accelz list` shows it. `descriptor` is None unless it could be read."""
+
+    name: str
+    distribution: str
+    version: str
+    status: Status
+    reason: str
+    priority: int | None = None
+    descriptor: BackendDescriptor | None = None
+
+
+def list_backends(environ: Mapping[str, str] | None = None) -> list[BackendRow]:
+    """Every installed backend with its state, best first (priority, then name).
+
+    environ: where ACCELZ_DISABLE is read from; the process environment by default. Never raises for a
+    backend's sake.
+    """
+    disabled = disabled_names(os.environ if environ is None else environ)
+    rows = [inspect(entry, disabled) for entry in installed()]
+    return sorted(_mark_duplicates(rows), key=_rank)
+
+
+def best(rows: Iterable[BackendRow]) -> BackendRow | None:
+    """The backend that is taken where none is asked for: the first available one of priority 0 or more."""
+    fit = (r for r in rows if r.status is Status.AVAILABLE and r.priority is not None and r.priority >= 0)
+    return next(fit, None)
+
+
+def installed(name: str | None = None) -> list[EntryPoint]:
+    """Entry points of all backends, or of those called `name`, in a fixed order. Imports none of them."""
+    found = entry_points(group=ENTRY_POINT_GROUP)
+    return sorted(
+        (e for e in found if name is None or e.name == name), key=lambda e: (e.name, _distribution(e))
+    )
+
+
+def disabled_names(environ: Mapping[str, str]) -> frozenset[str]:
+    """Names in ACCELZ_DISABLE (a comma list)."""
+    return frozenset(n.strip() for n in environ.get("ACCELZ_DISABLE", "").split(",") if n.strip())
+
+
+def inspect(entry: EntryPoint, disabled: Iterable[str] = ()) -> BackendRow:
+    """Load one backend's descriptor and ask its probe."""
+    if entry.name in disabled:
+        return _row(entry, Status.DISABLED, "switched off by ACCELZ_DISABLE")
+    try:
+        descriptor = read_descriptor(entry)
+    except (Exception, SystemExit) as error:
+        return _row(entry, Status.BROKEN, _one_line(error))
+    try:
+        probe = descriptor.probe()
+        if not isinstance(probe, Probe):
+            raise BackendError(f"probe() returned {type(probe).__name__}; it must return accelz.Probe")
+    except (Exception, SystemExit) as error:
+        return _row(entry, Status.BROKEN, f"probe failed: {_one_line(error)}", descriptor)
+    status = Status.AVAILABLE if probe.available else Status.UNAVAILABLE
+    return _row(entry, status, probe.reason, descriptor)
+
+
+def read_descriptor(entry: EntryPoint) -> BackendDescriptor:
+    """Import a backend's plugin and return its descriptor, checked.
+
+    Each plugin gets a manager of its own, so none can disturb another's registration.
+    Raises BackendError (or whatever the plugin's import raises).
+    """
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hooks)
+    plugin: ModuleType = entry.load()
+    manager.register(plugin, entry.name)
+    manager.check_pending()
+    answers = manager.hook.accelz_backend()
+    if len(answers) != 1:
+        raise BackendError(
+            f"{entry.value} answered the hook accelz_backend {len(answers)} times; decorate exactly one "
+            "function of that name with @accelz.hookimpl and return a BackendDescriptor from it"
+        )
+    return _checked(entry, answers[0])
+
+
+_KINDS: dict[Any, str] = {str: "a string", int: "an integer", Callable: "callable"}
+_FIELDS: dict[str, Any] = {
+    "name": str,
+    "api_version": int,
+    "priority": int,
+    "probe": Callable,
+    "load": Callable,
+}
+
+
+def _checked(entry: EntryPoint, descriptor: object) -> BackendDescriptor:
+    if not isinstance(descriptor, BackendDescriptor):
+        raise BackendError(
+            f"{entry.value}: accelz_backend returned {type(descriptor).__name__}; "
+            "it must return accelz.BackendDescriptor"
+        )
+    for field, kind in _FIELDS.items():
+        value = getattr(descriptor, field)
+        if not isinstance(value, kind):
+            raise BackendError(
+                f"{entry.value}: the descriptor's {field} is {value!r}; it must be {_KINDS[kind]}"
+            )
+    if descriptor.api_version != API_VERSION:
+        newer = "accelz" if descriptor.api_version > API_VERSION else _distribution(entry)
+        raise BackendError(
+            f"written for accelz API {descriptor.api_version}, this accelz has API {API_VERSION}: "
+            f"pip install --upgrade {newer}"
+        )
+    if descriptor.name != entry.name:
+        raise BackendError(
+            f"the entry point is called {entry.name!r} but its descriptor {descriptor.name!r}; "
+            "give both the same name"
+        )
+    return descriptor
+
+
+def _mark_duplicates(rows: list[BackendRow]) -> list[BackendRow]:
+    seen: dict[str, BackendRow] = {}
+    result = []
+    for row in rows:
+        first = seen.setdefault(row.name, row)
+        if first is not row and row.status is not Status.DISABLED:
+            reason = (
+                f"duplicate name: {first.distribution} already provides {row.name!r}; uninstall one of them"
+            )
+            row = BackendRow(row.name, row.distribution, row.version, Status.BROKEN, reason, row.priority)
+        result.append(row)
+    return result
+
+
+def _rank(row: BackendRow) -> tuple[int, str, str]:
+    return (-(row.priority if row.priority is not None else -(10**9)), row.name, row.distribution)
+
+
+def _row(
+    entry: EntryPoint, status: Status, reason: str, descriptor: BackendDescriptor | None = None
+) -> BackendRow:
+    version = entry.dist.version if entry.dist else "?"
+    priority = descriptor.priority if descriptor else None
+    return BackendRow(entry.name, _distribution(entry), version, status, reason, priority, descriptor)
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist else "?"
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, BackendError) else f"{type(error).__name__}: {text}"

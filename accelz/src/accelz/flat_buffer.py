@@ -1,0 +1,197 @@
+"""Flat buffers: all parameters of a group in one contiguous buffer, each Parameter a view of it.
+
+Glossary
+--------
+slot        where one parameter sits: offset (elements), shape, strides.
+released    the buffer's bytes are dropped; every view stays a tensor of its shape, with nothing behind it.
+materialized the bytes are back (their content undefined until written), under the same views.
+bound       the parameters' `.data` are this buffer's views (several buffers may serve the same
+            parameters in different dtypes; one at a time is bound).
+
+How parameters *become* views differs by device, and is the strategy: `StorageSwap` where a device
+Parameter may be given host storage, `CopyAndShrink` where it cannot. Neither needs the model twice, and
+both keep every Parameter object, its hooks, ties, `requires_grad` and (dense) strides.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter sits in its flat buffer. offset in elements; stride as in `Tensor.stride()`."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """`tensor`'s strides if they are dense (channels-last, transposed, …), else contiguous ones."""
+    dims = sorted((d for d in range(tensor.dim()) if tensor.shape[d] > 1), key=tensor.stride)
+    expected = 1
+    for dim in dims:
+        if tensor.stride(dim) != expected:
+            return _contiguous_stride(tensor.shape)
+        expected *= tensor.shape[dim]
+    return tuple(tensor.stride())
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class FlatBuffer:
+    """A one-dimensional buffer and the parameters that live in it.
+
+    data: the buffer, shape (numel,). Its storage belongs to it alone.
+    """
+
+    def __init__(self, data: Tensor, parameters: Sequence[nn.Parameter], slots: Sequence[Slot]) -> None:
+        self.data = data
+        self.parameters = tuple(parameters)
+        self.slots = tuple(slots)
+        self.nbytes = data.numel() * data.element_size()
+        self._storage = data.untyped_storage()
+        # Views are made once, while the bytes are there: as_strided refuses an emptied storage.
+        self.views = tuple(data.as_strided(s.shape, s.stride, s.offset) for s in slots)
+
+    @property
+    def materialized(self) -> bool:
+        return self._storage.nbytes() == self.nbytes
+
+    def materialize(self) -> None:
+        """Bring the bytes back, content undefined. Write to them through `data`."""
+        if not self.materialized:
+            self._storage.resize_(self.nbytes)
+
+    def release(self) -> None:
+        """Drop the bytes. Views, also those autograd has saved, stay valid for the next materialize()."""
+        if self.nbytes:
+            self._storage.resize_(0)
+
+    def bind(self) -> None:
+        """Make every parameter a view of this buffer."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            rebind(parameter, view)
+
+
+def rebind(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give `parameter` the tensor `value` as its data, keeping its identity, hooks and attributes.
+
+    Where the two tensors' types cannot be exchanged through `.data` (a host Parameter moving to a device
+    that torch treats as foreign), the Parameter's innards are swapped; that needs a leaf no graph holds.
+    """
+    if parameter.device.type == value.device.type:
+        parameter.data = value
+        return
+    try:
+        parameter.data = value
+    except RuntimeError:
+        _swap_innards(parameter, value)
+
+
+def _swap_innards(parameter: nn.Parameter, value: Tensor) -> None:
+    twin = nn.Parameter(value.new_empty(0), requires_grad=parameter.requires_grad)
+    twin.data = value  # a Parameter made from `value` would count writes to it: autograd would object
+    twin.__dict__.update(parameter.__dict__)
+    twin.__class__ = parameter.__class__
+    hooks = parameter._backward_hooks
+    accumulated = parameter._post_accumulate_grad_hooks
+    torch.utils.swap_tensors(parameter, twin)
+    # Hooks belong to the innards: without this they would stay behind with the twin.
+    parameter._backward_hooks = hooks
+    parameter._post_accumulate_grad_hooks = accumulated
+
+
+class FlatBufferStrategy(ABC):
+    """How a device turns parameters into views of a flat buffer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def flatten(
+        self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], numel: int, dtype: torch.dtype
+    ) -> FlatBuffer:
+        """Move `parameters` (on the host or the device, any dtype) into a new buffer and bind them.
+
+        numel: elements of the buffer; what no slot covers is zero. Values are kept, cast to `dtype`.
+        """
+
+    def empty_like(self, buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
+        """A released, unbound buffer for the same parameters and slots in another dtype."""
+        data = torch.empty(buffer.data.numel(), dtype=dtype, device=self.device)
+        other = FlatBuffer(data, buffer.parameters, buffer.slots)
+        other.release()
+        return other
+
+
+class StorageSwap(FlatBufferStrategy):
+    """For devices whose Parameters may be given host storage (cpu, cuda, xpu).
+
+    Device peak while flattening: on a device the parameters wait on the host, so nothing but the buffer;
+    on the host each parameter's memory is given back as soon as it has been copied, and the buffer's
+    pages come into being as they are written: the parameters once, plus one.
+    """
+
+    def flatten(
+        self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], numel: int, dtype: torch.dtype
+    ) -> FlatBuffer:
+        for parameter in parameters:
+            parameter.data = parameter.data.to(HOST)
+        data = torch.empty(numel, dtype=dtype, device=self.device)
+        _zero_gaps(data, slots)
+        buffer = FlatBuffer(data, parameters, slots)
+        for parameter, view in zip(parameters, buffer.views, strict=True):
+            view.copy_(parameter.data)
+            rebind(parameter, view)
+        return buffer
+
+
+class CopyAndShrink(FlatBufferStrategy):
+    """For devices whose Parameters cannot be given host storage (hpu, most PrivateUse1 devices).
+
+    Each parameter is copied to the host and its device storage shrunk to nothing; the buffer is put
+    together on the host and moved over in one piece. Device peak: the buffer alone. A storage that other
+    tensors share is left as it is.
+    """
+
+    def flatten(
+        self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], numel: int, dtype: torch.dtype
+    ) -> FlatBuffer:
+        staged = torch.empty(numel, dtype=dtype, device=HOST)
+        _zero_gaps(staged, slots)
+        for parameter, slot in zip(parameters, slots, strict=True):
+            staged.as_strided(slot.shape, slot.stride, slot.offset).copy_(parameter.data)
+            _shrink(parameter)
+        buffer = FlatBuffer(staged.to(self.device), parameters, slots)
+        buffer.bind()
+        return buffer
+
+
+def _shrink(parameter: nn.Parameter) -> None:
+    storage = parameter.untyped_storage()
+    if storage.nbytes() == parameter.numel() * parameter.element_size():
+        storage.resize_(0)
+
+
+def _zero_gaps(data: Tensor, slots: Sequence[Slot]) -> None:
+    end = 0
+    for slot in sorted(slots, key=lambda s: s.offset):
+        data[end : slot.offset].zero_()
+        end = max(end, slot.offset + slot.numel)
+    data[end:].zero_()

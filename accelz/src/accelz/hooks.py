@@ -1,0 +1,55 @@
+"""The pluggy side of accelz: one hook, answered by every backend with a descriptor.
+
+pluggy serves registration only. Training calls plain methods of the `Accelerator` a descriptor loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from accelz.accelerator import Accelerator
+
+PROJECT = "accelz"
+ENTRY_POINT_GROUP = "accelz.backends"
+API_VERSION = 1
+"""Version of the interface in this accelz. A backend declares the one it was written for."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Whether a device can be used here, and why or why not (one line, for people)."""
+
+    available: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class BackendDescriptor:
+    """What a backend says about itself before any device library is imported.
+
+    name: the value of ACCELZ_DEVICE that selects it; equals the entry point's name.
+    api_version: the `accelz.API_VERSION` the backend was written for.
+    priority: the highest available backend wins when ACCELZ_DEVICE is unset (cpu has 0, devices 100). One
+        below 0, a simulation say, never wins: it is used where it is asked for.
+    probe: cheap, repeatable, safe before and after fork; imports the device library only if it must.
+    load: builds the accelerator; called once per process, after the choice is made.
+    """
+
+    name: str
+    api_version: int
+    priority: int
+    probe: Callable[[], Probe]
+    load: Callable[[], Accelerator]
+
+
+@hookspec
+def accelz_backend() -> BackendDescriptor:  # type: ignore[empty-body]
+    """Return this backend's descriptor without importing its device library."""

@@ -1,0 +1,114 @@
+"""The named flat-buffer operations, each with a plain torch reference that works on any device.
+
+A backend subclasses `Kernels` and overrides what it has something better for. The conformance kit checks
+every operation against float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Kernels:
+    """One-dimensional tensors of one device in, in-place results out; nothing waits for the device.
+
+    chunk: elements that the references work on at a time, which bounds their scratch memory.
+    """
+
+    chunk = 1 << 20
+
+    def adamw(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        step: Tensor,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        decoupled: bool = True,
+        maximize: bool = False,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """One Adam step on a flat shard, in one pass over it.
+
+        master, exp_avg, exp_avg_sq: (n,) fp32, updated in place (the reference takes fp64 as well). grad:
+        (n,) fp32, bf16 or fp16, read only and never widened as a whole. step: 0-dim fp32, the number of
+        this step, counted from 1.
+        grad_scale: 0-dim fp32 that the gradient is multiplied by (averaging, unscaling, clipping).
+        skip: 0-dim fp32; 1 leaves everything unchanged. weights: (n,) 16-bit copy of master, written.
+        decoupled: weight decay as in AdamW (Loshchilov & Hutter, 2019); False adds it to the gradient,
+        as in Adam (Kingma & Ba, 2015).
+        """
+        correction1 = _bias_correction(beta1, step)
+        correction2_sqrt = _bias_correction(beta2, step).sqrt()
+        step_size = lr / correction1
+        for part in self._parts(master.numel()):
+            new = master[part].mul(1 - lr * weight_decay) if decoupled else master[part].clone()
+            g = grad[part].to(master.dtype)
+            g = g if grad_scale is None else g * grad_scale
+            g = g.neg() if maximize else g
+            g = g if decoupled or not weight_decay else g.add(new, alpha=weight_decay)
+            m = torch.lerp(exp_avg[part], g, 1 - beta1)
+            v = (exp_avg_sq[part] * beta2).addcmul_(g, g, value=1 - beta2)
+            new.sub_(m / (v.sqrt() / correction2_sqrt).add_(eps) * step_size)
+            for old, value in ((master[part], new), (exp_avg[part], m), (exp_avg_sq[part], v)):
+                old.copy_(value if skip is None else torch.where(skip.bool(), old, value))
+            if weights is not None:
+                weights[part].copy_(master[part])
+
+    def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Sum of squares of all elements, and whether any is NaN or infinite, in one pass.
+
+        tensors: flat, any floating dtype, one device, at least one. Returns (2,) fp32: the sum
+        (accumulated in fp32) and 1.0 or 0.0. Squares that overflow fp32 count as infinite.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
+        for tensor in tensors:
+            for part in self._parts(tensor.numel()):
+                values = tensor[part].float()
+                total = total + torch.dot(values, values)
+        return torch.stack((total, (~torch.isfinite(total)).float()))
+
+    def scale_cast(self, output: Tensor, source: Tensor, scale: Tensor | None = None) -> None:
+        """output = source × scale, rounded once to output's dtype. scale: 0-dim fp32."""
+        if scale is None:
+            output.copy_(source)
+            return
+        for part in self._parts(source.numel()):
+            output[part].copy_(source[part].float() * scale)
+
+    def accumulate(self, total: Tensor, addend: Tensor) -> None:
+        """total += addend, where total is at least as wide: a 16-bit addend is widened on the fly."""
+        total.add_(addend)
+
+    def origin(self, name: str) -> str:
+        """Who implements the operation `name`: "torch reference" or the overriding class."""
+        for cls in type(self).__mro__:
+            if name in vars(cls):
+                return "torch reference" if cls is Kernels else f"{cls.__module__}.{cls.__qualname__}"
+        raise AttributeError(f"there is no kernel called {name!r}; the names are {', '.join(NAMES)}")
+
+    def _parts(self, numel: int) -> Iterator[slice]:
+        for start in range(0, numel, self.chunk):
+            yield slice(start, min(start + self.chunk, numel))
+
+
+NAMES = ("adamw", "norm_and_nonfinite", "scale_cast", "accumulate")
+"""Every kernel, by the name of its method."""
+
+
+def _bias_correction(beta: float, step: Tensor) -> Tensor:
+    """1 - beta ** step, accurate in fp32 and without waiting for the device."""
+    log_beta = math.log(beta) if beta > 0 else -math.inf
+    return -torch.expm1(step * log_beta)

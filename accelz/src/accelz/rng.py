@@ -1,0 +1,21 @@
+"""The RNG role: the device's default generator."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class Rng(ABC):
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seed the device's default generator."""
+
+    @abstractmethod
+    def get_state(self) -> Tensor:
+        """The generator's state, a uint8 tensor on the host."""
+
+    @abstractmethod
+    def set_state(self, state: Tensor) -> None:
+        """Put the generator back into a state from `get_state()`."""

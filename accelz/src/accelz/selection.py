@@ -1,0 +1,129 @@
+"""The choice of the process's accelerator: made once, by ACCELZ_DEVICE, `use()` or priority."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Mapping
+
+from accelz import discovery, hardware_hints
+from accelz.accelerator import Accelerator
+from accelz.discovery import BackendRow, Status
+from accelz.errors import BackendError, BackendNotFoundError, BackendUnavailableError, SelectionError
+
+_lock = threading.RLock()
+_selected: Accelerator | None = None
+
+
+def current() -> Accelerator:
+    """The process's accelerator, chosen at the first call.
+
+    ACCELZ_DEVICE=name loads that backend alone. Unset, the available backend of the highest priority
+    wins. Raises BackendNotFoundError, BackendUnavailableError or BackendError with what is installed,
+    what is available and what to install.
+    """
+    if _selected is not None:
+        return _selected
+    with _lock:
+        return _selected or _commit(_choose(os.environ))
+
+
+def use(name: str) -> Accelerator:
+    """Select the backend `name` in code; the same as ACCELZ_DEVICE=name.
+
+    Raises SelectionError once the process runs on another accelerator, or when ACCELZ_DEVICE names
+    another one.
+    """
+    with _lock:
+        if _selected is not None:
+            return _confirm(_selected, name)
+        wanted = os.environ.get("ACCELZ_DEVICE", "").strip()
+        if wanted and wanted != name:
+            raise SelectionError(
+                f"accelz.use({name!r}) contradicts ACCELZ_DEVICE={wanted}; "
+                "unset the variable or drop the call"
+            )
+        return _commit(load_named(name, os.environ))
+
+
+def load_named(name: str, environ: Mapping[str, str]) -> Accelerator:
+    """Load the backend `name` and no other. The process's choice is not touched."""
+    if name in discovery.disabled_names(environ):
+        raise BackendUnavailableError(
+            f"backend {name!r} is switched off by ACCELZ_DISABLE; take it out of the list to use it"
+        )
+    entries = discovery.installed(name)
+    if not entries:
+        raise BackendNotFoundError(f"no backend called {name!r} is installed. {_advice(name, environ)}")
+    row = discovery.inspect(entries[0])
+    if row.status is Status.BROKEN:
+        raise BackendError(f"backend {name!r} ({row.distribution}) is broken: {row.reason}")
+    if row.status is Status.UNAVAILABLE:
+        raise BackendUnavailableError(
+            f"backend {name!r} ({row.distribution}) cannot be used here: {row.reason}. "
+            f"{_advice(None, environ)}"
+        )
+    return _load(row)
+
+
+def _choose(environ: Mapping[str, str]) -> Accelerator:
+    wanted = environ.get("ACCELZ_DEVICE", "").strip()
+    if wanted:
+        return load_named(wanted, environ)
+    rows = discovery.list_backends(environ)
+    _warn_missing(rows)
+    if row := discovery.best(rows):
+        return _load(row)
+    unasked = " or ".join(f"ACCELZ_DEVICE={r.name}" for r in rows if r.status is Status.AVAILABLE)
+    hint = f"Only where it is asked for: {unasked}. " if unasked else ""
+    raise BackendUnavailableError(f"no backend can be used here. {hint}{_advice(None, environ)}")
+
+
+def _load(row: BackendRow) -> Accelerator:
+    assert row.descriptor is not None
+    try:
+        accelerator = row.descriptor.load()
+    except Exception as error:
+        raise BackendError(
+            f"backend {row.name!r} ({row.distribution}) failed to load: {type(error).__name__}: {error}. "
+            "Set ACCELZ_DEVICE to another backend, or ACCELZ_DISABLE to skip this one"
+        ) from error
+    if not isinstance(accelerator, Accelerator):
+        raise BackendError(
+            f"backend {row.name!r} loaded a {type(accelerator).__name__}; "
+            "load() must return accelz.Accelerator"
+        )
+    return accelerator
+
+
+def _commit(accelerator: Accelerator) -> Accelerator:
+    global _selected
+    _selected = accelerator
+    return accelerator
+
+
+def _confirm(selected: Accelerator, name: str) -> Accelerator:
+    if selected.name == name:
+        return selected
+    raise SelectionError(
+        f"this process already runs on {selected.name!r}; the choice is made once per process. "
+        f"Call accelz.use({name!r}) before the first use of accelz.current(), or set ACCELZ_DEVICE={name}"
+    )
+
+
+def _warn_missing(rows: list[BackendRow]) -> None:
+    for hint in hardware_hints.missing_backends({row.name for row in rows}):
+        warnings.warn(
+            f"a {hint.backend} device seems to be present but its backend is not installed: "
+            f"pip install {hint.distribution} (or set ACCELZ_DEVICE to silence this)",
+            stacklevel=4,
+        )
+
+
+def _advice(name: str | None, environ: Mapping[str, str]) -> str:
+    rows = discovery.list_backends(environ)
+    installed = ", ".join(f"{r.name} ({r.status.value})" for r in rows) or "none"
+    available = ", ".join(r.name for r in rows if r.status is Status.AVAILABLE) or "none"
+    what = f"pip install accelz-{name}" if name else "pip install accelz-cpu for the CPU"
+    return f"Installed: {installed}. Available: {available}. To add it: {what}; `accelz list` has the reasons"
