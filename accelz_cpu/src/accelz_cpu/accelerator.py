@@ -1,0 +1,45 @@
+"""The CPU as an accelerator: plain torch and gloo."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.capabilities import Capabilities
+from accelz.flat_buffer import StorageSwap
+from accelz.gloo_lanes import GlooLanes
+from accelz.rng import Rng
+from accelz.streams import NullStreams
+from accelz_cpu.kernels import CpuKernels
+from accelz_cpu.memory import ProcessMemory
+
+
+class CpuRng(Rng):
+    """torch's default CPU generator."""
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def get_state(self) -> Tensor:
+        return torch.default_generator.get_state()
+
+    def set_state(self, state: Tensor) -> None:
+        torch.default_generator.set_state(state)
+
+
+def build() -> Accelerator:
+    device = torch.device("cpu")
+    return Accelerator(
+        name="cpu",
+        device=device,
+        capabilities=Capabilities(
+            dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+        ),
+        memory=ProcessMemory(),
+        streams=NullStreams(),
+        rng=CpuRng(),
+        collectives=GlooLanes(),
+        flat_buffers=StorageSwap(device),
+        kernels=CpuKernels(),
+    )

@@ -1,0 +1,25 @@
+"""The plugin: a descriptor, with no torch import before the backend is chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelz.hooks import BackendDescriptor, Probe, hookimpl
+
+if TYPE_CHECKING:
+    from accelz.accelerator import Accelerator
+
+
+@hookimpl
+def accelz_backend() -> BackendDescriptor:
+    return BackendDescriptor(name="cpu", api_version=1, priority=0, probe=_probe, load=_load)
+
+
+def _probe() -> Probe:
+    return Probe(True, "always there")
+
+
+def _load() -> Accelerator:
+    from accelz_cpu.accelerator import build
+
+    return build()

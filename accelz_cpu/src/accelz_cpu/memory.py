@@ -1,0 +1,57 @@
+"""Memory of a CPU process: resident bytes, as the kernel counts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from accelz.memory import Memory, MemoryStats
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_RESET_PEAK = "5"  # proc(5): clear_refs 5 sets VmHWM back to the current resident set
+
+
+class ProcessMemory(Memory):
+    """Resident set of this process and the most it has been.
+
+    Linux keeps the peak (VmHWM) and lets a process reset it. Elsewhere the peak is the largest value that
+    `stats()` itself has seen.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._seen = 0
+
+    def stats(self) -> MemoryStats:
+        allocated = int(self._process.memory_info().rss)
+        self._seen = max(self._seen, allocated)
+        peak = max(self._high_water() or self._seen, allocated)
+        capacity = _capacity()
+        free = min(int(psutil.virtual_memory().available), max(capacity - allocated, 0))
+        return MemoryStats(allocated=allocated, peak=peak, capacity=capacity, free=free)
+
+    def reset_peak(self) -> None:
+        self._seen = self._process.memory_info().rss
+        if _CLEAR_REFS.exists():
+            _CLEAR_REFS.write_text(_RESET_PEAK)
+
+    @staticmethod
+    def _high_water() -> int | None:
+        if not _STATUS.exists():
+            return None
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+        return None
+
+
+def _capacity() -> int:
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = _CGROUP_LIMIT.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
