@@ -1,0 +1,45 @@
+"""zero: a ZeRO engine (stages 1, 2, 3) for whatever accelerator accelz finds.
+
+engine = zero.initialize(model, optimizer, zero.Config(stage=3, precision="bf16"))
+for batch in loader:
+    loss = engine(batch).loss
+    engine.backward(loss)
+    engine.step()
+"""
+
+from zero.access import gathered
+from zero.config import Config
+from zero.deferred_init import init
+from zero.engine import Engine
+from zero.errors import (
+    CommunicationError,
+    ConfigError,
+    ModelError,
+    OptimizerError,
+    OutOfMemoryError,
+    RankMismatchError,
+    ShardedParameterError,
+    StateError,
+    UsageError,
+    ZeroError,
+)
+from zero.initialize import initialize
+
+__all__ = [
+    "CommunicationError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "ModelError",
+    "OptimizerError",
+    "OutOfMemoryError",
+    "RankMismatchError",
+    "ShardedParameterError",
+    "StateError",
+    "UsageError",
+    "ZeroError",
+    "gathered",
+    "init",
+    "initialize",
+]
+__version__ = "0.1.0"

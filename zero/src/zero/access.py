@@ -1,0 +1,77 @@
+"""`zero.gathered`: the whole values of sharded parameters, for a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
+
+from zero import deferred_init
+from zero.errors import UsageError
+from zero.guard import NAME_ATTRIBUTE
+from zero.whole import WholeValues
+
+WHOLE_ATTRIBUTE = "_zero_whole"  # in a sharded parameter's __dict__: its engine's WholeValues
+
+
+@contextmanager
+def gathered(
+    parameters: nn.Parameter | nn.Module | Iterable[nn.Parameter], write_rank: int | None = None
+) -> Iterator[None]:
+    """Make parameters (or all of a module's) whole inside the block. Collective: every rank enters it.
+
+    write_rank: that rank may change the values in place (under torch.no_grad()); on leaving, they go to
+    every rank's shards and fp32 masters. Without it the values are for reading, and a change raises
+    UsageError. Parameters that no engine owns pass through untouched.
+    """
+    owners = _by_owner(parameters)
+    for whole in owners:
+        _check_rank(whole, write_rank)
+    names = {whole: [p.__dict__[NAME_ATTRIBUTE] for p in mine] for whole, mine in owners.items()}
+    for whole, mine in names.items():
+        whole.hold(mine)
+    versions = {p: p._version for mine in owners.values() for p in mine}
+    try:
+        yield
+        if write_rank is None:
+            _check_unchanged(versions)
+        else:
+            for whole, mine in names.items():
+                whole.write_back(mine, write_rank)
+    finally:
+        for whole, mine in names.items():
+            whole.unhold(mine)
+
+
+def _by_owner(
+    parameters: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+) -> dict[WholeValues, list[nn.Parameter]]:
+    """The sharded ones among `parameters`, by the engine that owns them."""
+    if isinstance(parameters, nn.Parameter):
+        listed: Iterable[nn.Parameter] = [parameters]
+    else:
+        listed = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    owners: dict[WholeValues, list[nn.Parameter]] = {}
+    for parameter in dict.fromkeys(listed):
+        if deferred_init.is_deferred(parameter):
+            raise UsageError("parameters made under zero.init() have no values before zero.initialize")
+        whole = parameter.__dict__.get(WHOLE_ATTRIBUTE)
+        if whole is not None:
+            owners.setdefault(whole, []).append(parameter)
+    return owners
+
+
+def _check_rank(whole: WholeValues, write_rank: int | None) -> None:
+    size = whole.communicator.group.size
+    if write_rank is not None and not 0 <= write_rank < size:
+        raise UsageError(f"write_rank={write_rank} is no rank of this job of {size}")
+
+
+def _check_unchanged(versions: Mapping[nn.Parameter, int]) -> None:
+    for parameter, version in versions.items():
+        if parameter._version != version:
+            raise UsageError(
+                f"parameter {parameter.__dict__[NAME_ATTRIBUTE]!r} was changed inside zero.gathered(); the "
+                "change is lost unless you pass write_rank=<the rank that writes>"
+            )

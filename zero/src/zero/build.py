@@ -1,0 +1,162 @@
+"""From a model to sharded units: checks that touch nothing, then one unit after another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from accelz.accelerator import Accelerator
+from zero import deferred_init
+from zero.communicator import Communicator
+from zero.config import DTYPES, Config
+from zero.errors import ConfigError, ModelError
+from zero.flat_group import FlatGroup
+from zero.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter
+from zero.room import room_for
+from zero.sharded_unit import ShardedUnit
+from zero.units import UnitPlan
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise ModelError if the model cannot be sharded. Changes nothing."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    named = list(model.named_parameters())
+    if not named:
+        raise ModelError("the model has no parameters")
+    for name, parameter in named:
+        _check_parameter(name, parameter)
+    _check_overlaps(named)
+
+
+def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
+    """Raise ConfigError where the device does not have a dtype that training would use."""
+    wanted = (
+        {config.dtype} if config.dtype else {p.dtype for p in model.parameters() if p.is_floating_point()}
+    )
+    if config.reduce_dtype:
+        wanted.add(DTYPES[config.reduce_dtype])
+    missing = wanted - accelerator.capabilities.dtypes
+    if missing:
+        have = ", ".join(sorted(str(d) for d in accelerator.capabilities.dtypes))
+        raise ConfigError(
+            f"the device {accelerator.name!r} does not support {', '.join(str(d) for d in missing)} "
+            f"(it has {have}); choose another precision"
+        )
+
+
+def build_units(
+    plans: Sequence[UnitPlan],
+    config: Config,
+    accelerator: Accelerator,
+    communicator: Communicator,
+    param_group_of: dict[nn.Parameter, int],
+) -> list[ShardedUnit]:
+    """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time."""
+    communicator.check_equal("the model", _digest(plans, config, param_group_of))
+    return [
+        _build_unit(index, plan, config, accelerator, communicator, param_group_of)
+        for index, plan in enumerate(plans)
+    ]
+
+
+def _build_unit(
+    index: int,
+    plan: UnitPlan,
+    config: Config,
+    accelerator: Accelerator,
+    communicator: Communicator,
+    param_group_of: dict[nn.Parameter, int],
+) -> ShardedUnit:
+    group = communicator.group
+    shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
+    deferred_init.materialize(p for _, p in plan.parameters)
+    nbytes = sum(p.numel() * _target(p, config).itemsize for _, p in plan.parameters)
+    with room_for(accelerator, "to shard", plan.name, nbytes):
+        groups = [
+            FlatGroup(accelerator, plan.name, named, dtype, shards, shard)
+            for dtype, named in _partition(plan, config, param_group_of)
+        ]
+        if group.size > 1:
+            for flat in groups:
+                communicator.broadcast(plan.name, flat.home.data, 0)
+        resident = config.stage < 3 or group.size == 1 or plan.persistent
+        unit = ShardedUnit(index, plan.name, plan.anchors, groups, communicator, resident)
+        unit.settle()
+    for name, parameter in plan.parameters:
+        parameter.__dict__[NAME_ATTRIBUTE] = name
+        parameter.__dict__.pop(REASON_ATTRIBUTE, None)
+    return unit
+
+
+def _partition(
+    plan: UnitPlan, config: Config, param_group_of: dict[nn.Parameter, int]
+) -> list[tuple[torch.dtype, list[tuple[str, nn.Parameter]]]]:
+    """Parameters by (dtype, trainable), each list ordered by param group so that runs are long."""
+    parts: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in plan.parameters:
+        parts.setdefault((_target(parameter, config), parameter.requires_grad), []).append((name, parameter))
+    last = max(param_group_of.values()) + 1  # parameters the optimizer does not know come last
+    for named in parts.values():
+        named.sort(key=lambda item: param_group_of.get(item[1], last))
+    return [(dtype, named) for (dtype, _), named in parts.items()]
+
+
+def _target(parameter: nn.Parameter, config: Config) -> torch.dtype:
+    return config.dtype if config.dtype and parameter.is_floating_point() else parameter.dtype
+
+
+def _digest(plans: Sequence[UnitPlan], config: Config, param_group_of: dict[nn.Parameter, int]) -> int:
+    """What all ranks must have in common."""
+    text = [f"{config.stage} {config.precision} {config.gradient_accumulation_steps} {config.accumulate}"]
+    for plan in plans:
+        text.append(plan.name)
+        text.extend(
+            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {param_group_of.get(p)}"
+            for name, p in plan.parameters
+        )
+    return crc32("\n".join(text).encode())
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise ModelError(f"parameter {name!r} is lazy and has no shape yet; run the model once first")
+    if isinstance(parameter, ShardedParameter) or NAME_ATTRIBUTE in parameter.__dict__:
+        if not deferred_init.is_deferred(parameter):
+            raise ModelError(f"parameter {name!r} belongs to an engine already; one model has one engine")
+        return
+    if parameter.is_meta:
+        raise ModelError(
+            f"parameter {name!r} is on the meta device and has no values; build the model under "
+            "`with zero.init(config):` instead of torch.device('meta')"
+        )
+    if parameter.is_complex() or parameter.layout is not torch.strided:
+        raise ModelError(
+            f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; only dense, real "
+            "parameters can be sharded (view_as_real gives the real form of a complex one)"
+        )
+
+
+def _check_overlaps(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Two Parameter objects over the same memory would be torn apart by flattening."""
+    spans = []
+    for name, parameter in named:
+        if deferred_init.is_deferred(parameter) or parameter.numel() == 0:
+            continue
+        start = parameter.data_ptr()
+        reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+        spans.append((start, start + reach * parameter.element_size(), name))
+    spans.sort()
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise ModelError(
+                f"parameters {first!r} and {second!r} are different Parameter objects over the same memory; "
+                "tie them by assigning one Parameter to both modules"
+            )

@@ -1,0 +1,251 @@
+"""Every collective of the engine passes here: it is counted, logged by unit, and explained when it fails.
+
+Ranks must issue the same collectives in the same order. Each one is folded into a running hash, which the
+ranks compare once per optimizer step over host memory (the device is not waited for). When hashes differ,
+or a collective fails, the ranks exchange their logs through the group's store and the error names the
+first difference, or the ranks that did not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NoReturn
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.collectives import Group, Handle, ReduceOp
+from accelz.errors import CollectiveError
+from zero.errors import CommunicationError, RankMismatchError
+
+LOG_LENGTH = 256
+REPORT_SECONDS = 5.0  # how long a failing rank waits for the others' reports
+
+
+@dataclass
+class Traffic:
+    """Collectives issued, and their bytes: of the gathered, scattered or reduced whole buffer."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.bytes.clear()
+
+
+class NamedHandle:
+    """A collective under way that knows which unit it serves."""
+
+    def __init__(self, handle: Handle, explain: Callable[[CollectiveError], NoReturn]) -> None:
+        self._handle = handle
+        self._explain = explain
+
+    def wait(self) -> None:
+        """Order what follows behind the collective. Raises CommunicationError."""
+        try:
+            self._handle.wait()
+        except CollectiveError as error:
+            self._explain(error)
+
+
+class Communicator:
+    """Collectives by unit name over one group. control: a second group of the same ranks, for host memory;
+    its traffic must not interleave with the data's."""
+
+    def __init__(self, accelerator: Accelerator, group: Group, control: Group, key: str) -> None:
+        self._collectives = accelerator.collectives
+        self._control = control
+        self.group = group
+        self.traffic = Traffic()
+        self._key = key  # prefix in the store, one per engine
+        self.failed = ""  # what went wrong; nothing can be exchanged after that
+        self._count = 0
+        self._shared = 0
+        # Running hashes of reductions, whose timing is a rank's own, and of everything else.
+        self._hashes = {"reductions": 0, "others": 0}
+        self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
+
+    def all_gather(self, unit: str, output: Tensor, shard: Tensor) -> NamedHandle:
+        output, shard = _transportable(output), _transportable(shard)
+        return self._issue(
+            "all_gather",
+            unit,
+            output,
+            lambda: self._collectives.all_gather(output, shard, self.group, async_op=True),
+        )
+
+    def reduce_scatter(self, unit: str, output: Tensor, full: Tensor) -> NamedHandle:
+        return self._issue(
+            "reduce_scatter",
+            unit,
+            full,
+            lambda: self._collectives.reduce_scatter(output, full, self.group, async_op=True),
+        )
+
+    def all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
+        return self._issue(
+            "all_reduce",
+            unit,
+            tensor,
+            lambda: self._collectives.all_reduce(tensor, self.group, op, async_op=True),
+        )
+
+    def broadcast(self, unit: str, tensor: Tensor, source: int) -> None:
+        """From rank `source` to all, complete on return. tensor: one-dimensional and contiguous."""
+        tensor = _transportable(tensor)
+        self._issue(
+            "broadcast",
+            unit,
+            tensor,
+            lambda: self._collectives.broadcast(tensor, source, self.group, async_op=True),
+        ).wait()
+
+    def agree(self, flag: bool = False) -> bool:
+        """Check that all ranks issued the same collectives so far, and whether any rank raises `flag`.
+
+        Blocks the host until every rank is here; the device is not involved. Raises RankMismatchError.
+        """
+        if self.group.size == 1:
+            return flag
+        mine = list(self._hashes.values())
+        ballot = torch.tensor([*mine, *(-h for h in mine), int(flag)], dtype=torch.int64)
+        self._exchange("agreement", ballot)
+        highest, lowest = ballot[: len(mine)], ballot[len(mine) : -1]
+        if not torch.equal(highest, -lowest):
+            self._explain_mismatch()
+        return bool(ballot[-1])
+
+    def any_of(self, flags: Tensor) -> Tensor:
+        """Elementwise "or" of host uint8 flags over the ranks, in place."""
+        if self.group.size > 1:
+            self._exchange("usage", flags)
+        return flags
+
+    def check_equal(self, what: str, digest: int) -> None:
+        """Raise RankMismatchError unless every rank passes the same `digest`."""
+        if self.group.size == 1:
+            return
+        ballot = torch.tensor([digest, -digest], dtype=torch.int64)
+        self._exchange(what, ballot)
+        if ballot[0] != -ballot[1]:
+            raise RankMismatchError(f"the ranks disagree about {what}: all ranks must build the same one")
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's JSON value, on every rank. Blocks the host."""
+        return self.share_all(value if self.group.rank == 0 else None)[0]
+
+    def share_all(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank. Blocks the host."""
+        if self.group.size == 1:
+            return [json.loads(json.dumps(value))]  # what other world sizes would see
+        self._shared += 1
+        prefix = f"{self._key}/share{self._shared}"
+        keys = [f"{prefix}/{rank}" for rank in range(self.group.size)]
+        store = self.group.store
+        try:
+            store.set(keys[self.group.rank], json.dumps(value))
+            store.wait(keys, timedelta(seconds=self.group.timeout))
+            values = [json.loads(store.get(key)) for key in keys]
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.group.rank} waited {self.group.timeout:.0f} s for the other ranks' state"
+            ) from error
+        return values
+
+    def _exchange(self, what: str, tensor: Tensor) -> None:
+        """A host all-reduce (max) that is no part of the hashed sequence."""
+        self._count += 1
+        self._log.append((self._count, f"{what} exchange"))
+        try:
+            self._collectives.all_reduce(tensor, self._control, "max")
+        except CollectiveError as error:
+            self._explain(error)
+
+    def _issue(self, op: str, unit: str, whole: Tensor, call: Callable[[], Handle]) -> NamedHandle:
+        if self.failed:
+            raise CommunicationError(f"no collective is possible after an earlier failure: {self.failed}")
+        text = f"{op} of unit {unit!r} ({whole.numel()} x {str(whole.dtype).removeprefix('torch.')})"
+        self._count += 1
+        kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
+        self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
+        self._log.append((self._count, text))
+        self.traffic.calls[op] += 1
+        self.traffic.bytes[op] += whole.numel() * whole.element_size()
+        position = self._count
+        try:
+            return NamedHandle(call(), lambda error: self._explain(error, position, text))
+        except CollectiveError as error:
+            self._explain(error, position, text)
+
+    def _explain(self, error: CollectiveError, position: int | None = None, text: str = "") -> NoReturn:
+        self.failed = self.failed or " ".join(str(error).split())
+        last = self._log[-1] if self._log else (0, "nothing yet")
+        position, text = (position, text) if position is not None else last
+        reports = self._exchange_reports()
+        others = [r for r in range(self.group.size) if r != self.group.rank]
+        silent = [r for r in others if r not in reports]
+        difference = self._first_difference(reports)
+        if difference:
+            raise RankMismatchError(f"{difference}. {_ADVICE}") from error
+        where = f"rank {self.group.rank}: collective {position}, {text}, failed"
+        if silent:
+            names = ", ".join(str(r) for r in silent)
+            raise CommunicationError(
+                f"{where}: rank(s) {names} did not answer (dead, or busy outside the engine). "
+                f"Look at the output of rank {silent[0]} first. Cause here: {error}"
+            ) from error
+        raise CommunicationError(f"{where}: {error}") from error
+
+    def _explain_mismatch(self) -> NoReturn:
+        self.failed = "the ranks issued different collectives"
+        difference = self._first_difference(self._exchange_reports())
+        raise RankMismatchError(f"{difference or self.failed}. {_ADVICE}")
+
+    def _exchange_reports(self) -> dict[int, list[tuple[int, str]]]:
+        """Publish this rank's log and read those of all ranks that answer in time."""
+        store, reports = self.group.store, {}
+        deadline = time.monotonic() + min(REPORT_SECONDS, self.group.timeout)
+        try:
+            store.set(f"{self._key}/{self.group.rank}", json.dumps(list(self._log)))
+            waiting = set(range(self.group.size))
+            while waiting and time.monotonic() < deadline:
+                for rank in sorted(waiting):
+                    key = f"{self._key}/{rank}"
+                    if store.check([key]):
+                        reports[rank] = [(int(n), str(t)) for n, t in json.loads(store.get(key))]
+                        waiting.discard(rank)
+                time.sleep(0.02)
+        except (RuntimeError, OSError):  # the store's host is gone: the reports we have must do
+            pass
+        return reports
+
+    def _first_difference(self, reports: dict[int, list[tuple[int, str]]]) -> str:
+        """Where two ranks' sequences part, in words; "" if they agree as far as both go."""
+        mine = dict(self._log)
+        for rank, log in sorted(reports.items()):
+            for number, text in log:
+                if number in mine and mine[number] != text:
+                    return (
+                        f"ranks issued different collectives: number {number} is {mine[number]} on rank "
+                        f"{self.group.rank}, but {text} on rank {rank}"
+                    )
+        return ""
+
+
+def _transportable(tensor: Tensor) -> Tensor:
+    """Bytes instead of dtypes that communication libraries may not know: only copied, never summed."""
+    return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)
+
+
+_ADVICE = (
+    "Every rank must run the same modules in the same order; a branch that depends on the rank's data is "
+    "the usual cause"
+)

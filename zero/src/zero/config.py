@@ -1,0 +1,97 @@
+"""The engine's configuration: one validated, frozen model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from torch import nn
+
+from zero.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+UnitRule = Literal["auto"] | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool]
+
+
+class Config(BaseModel):
+    """How a model is trained. Wrong values and unknown keys raise `ConfigError`.
+
+    stage: 0 replicates everything (data parallel), 1 shards the optimizer state, 2 also the gradients,
+        3 also the parameters (Rajbhandari et al., ZeRO, 2020).
+    precision: dtype of the floating-point parameters. "bf16" and "fp16" keep fp32 master weights in the
+        optimizer; "model" leaves every parameter the dtype it has.
+    gradient_accumulation_steps: micro-batches (calls of `backward`) per optimizer step.
+    accumulate: "sharded" reduces every micro-batch and keeps only this rank's slice; "local" keeps whole
+        gradients and communicates once per optimizer step. Stage 1 is always local.
+    reduce_dtype: dtype in which gradients travel; None sends them as they are computed.
+    clip_norm: largest global L2 norm of the gradient; None leaves it alone.
+    loss_scale: fp16 only. "dynamic", or a fixed factor.
+    loss_scale_window: steps without overflow after which a dynamic scale doubles.
+    units: what is gathered together. "auto" finds repeated blocks; or module classes (or their names);
+        or a function (name, module) -> bool that picks the modules.
+    persistent_below: parameters with fewer elements than this stay gathered all the time (stage 3).
+    prefetch: units gathered ahead of their use (stage 3); 0 gathers on demand only.
+    cast_inputs: cast floating-point arguments of the model to a 16-bit `precision`.
+    cast_buffers: cast floating-point buffers too, as `module.bfloat16()` would.
+    timeout: seconds after which a collective that does not complete is an error.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True)
+
+    stage: Literal[0, 1, 2, 3] = 3
+    precision: Literal["model", "fp32", "bf16", "fp16"] = "model"
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    accumulate: Literal["sharded", "local"] = "sharded"
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    clip_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
+    loss_scale: Literal["dynamic"] | float = "dynamic"
+    loss_scale_window: int = Field(2000, ge=1)
+    units: UnitRule = "auto"
+    persistent_below: int = Field(0, ge=0)
+    prefetch: int = Field(1, ge=0)
+    cast_inputs: bool = True
+    cast_buffers: bool = False
+    timeout: float = Field(600.0, gt=0, allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @field_validator("units", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: Any) -> Any:
+        if isinstance(value, type):
+            return (value,)
+        return tuple(value) if isinstance(value, (list, set, frozenset)) else value
+
+    @field_validator("loss_scale")
+    @classmethod
+    def _positive_scale(cls, value: float | str) -> float | str:
+        if not isinstance(value, str) and not 0 < value < float("inf"):
+            raise ValueError("must be 'dynamic' or a positive, finite number")
+        return value
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of `precision`; None for "model"."""
+        return DTYPES.get(self.precision)
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = str(problem["loc"][0]) if problem["loc"] else "config"
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, Config.model_fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(Config.model_fields)}"
+            line = f"unknown key {key!r}; {hint}"
+        else:
+            line = f"{key} = {problem['input']!r}: {problem['msg']}"
+        if line not in lines:
+            lines.append(line)
+    return "zero.Config: " + "; ".join(lines)

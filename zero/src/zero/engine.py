@@ -1,0 +1,380 @@
+"""The engine: forward, backward, step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelz.accelerator import Accelerator
+from zero import checkpoint, model_state
+from zero.access import WHOLE_ATTRIBUTE
+from zero.communicator import Communicator, Traffic
+from zero.config import DTYPES, Config
+from zero.errors import CommunicationError, UsageError
+from zero.gradients import GradientPolicy, GradientReducer, GroupGradients
+from zero.optimizer import ShardedOptimizer
+from zero.optimizer_state import OptimizerState
+from zero.precision import INITIAL_SCALE, LossScale
+from zero.schedule import Schedule
+from zero.sharded_unit import ShardedUnit
+from zero.tensors import map_tensors
+from zero.unit_hooks import Phase, UnitHooks
+from zero.whole import WholeValues
+
+_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class Engine:
+    """Trains a sharded model; made by `zero.initialize`.
+
+    module: the model. optimizer: the user's own object. steps: optimizer steps taken (skipped ones
+    included). grad_norm: 0-dim fp32, the global L2 norm before clipping at the last step; None unless
+    clip_norm or fp16 asks for it. Reading it as a number waits for the device.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        config: Config,
+        accelerator: Accelerator,
+        communicator: Communicator,
+        units: list[ShardedUnit],
+        param_group_of: dict[nn.Parameter, int],
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.config = config
+        self.accelerator = accelerator
+        self.steps = 0
+        self.grad_norm: Tensor | None = None
+        self.units = tuple(units)
+        self._communicator = communicator
+        self._micro_steps = 0
+        self._interrupted = False  # in the middle of an optimizer step
+        self._phase = Phase()
+        self._schedule = Schedule(units, config.prefetch)
+        trainable = [g for u in units for g in u.groups if g.trainable]
+        self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, accelerator)
+        self._loss_scale = _make_loss_scale(config, accelerator.device)
+        self._whole = WholeValues(units, communicator)
+        self._optimizer_state = OptimizerState(self._whole, self._shards)
+        device_type = accelerator.device.type
+        self._hooks = {
+            unit: UnitHooks(unit, self._schedule, self._phase, device_type, self._backward_over)
+            for unit in units
+        }
+        self._reducer = GradientReducer(
+            units,
+            accelerator,
+            communicator,
+            _gradient_policy(config, communicator.group.size),
+            lambda unit: self._hooks[unit].gradients_complete(),
+        )
+        for parameter in module.parameters():
+            parameter.__dict__[WHOLE_ATTRIBUTE] = self._whole
+        for gradients in self._reducer.all:
+            for index, parameter in enumerate(gradients.group.parameters):
+                parameter.register_post_accumulate_grad_hook(self._receiver(gradients, index))
+        module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+
+    # -- training -----------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; the same as calling the model itself."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run autograd from `loss` (one element) and reduce the gradients.
+
+        The gradient is that of the mean over ranks and over the micro-batches of an optimizer step. If
+        anything raises, all gradients since the last optimizer step are dropped and the engine stays
+        usable.
+        """
+        self._check_backward(loss)
+        scaled = loss / self.config.gradient_accumulation_steps if self._accumulates else loss
+        if self._loss_scale is not None:
+            scaled = scaled * self._loss_scale.scale.to(scaled.device)
+        self._phase.in_backward = True
+        try:
+            self._reducer.begin_backward(
+                last=self._micro_steps + 1 == self.config.gradient_accumulation_steps
+            )
+            scaled.backward()
+            self._reducer.finish_backward()
+        except BaseException:
+            self._recover()
+            raise
+        finally:
+            self._phase.in_backward = False
+        self._micro_steps += 1
+        for hooks in self._hooks.values():
+            hooks.reset()
+        self._release_all()
+        self.accelerator.flush()
+
+    def step(self) -> bool:
+        """Update the parameters once the micro-batches of an optimizer step are complete.
+
+        Returns whether this call was an optimizer step; before the last micro-batch it does nothing. With
+        fp16 a step whose gradients overflow changes nothing but the loss scale.
+        """
+        if not self._micro_steps:
+            raise UsageError("step() without backward(): call engine.backward(loss) first")
+        if not self.is_boundary:
+            return False
+        self._shards.check_groups()
+        scale, skip = self._gradient_factor()
+        self._update(scale, skip)
+        if self._loss_scale is not None and skip is not None:
+            self._loss_scale.update(skip)
+        self.zero_grad()
+        self._refresh()
+        self.steps += 1
+        self.accelerator.flush()
+        return True
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of all micro-batches since the last optimizer step."""
+        self._reducer.clear()
+        self._micro_steps = 0
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the next step() is an optimizer step."""
+        return self._micro_steps == self.config.gradient_accumulation_steps
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The fp16 loss scale, 0-dim fp32 on the device; None without fp16."""
+        return None if self._loss_scale is None else self._loss_scale.scale.clone()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Collectives issued so far, by kind: counts and bytes. `traffic.clear()` starts again."""
+        return self._communicator.traffic
+
+    @property
+    def rank(self) -> int:
+        return self._communicator.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._communicator.group.size
+
+    def train(self, mode: bool = True) -> Engine:
+        """`module.train(mode)`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        """`module.eval()`."""
+        return self.train(False)
+
+    # -- whole values (collective: every rank must call these) ------------------------------------------
+
+    def state_dict(self, master: bool = False) -> dict[str, Any]:
+        """The whole model in rank 0's host memory, {} on other ranks; loads into the plain model.
+
+        master: the fp32 masters instead of the 16-bit weights.
+        """
+        return model_state.read(self.module, self._whole, master)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
+        """Load a whole model from rank 0's `state` (ignored on other ranks) into shards and masters.
+
+        Raises StateError, on every rank and before anything changes, for names or shapes that do not fit.
+        """
+        model_state.load(self.module, self._whole, state, strict)
+
+    def full_master(self, name: str) -> Tensor:
+        """The whole fp32 master of parameter `name`, in its shape, on every rank.
+
+        A frozen parameter has no master: its own value is returned, in fp32.
+        """
+        _, group, _ = self._whole.locate(name)
+        return self._whole.parameter(name, group.shard if group.master is None else group.master).float()
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """The whole gradient of `name`, fp32: averaged and unscaled, before clipping.
+
+        Between backward() and step(). None if no rank has one.
+        """
+        _, group, index = self._whole.locate(name)
+        if self._micro_steps and not self.is_boundary and self._reducer.local:
+            raise UsageError("with local accumulation gradients are complete at the last micro-batch only")
+        have = next((g for g in self._reducer.all if g.group is group), None)
+        if have is None or have.shard is None or index not in have.used:
+            return None
+        value = self._whole.parameter(name, have.shard).float()
+        factor = self._mean_factor()
+        return value if factor is None else value * factor
+
+    def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
+        """The whole optimizer state of parameter `name` (for Adam: step, exp_avg, exp_avg_sq), fp32."""
+        return self._optimizer_state.of(name)
+
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write model, optimizer and counters to the directory `path`, replacing it as a whole.
+
+        extra: JSON values of the caller's, e.g. a scheduler's state dict; load_checkpoint returns them.
+        """
+        meta = {"counters": self._counters(), "extra": dict(extra or {})}
+        checkpoint.save(Path(path), self.module, self._whole, self._optimizer_state, meta)
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Restore what save_checkpoint wrote, at any world size and stage; returns its `extra`."""
+        meta = checkpoint.load(Path(path), self.module, self._whole, self._optimizer_state)
+        self._restore_counters(meta["counters"])
+        self._interrupted = False
+        return dict(meta["extra"])
+
+    # -- inside -----------------------------------------------------------------------------------------
+
+    @property
+    def _accumulates(self) -> bool:
+        return self.config.gradient_accumulation_steps > 1
+
+    def _counters(self) -> dict[str, Any]:
+        """Numbers that a checkpoint needs besides tensors."""
+        scale = self._loss_scale
+        return {
+            "steps": self.steps,
+            "loss_scale": None if scale is None else [scale.scale.item(), scale.good_steps.item()],
+            "param_groups": [
+                {k: v for k, v in g.items() if isinstance(v, (int, float, bool, str, tuple, type(None)))}
+                for g in self.optimizer.param_groups
+            ],
+        }
+
+    def _restore_counters(self, counters: Mapping[str, Any]) -> None:
+        self.zero_grad()
+        self.steps = int(counters["steps"])
+        if self._loss_scale is not None and counters["loss_scale"] is not None:
+            scale, good = counters["loss_scale"]
+            self._loss_scale.scale.fill_(scale)
+            self._loss_scale.good_steps.fill_(good)
+        for group, saved in zip(self.optimizer.param_groups, counters["param_groups"], strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+
+    def _begin_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        if not self._phase.in_backward and not any(u.holds for u in self.units):
+            self._release_all()  # what an earlier forward prefetched or kept, and never used
+            self._schedule.begin(torch.is_grad_enabled())
+        dtype = self.config.dtype
+        if not self.config.cast_inputs or dtype is None or dtype.itemsize > 2:
+            return None
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _receiver(self, gradients: GroupGradients, index: int) -> Any:
+        def receive(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if not self._phase.in_backward:
+                raise UsageError("loss.backward() was called directly: call engine.backward(loss) instead")
+            assert gradient is not None
+            self._reducer.receive(gradients, index, gradient)
+
+        return receive
+
+    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        """Step the optimizer. Interrupted half-way it cannot be repeated: some parameters are updated."""
+        try:
+            self._shards.step(self._reducer.all, scale, skip)
+        except BaseException:
+            self._interrupted = True
+            self.zero_grad()
+            raise
+
+    def _backward_over(self, unit: ShardedUnit) -> None:
+        if self._phase.in_backward:
+            self._reducer.close(unit)
+
+    def _check_backward(self, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"backward() needs a tensor of one element, the loss; got {what}")
+        if not loss.requires_grad:
+            raise UsageError("backward(): the loss does not depend on any parameter that requires a gradient")
+        if self._interrupted:
+            raise UsageError(
+                "an optimizer step was interrupted and some parameters are updated, others not: "
+                "restore a checkpoint with engine.load_checkpoint, or build model and engine anew"
+            )
+        if self.is_boundary:
+            raise UsageError(
+                f"backward() was called more than gradient_accumulation_steps="
+                f"{self.config.gradient_accumulation_steps} times: call engine.step() first"
+            )
+
+    def _gradient_factor(self) -> tuple[Tensor | None, Tensor | None]:
+        """What gradients are multiplied by (None: 1), and whether to skip the step; nothing waits."""
+        factor = self._mean_factor()
+        if self._loss_scale is None and self.config.clip_norm is None:
+            return factor, None
+        norm, overflow = self._global_norm(factor)
+        self.grad_norm = norm
+        if self.config.clip_norm is not None:
+            clip = (self.config.clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+            factor = clip if factor is None else factor * clip
+        return factor, overflow if self._loss_scale is not None else None
+
+    def _mean_factor(self) -> Tensor | None:
+        """1 / (world size × loss scale)."""
+        size, device = self.world_size, self.accelerator.device
+        if self._loss_scale is not None:
+            return 1.0 / (self._loss_scale.scale * size)
+        return None if size == 1 else torch.full((), 1.0 / size, dtype=torch.float32, device=device)
+
+    def _global_norm(self, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+        shards = [g.shard for g in self._reducer.all if g.shard is not None]
+        if shards:
+            result = self.accelerator.kernels.norm_and_nonfinite(shards)
+        else:
+            result = torch.zeros(2, dtype=torch.float32, device=self.accelerator.device)
+        if self.config.stage > 0 and self.world_size > 1:
+            self._communicator.all_reduce("gradient norm", result).wait()
+        norm = result[0].sqrt()
+        return norm if factor is None else norm * factor, (result[1] > 0).float()
+
+    def _refresh(self) -> None:
+        """Spread updated shards where whole parameters are kept."""
+        for handle in [h for unit in self.units for h in unit.refresh()]:
+            handle.wait()
+
+    def _release_all(self) -> None:
+        for unit in self.units:
+            unit.calls_in_backward.clear()
+            unit.release()
+
+    def _recover(self) -> None:
+        """After an exception: drop gradients, gathers and calls under way."""
+        try:
+            self.zero_grad()
+            for unit in self.units:
+                self._hooks[unit].reset()
+                unit.abandon()
+        except CommunicationError:
+            pass  # the original error says more
+
+
+def _make_loss_scale(config: Config, device: torch.device) -> LossScale | None:
+    if config.precision != "fp16":
+        return None
+    fixed = not isinstance(config.loss_scale, str)
+    initial = INITIAL_SCALE if isinstance(config.loss_scale, str) else float(config.loss_scale)
+    return LossScale(device, initial, config.loss_scale_window, fixed)
+
+
+def _gradient_policy(config: Config, world_size: int) -> GradientPolicy:
+    return GradientPolicy(
+        steps=config.gradient_accumulation_steps,
+        local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
+        reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
+    )

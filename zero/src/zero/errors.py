@@ -1,0 +1,48 @@
+"""Errors of the engine. Each says what was expected, what came and what to do."""
+
+import torch
+
+
+class ZeroError(RuntimeError):
+    """Base of every error that zero raises on purpose."""
+
+
+class ConfigError(ZeroError, ValueError):
+    """A configuration value or key is wrong, or does not fit the device."""
+
+
+class ModelError(ZeroError):
+    """The model cannot be sharded as it is."""
+
+
+class OptimizerError(ZeroError):
+    """The optimizer does not fit the model or cannot work on shards."""
+
+
+class ShardedParameterError(ZeroError):
+    """The values of a parameter were touched while only its shards exist."""
+
+
+class UsageError(ZeroError):
+    """Engine calls in an order that has no meaning, such as step() without backward()."""
+
+
+class StateError(ZeroError):
+    """A state dict or checkpoint does not fit the model."""
+
+
+class OutOfMemoryError(ZeroError, torch.OutOfMemoryError):
+    """The device has no room for a unit. Names the unit, the bytes wanted and the bytes free.
+
+    During init nothing is trained yet: free the model and try a smaller configuration. After an error in
+    forward or backward the engine stays usable. After one in step some parameters are updated and others
+    are not: the engine refuses to go on until a checkpoint is loaded.
+    """
+
+
+class CommunicationError(ZeroError):
+    """A collective failed. The message names the unit and the ranks concerned."""
+
+
+class RankMismatchError(CommunicationError):
+    """Ranks issued different collectives. The message names the first difference by rank and unit."""

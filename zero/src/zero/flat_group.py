@@ -1,0 +1,113 @@
+"""Parameters of one unit that share a dtype and are all trainable or all frozen: one flat buffer.
+
+Glossary
+--------
+home        the flat buffer in the parameters' own dtype.
+cast buffer a flat buffer in an autocast dtype, which an fp32 group travels in under torch.autocast.
+shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). Where the whole
+            buffer stays (stages 0 to 2, one rank, persistent units) it is a view of `home`.
+master      fp32 values of the shard, what the optimizer updates. For fp32 groups it *is* the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from accelz.accelerator import Accelerator
+from accelz.flat_buffer import FlatBuffer, dense_stride
+from zero import layout
+from zero.communicator import Communicator, NamedHandle
+from zero.layout import ParameterSpec
+from zero.room import room_for
+
+
+class FlatGroup:
+    """Flattens its parameters when built; `settle()` then leaves the shard, or shard and whole.
+
+    unit: its name. parameters keep their identity; `dtype` is what they are cast to. shards: slices the
+    buffer is cut in (1: replicated). shard: which one this rank owns.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        unit: str,
+        named: Sequence[tuple[str, nn.Parameter]],
+        dtype: torch.dtype,
+        shards: int,
+        shard: int,
+    ) -> None:
+        self.unit = unit
+        self.names = tuple(name for name, _ in named)
+        self.parameters = tuple(parameter for _, parameter in named)
+        self.dtype = dtype
+        self.trainable = self.parameters[0].requires_grad
+        specs = [ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel()) for name, p in named]
+        self.layout = layout.plan(specs, shards, dtype.itemsize)
+        self.window = self.layout.shard_slice(shard)
+        self.pieces = self.layout.pieces(shard)
+        self._accelerator = accelerator
+        self._cast_buffers: dict[torch.dtype, FlatBuffer] = {}
+        # Masters start from the values as they were given, not from their 16-bit rounding.
+        wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
+        self.home: FlatBuffer = accelerator.flat_buffers.flatten(
+            self.parameters, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
+        )
+        self.shard: Tensor = self.home.data[self.window]
+        self.master: Tensor | None = None
+
+    @property
+    def shards(self) -> int:
+        return self.layout.shards
+
+    @property
+    def master_shard(self) -> Tensor:
+        """The master of a trainable group."""
+        assert self.master is not None
+        return self.master
+
+    def settle(self, whole: bool) -> None:
+        """After the values are final: make the master, take on `dtype`, keep the whole buffer or drop it."""
+        if self.trainable and self.dtype.itemsize < 4:
+            self.master = self.shard.float() if self.home.data.dtype is self.dtype else self.shard.clone()
+        if self.home.data.dtype is not self.dtype:
+            self._narrow()
+        if not whole:
+            self.shard = self.shard.clone()
+            self.home.release()
+        if self.trainable and self.master is None:
+            self.master = self.shard
+
+    def _narrow(self) -> None:
+        wide, self.home = self.home, self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
+        self.home.materialize()
+        self._accelerator.kernels.scale_cast(self.home.data, wide.data)
+        self.home.bind()
+        wide.release()
+        self.shard = self.home.data[self.window]
+
+    def buffer(self, cast: torch.dtype | None) -> FlatBuffer:
+        """The buffer to gather into: `home`, or the cast buffer of an fp32 group under autocast."""
+        if cast is None or self.dtype is not torch.float32:
+            return self.home
+        if cast not in self._cast_buffers:
+            self._cast_buffers[cast] = self._accelerator.flat_buffers.empty_like(self.home, cast)
+        return self._cast_buffers[cast]
+
+    def start_gather(self, communicator: Communicator, cast: torch.dtype | None) -> NamedHandle:
+        """Begin to fill the buffer from all ranks' shards; the cast happens before anything travels."""
+        buffer = self.buffer(cast)
+        with room_for(self._accelerator, "to gather", self.unit, buffer.nbytes):
+            buffer.materialize()
+        if buffer is self.home:
+            return communicator.all_gather(self.unit, buffer.data, self.shard)
+        mine = buffer.data[self.window]
+        self._accelerator.kernels.scale_cast(mine, self.shard)
+        return communicator.all_gather(self.unit, buffer.data, mine)
+
+    def bytes_whole(self, cast: torch.dtype | None = None) -> int:
+        """Bytes of the gathered buffer."""
+        return self.buffer(cast).nbytes

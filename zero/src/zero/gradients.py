@@ -1,0 +1,339 @@
+"""Gradients on their way from autograd to this rank's shard.
+
+Each trainable group has a whole flat gradient buffer while its backward runs. A parameter's gradient is
+written into it once, as soon as autograd has accumulated it. When a group is complete its buffer is
+reduce-scattered (replicated groups: all-reduced) and its bytes are dropped; what stays is this rank's
+slice, the *sum* over ranks. Averaging, unscaling and clipping are one factor that the optimizer applies.
+
+Buffers are reduced in one fixed order, so that ranks whose graphs differ (a module used on one rank only)
+still issue the same collectives. What is incomplete at the end of the backward is agreed on over host
+memory: a parameter that no rank used has no gradient and is not stepped, as with `grad = None`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.flat_buffer import FlatBuffer
+from zero.communicator import Communicator, NamedHandle
+from zero.flat_group import FlatGroup
+from zero.room import room_for
+from zero.sharded_unit import ShardedUnit
+from zero.units import PERSISTENT, ROOT
+
+IN_FLIGHT = 2  # whole gradient buffers that may be under reduction while backward goes on
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """steps: micro-batches per optimizer step. local: communicate only at the last of them.
+    reduce_dtype: dtype gradients travel in; None keeps the one they are computed in."""
+
+    steps: int
+    local: bool
+    reduce_dtype: torch.dtype | None
+
+
+class GroupGradients:
+    """The gradients of one trainable group.
+
+    fired: parameters whose gradient came in this backward. closed: no more will come in this backward.
+    filled: parameters that have a value in `whole`. have: parameters with a gradient on this rank since
+    the last agreement; used: on any rank since the last step. shard: the reduced slice,
+    shape (shard_numel,), 16-bit or fp32; None while there is no gradient.
+    """
+
+    def __init__(
+        self, group: FlatGroup, unit: ShardedUnit, accelerator: Accelerator, policy: GradientPolicy
+    ) -> None:
+        self.group = group
+        self.unit = unit
+        self.fired: set[int] = set()
+        self.closed = False
+        self.filled: set[int] = set()
+        self.have: set[int] = set()
+        self.used: set[int] = set()
+        self.reduced = False
+        self.whole: FlatBuffer | None = None
+        self.shard: Tensor | None = None
+        self._accelerator = accelerator
+        self._policy = policy
+        self._buffers: dict[torch.dtype, FlatBuffer] = {}  # released, kept for their views
+        self._lent: list[FlatBuffer] = []
+        self._gradient_dtype = group.dtype
+        self._count = len(group.parameters)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that will come in this backward has come."""
+        return self.closed or self.full
+
+    @property
+    def full(self) -> bool:
+        """Whether every parameter's gradient has come in this backward."""
+        return len(self.fired) == self._count
+
+    @property
+    def partial(self) -> bool:
+        """Whether some parameter got no gradient on this rank."""
+        return len(self.have) < self._count
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Take the gradient of parameter `index` into the whole buffer."""
+        self.fired.add(index)
+        self.have.add(index)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        self._gradient_dtype = gradient.dtype
+        whole = self._open()
+        if index in self.filled:
+            self._accelerator.kernels.accumulate(whole.views[index], gradient)
+        else:
+            whole.views[index].copy_(gradient)
+            self.filled.add(index)
+
+    def _open(self) -> FlatBuffer:
+        """The whole buffer, made if there is none; its dtype is decided by the first gradient."""
+        if self.whole is None:
+            dtype = self._whole_dtype()
+            with self.room(self.group.layout.numel * dtype.itemsize):
+                self.whole = self._buffer(dtype)
+                self.whole.materialize()
+        return self.whole
+
+    def room(self, nbytes: int) -> AbstractContextManager[None]:
+        """Running out of memory inside names the unit."""
+        return room_for(self._accelerator, "for gradients of", self.group.unit, nbytes)
+
+    def seal(self) -> Tensor:
+        """The whole buffer ready to be reduced: zero wherever no gradient came."""
+        whole = self._open()
+        for index in range(self._count):
+            if index not in self.filled:
+                whole.views[index].zero_()
+        for gap in self.group.layout.gaps:
+            whole.data[gap].zero_()
+        return whole.data
+
+    def settle(self, whole: FlatBuffer, slice_: Tensor) -> None:
+        """Fold a reduced slice into the shard. `whole` is released unless the slice lives in it."""
+        widen = self._policy.steps > 1 and not self._policy.local  # sums of slices are kept in fp32
+        if self.shard is not None:
+            self._accelerator.kernels.accumulate(self.shard, slice_)
+        elif widen and slice_.dtype.itemsize < 4:
+            self.shard = slice_.float()
+        else:
+            self.shard = slice_
+            if slice_ is whole.data:
+                self._lent.append(whole)  # the shard lives in it until clear()
+                return
+        whole.release()
+        self._buffers.setdefault(whole.data.dtype, whole)
+
+    def detach_whole(self) -> FlatBuffer:
+        """Hand the sealed buffer over to a reduction; further gradients start a new one."""
+        assert self.whole is not None
+        whole, self.whole = self.whole, None
+        self.filled.clear()
+        self.reduced = True
+        return whole
+
+    def begin_backward(self) -> None:
+        self.fired.clear()
+        self.closed = False
+        self.reduced = False
+
+    def clear(self) -> None:
+        """Forget everything of this optimizer step."""
+        self.shard = None
+        for whole in (*self._lent, *([self.whole] if self.whole is not None else [])):
+            whole.release()
+            self._buffers.setdefault(whole.data.dtype, whole)
+        self._lent.clear()
+        self.whole = None
+        self.begin_backward()
+        self.filled.clear()
+        self.have.clear()
+        self.used.clear()
+
+    def _whole_dtype(self) -> torch.dtype:
+        if self._policy.local and self._policy.steps > 1:
+            # Sums of 16-bit gradients are kept in fp32.
+            return torch.promote_types(self._gradient_dtype, torch.float32)
+        return self._policy.reduce_dtype or self._gradient_dtype
+
+    def _buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        known = self._buffers.pop(dtype, None)
+        if known is not None:
+            return known
+        layout = self.group.layout
+        data = torch.empty(layout.numel, dtype=dtype, device=self._accelerator.device)
+        return FlatBuffer(data, (), layout.slots)
+
+
+@dataclass
+class _Reduction:
+    gradients: GroupGradients
+    whole: FlatBuffer
+    result: Tensor
+    handle: NamedHandle | None
+
+
+class GradientReducer:
+    """All trainable groups' gradients, reduced in a fixed order while backward runs.
+
+    on_complete(unit): called when every trainable parameter of a unit has its gradient.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        accelerator: Accelerator,
+        communicator: Communicator,
+        policy: GradientPolicy,
+        on_complete: Callable[[ShardedUnit], None],
+    ) -> None:
+        self._communicator = communicator
+        self._policy = policy
+        self._on_complete = on_complete
+        self.all: tuple[GroupGradients, ...] = tuple(
+            GroupGradients(group, unit, accelerator, policy)
+            for unit in units
+            for group in unit.groups
+            if group.trainable
+        )
+        self._by_unit: dict[ShardedUnit, list[GroupGradients]] = {}
+        for gradients in self.all:
+            self._by_unit.setdefault(gradients.unit, []).append(gradients)
+        # Backward runs through the units from the last to the first; the root unit ends it.
+        ends = [g for g in self.all if g.unit.name in (ROOT, PERSISTENT)]
+        self._order = [*(g for g in reversed(self.all) if g not in ends), *ends]
+        self._order_known = False
+        self._observed: list[GroupGradients] = []
+        self._next = 0
+        self._communicate = True
+        self._reductions: list[_Reduction] = []
+
+    @property
+    def local(self) -> bool:
+        """Whether gradients are communicated at the last micro-batch only."""
+        return self._policy.local
+
+    def begin_backward(self, last: bool) -> None:
+        """A backward starts; last: of the micro-batches before the optimizer step."""
+        self._communicate = last or not self._policy.local
+        self._next = 0
+        self._observed.clear()
+        for gradients in self.all:
+            gradients.begin_backward()
+
+    def receive(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
+        """Autograd has accumulated one parameter's gradient."""
+        gradients.add(index, gradient)
+        if not gradients.full:
+            return
+        self._observed.append(gradients)
+        if self._communicate:
+            self._advance()
+        if all(g.full for g in self._by_unit[gradients.unit]):
+            self._on_complete(gradients.unit)
+
+    def close(self, unit: ShardedUnit) -> None:
+        """The unit's backward is over: parameters without a gradient will not get one any more.
+
+        Without this a parameter that only some ranks use would hold back the reductions of one rank
+        while the others wait for them.
+        """
+        for gradients in self._by_unit.get(unit, ()):
+            if not gradients.complete:
+                gradients.closed = True
+                self._observed.append(gradients)
+        if self._communicate:
+            self._advance()
+
+    def finish_backward(self) -> None:
+        """Reduce what is left, and agree with the other ranks on which parameters were used.
+
+        Every group is reduced, used or not: a rank cannot know what the others used before it has
+        issued the reductions that they may be waiting in.
+        """
+        if not self._communicate:
+            return
+        alone = self._communicator.group.size == 1
+        for gradients in self._order:
+            if gradients.filled or not (gradients.reduced or alone):
+                self._reduce(gradients)
+        while self._reductions:
+            self._settle_oldest()
+        self._learn_order()
+        self._agree_on_usage()
+
+    def clear(self) -> None:
+        """Drop all gradients: after the optimizer step, or after an exception."""
+        for reduction in self._reductions:
+            if reduction.handle is not None and not self._communicator.failed:
+                reduction.handle.wait()
+        self._reductions.clear()
+        for gradients in self.all:
+            gradients.clear()
+
+    def _advance(self) -> None:
+        while self._next < len(self._order) and self._order[self._next].complete:
+            self._reduce(self._order[self._next])
+            self._next += 1
+
+    def _reduce(self, gradients: GroupGradients) -> None:
+        data = gradients.seal()
+        whole = gradients.detach_whole()
+        group, unit = gradients.group, gradients.unit.name
+        result, handle = data, None
+        if group.shards > 1:
+            with gradients.room(group.layout.shard_numel * data.dtype.itemsize):
+                result = torch.empty(group.layout.shard_numel, dtype=data.dtype, device=data.device)
+            handle = self._communicator.reduce_scatter(unit, result, data)
+        elif self._communicator.group.size > 1:
+            handle = self._communicator.all_reduce(unit, data)
+        self._reductions.append(_Reduction(gradients, whole, result, handle))
+        if len(self._reductions) >= IN_FLIGHT:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        done = self._reductions.pop(0)
+        if done.handle is not None:
+            done.handle.wait()
+        done.gradients.settle(done.whole, done.result)
+
+    def _agree_on_usage(self) -> None:
+        """Note which parameters have a gradient on any rank."""
+        counts = [len(g.group.parameters) for g in self.all]
+        if self._communicator.agree(any(g.partial for g in self.all)):
+            mine = torch.cat([_flags(g.have, n) for g, n in zip(self.all, counts, strict=True)])
+            used = [f.nonzero().flatten().tolist() for f in self._communicator.any_of(mine).split(counts)]
+        else:
+            used = [range(n) for n in counts]
+        for gradients, indices in zip(self.all, used, strict=True):
+            gradients.used.update(indices)
+            gradients.have.clear()
+
+    def _learn_order(self) -> None:
+        """After the first backward, take rank 0's order of completion for all later ones."""
+        if self._order_known:
+            return
+        self._order_known = True
+        place = {g: i for i, g in enumerate(self.all)}
+        seen = list(dict.fromkeys(self._observed))
+        order = torch.tensor([place[g] for g in (*seen, *(g for g in self._order if g not in seen))])
+        if self._communicator.group.size > 1:
+            self._communicator.broadcast("gradient order", order, 0)
+        self._order = [self.all[i] for i in order.tolist()]
+
+
+def _flags(indices: Iterable[int], count: int) -> Tensor:
+    flags = torch.zeros(count, dtype=torch.uint8)
+    flags[list(indices)] = 1
+    return flags

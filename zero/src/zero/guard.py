@@ -1,0 +1,106 @@
+"""Sharded parameters refuse to show values they do not have.
+
+A released parameter keeps its shape while no bytes stand behind it; reading it would be a segmentation
+fault. While it is released its `__class__` is `ShardedParameter`, whose `__torch_function__` lets metadata
+through and raises for everything else. Swapping the class costs nothing on the hot path and keeps the
+object's identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero.errors import ShardedParameterError
+
+NAME_ATTRIBUTE = "_zero_name"
+REASON_ATTRIBUTE = "_zero_reason"
+
+# What may be asked of a parameter that has no values: attributes to read, to write, and methods.
+_READABLE = frozenset(
+    """
+    shape dtype device layout ndim grad grad_fn requires_grad is_leaf names itemsize nbytes
+    retains_grad output_nr _version _backward_hooks _post_accumulate_grad_hooks
+    is_sparse is_quantized is_meta is_nested is_mkldnn is_cpu is_cuda is_xpu is_hpu is_mps
+    """.split()  # noqa: SIM905
+)
+_WRITABLE = frozenset(("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
+_METHODS = frozenset(
+    """
+    size dim ndimension numel nelement stride storage_offset untyped_storage element_size get_device has_names
+    is_contiguous is_floating_point is_complex is_signed is_inference is_pinned is_same_size is_tensor
+    __len__ __hash__ requires_grad_ register_hook register_post_accumulate_grad_hook
+    """.split()  # noqa: SIM905
+)
+
+
+class ShardedParameter(nn.Parameter):
+    """The class of a parameter whose values are spread over the ranks."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if _is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name, reason = _who(args, kwargs)
+        raise ShardedParameterError(f"{_describe(func)} needs the values of parameter {name!r}, {reason}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name = self.__dict__.get(NAME_ATTRIBUTE, "?")
+        return f"ShardedParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def guard(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.__class__ = ShardedParameter
+
+
+def unguard(parameters: Iterable[nn.Parameter], classes: Iterable[type[nn.Parameter]]) -> None:
+    for parameter, cls in zip(parameters, classes, strict=True):
+        parameter.__class__ = cls
+
+
+def _is_metadata(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        return attribute in (_READABLE if name == "__get__" else _WRITABLE)
+    return name in _METHODS
+
+
+def _describe(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"`.{getattr(getattr(func, '__self__', None), '__name__', '?')}`"
+    return f"`{name}`"
+
+
+def _who(args: Iterable[Any], kwargs: dict[str, Any] | None) -> tuple[str, str]:
+    values = [*args, *(kwargs or {}).values()]
+    while values:
+        value = values.pop(0)
+        if isinstance(value, ShardedParameter):
+            own = value.__dict__
+            return own.get(NAME_ATTRIBUTE, "?"), own.get(REASON_ATTRIBUTE, SHARDED)
+        if isinstance(value, (list, tuple)):
+            values.extend(value)
+    return "?", SHARDED
+
+
+SHARDED = (
+    "which is sharded over the ranks now. Call its module (not module.forward), or read it inside "
+    "`with zero.gathered(parameter):`; engine.state_dict() has the whole model"
+)
+UNBORN = (
+    "which was made under zero.init() and has no values yet. zero.initialize() fills its shards; "
+    "read it inside `with zero.gathered(parameter):` after that"
+)

@@ -1,0 +1,61 @@
+"""`zero.initialize`: everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import nn
+from torch.optim import Optimizer
+
+import accelz
+from zero.build import build_units, check_dtypes, check_model
+from zero.communicator import Communicator
+from zero.config import Config
+from zero.engine import Engine
+from zero.errors import ConfigError
+from zero.job import join
+from zero.optimizer import check_optimizer
+from zero.units import find_units
+from zero.whole import spread_buffer
+
+_engines = itertools.count()
+
+
+def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = None) -> Engine:
+    """Shard `model` and `optimizer` over the ranks of the job and return the engine that trains them.
+
+    The job is what torchrun's environment says, or an initialised default process group, or one rank.
+    The model may be on the host or on the device; rank 0's values win. Both objects keep their identity,
+    so schedulers and references to modules and parameters stay valid; the optimizer's param_groups then
+    hold this rank's slices.
+
+    Raises ConfigError, ModelError or OptimizerError before anything is changed, and RankMismatchError
+    where ranks bring different models.
+    """
+    config = Config() if config is None else config
+    if not isinstance(config, Config):
+        raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
+    check_model(model)
+    accelerator = accelz.current()
+    check_dtypes(model, config, accelerator)
+    plans = find_units(model, config.units, config.persistent_below)
+    param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
+
+    group, control = join(accelerator, config.timeout)
+    communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
+    _move_buffers(model, config, accelerator, communicator)
+    units = build_units(plans, config, accelerator, communicator, param_group_of)
+    return Engine(model, optimizer, config, accelerator, communicator, units, param_group_of)
+
+
+def _move_buffers(
+    model: nn.Module, config: Config, accelerator: accelz.Accelerator, communicator: Communicator
+) -> None:
+    """Buffers go to the device whole, with rank 0's values."""
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            cast = config.dtype if config.cast_buffers and buffer.is_floating_point() else None
+            module._buffers[name] = buffer.to(accelerator.device, cast)
+            spread_buffer(communicator, f"buffer {module_name}.{name}", module._buffers[name])

@@ -1,0 +1,96 @@
+"""Where each parameter sits in its flat buffer, and which slice a rank owns. Arithmetic only, no tensors.
+
+The buffer of a group is cut into `shards` equal slices; rank r owns elements
+[r × shard_numel, (r+1) × shard_numel). A parameter may span slices. Offsets are aligned so that every view
+starts on a cache line, and so does every slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from accelz.flat_buffer import Slot
+
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """A parameter as the layout sees it. stride: dense strides the view in the buffer will have."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that one rank owns.
+
+    index: the parameter's place in the layout. start: first element, counted in the parameter's memory
+    order. shard_start: where that element sits in the rank's shard. length: elements, at least 1.
+    """
+
+    index: int
+    start: int
+    shard_start: int
+    length: int
+
+    @property
+    def shard_slice(self) -> slice:
+        return slice(self.shard_start, self.shard_start + self.length)
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Slots of a group's parameters in a buffer of `numel` elements (padding included), cut in `shards`."""
+
+    specs: tuple[ParameterSpec, ...]
+    slots: tuple[Slot, ...]
+    numel: int
+    shards: int
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.shards
+
+    def shard_slice(self, shard: int) -> slice:
+        """The elements of the buffer that make up `shard`."""
+        return slice(shard * self.shard_numel, (shard + 1) * self.shard_numel)
+
+    def pieces(self, shard: int) -> tuple[Piece, ...]:
+        """What `shard` owns of each parameter, in buffer order. Parameters it owns none of are left out."""
+        window = self.shard_slice(shard)
+        found = []
+        for index, slot in enumerate(self.slots):
+            low, high = max(slot.offset, window.start), min(slot.offset + slot.numel, window.stop)
+            if low < high:
+                found.append(Piece(index, low - slot.offset, low - window.start, high - low))
+        return tuple(found)
+
+    @cached_property
+    def gaps(self) -> tuple[slice, ...]:
+        """Elements of the buffer that belong to no parameter."""
+        gaps, end = [], 0
+        for slot in self.slots:
+            if slot.offset > end:
+                gaps.append(slice(end, slot.offset))
+            end = slot.offset + slot.numel
+        return (*gaps, slice(end, self.numel)) if end < self.numel else tuple(gaps)
+
+
+def plan(specs: Sequence[ParameterSpec], shards: int, itemsize: int) -> FlatLayout:
+    """Lay `specs` out in the given order. itemsize: bytes per element."""
+    align = max(1, ALIGN_BYTES // itemsize)
+    slots, offset = [], 0
+    for spec in specs:
+        slots.append(Slot(offset, spec.shape, spec.stride, spec.numel))
+        offset += _round_up(spec.numel, align)
+    return FlatLayout(tuple(specs), tuple(slots), _round_up(max(offset, 1), align * shards), shards)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,354 @@
+"""The user's optimizer over this rank's shards.
+
+The optimizer object stays: schedulers, hooks and hyper-parameters keep working on its param_groups. Its
+parameters become *pieces*: views of the fp32 master shards, one for each model parameter that this rank
+owns a part of (in the parameter's shape where it owns the whole). Adam and AdamW run as one kernel call
+per flat shard, straight from the 16-bit gradient; their per-piece state is views of the flat state, so
+`optimizer.state` looks as torch's does. Every other optimizer steps the pieces itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelz.accelerator import Accelerator
+from accelz.kernels import Kernels
+from zero.errors import OptimizerError, UsageError
+from zero.flat_group import FlatGroup
+from zero.gradients import GroupGradients
+from zero.layout import Piece
+from zero.room import room_for
+
+NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
+WHOLE_PARAMETERS = {"Adafactor", "Muon"}
+KERNEL_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+@dataclass
+class OwnedPiece:
+    """A piece as the optimizer sees it. history: equal for pieces that missed the same steps."""
+
+    piece: Piece
+    param_group: int
+    parameter: nn.Parameter
+    history: int = 0
+
+
+@dataclass
+class AdamState:
+    """Flat state for the kernel. exp_avg, exp_avg_sq: (shard_numel,) fp32. steps: (pieces,) fp32, each
+    piece's own number of steps. All on the device. window: steps that the group took part in."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: Tensor
+    window: int = 0
+
+
+@dataclass
+class OwnedGroup:
+    """A trainable group with this rank's pieces; adam: where the kernel serves."""
+
+    group: FlatGroup
+    pieces: list[OwnedPiece] = field(default_factory=list)
+    adam: AdamState | None = None
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module, sharded: bool) -> dict[nn.Parameter, int]:
+    """The param group of each parameter; raises OptimizerError if the optimizer cannot be sharded.
+
+    sharded: parameters will be split over ranks.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+            "pass e.g. torch.optim.AdamW(model.parameters(), lr=3e-4)"
+        )
+    kind = type(optimizer).__name__
+    if kind in NEVER:
+        raise OptimizerError(
+            f"{kind} cannot run on flat shards: {NEVER[kind]}; use an element-wise optimizer"
+        )
+    if sharded and kind in WHOLE_PARAMETERS:
+        raise OptimizerError(
+            f"{kind} looks at whole matrices, which no rank has at stages 1 to 3; use stage=0 or AdamW"
+        )
+    if sharded and not type(optimizer).__module__.startswith("torch.optim"):
+        warnings.warn(
+            f"{kind} will step slices of parameters as one-dimensional tensors; that is exact only if it "
+            "works element by element",
+            stacklevel=4,
+        )
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+        raise OptimizerError(
+            "the optimizer has state already; call zero.initialize before its first step, and restore "
+            "state with engine.load_checkpoint"
+        )
+    return _param_groups(optimizer, model)
+
+
+def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
+    mine = set(model.parameters())
+    owner: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in mine:
+                raise OptimizerError(
+                    f"param_groups[{index}]['params'][{position}] of shape {tuple(parameter.shape)} is no "
+                    "parameter of the model; build the optimizer from this model's parameters"
+                )
+            owner[parameter] = index
+    if not any(p.requires_grad for p in owner):
+        raise OptimizerError("the optimizer has no trainable parameter of the model")
+    return owner
+
+
+class ShardedOptimizer:
+    """Steps the masters of all trainable groups and refreshes the 16-bit shards."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[FlatGroup],
+        param_group_of: dict[nn.Parameter, int],
+        accelerator: Accelerator,
+    ) -> None:
+        self.optimizer = optimizer
+        self._accelerator = accelerator
+        self._kernels = accelerator.kernels
+        self._uses_kernel = _kernel_serves(optimizer)
+        self.owned = {group: _own(group, param_group_of) for group in groups}
+        self._stepping = False
+        self._install()
+        self._lengths = self._group_lengths()
+        optimizer.register_step_pre_hook(self._check_caller)
+
+    def step(self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None) -> None:
+        """One optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim, 1.0 changes nothing."""
+        self._stepping = True
+        try:
+            if self._uses_kernel:
+                _hooked_kernel_step(self.optimizer, self, gradients, scale, skip)
+                setattr(self.optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
+            else:
+                self._step_pieces(gradients, scale, skip)
+        finally:
+            self._stepping = False
+
+    def kernel_step(
+        self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
+    ) -> None:
+        for have in gradients:
+            if have.shard is not None:
+                with self._room("for the step of", have.group):
+                    self._step_group(self.owned[have.group], have, scale, skip)
+
+    def _room(self, purpose: str, group: FlatGroup) -> AbstractContextManager[None]:
+        return room_for(self._accelerator, purpose, group.unit, 4 * group.layout.shard_numel)
+
+    def check_groups(self) -> None:
+        """Raise OptimizerError if param_groups gained or lost parameters since the engine took them over."""
+        if self._group_lengths() != self._lengths:
+            raise OptimizerError(
+                "the optimizer's param_groups have other parameters than at zero.initialize; give it all "
+                "parameters before that, and change only hyper-parameters later"
+            )
+
+    def _group_lengths(self) -> list[int]:
+        return [len(group["params"]) for group in self.optimizer.param_groups]
+
+    def _check_caller(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._stepping:
+            raise UsageError(
+                "optimizer.step() was called directly and would change nothing: call engine.step() instead"
+            )
+
+    def _install(self) -> None:
+        """Put the pieces in the places of the parameters they are parts of."""
+        lists: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
+        initial = dict(self.optimizer.state)  # some optimizers have state before their first step
+        self.optimizer.state.clear()
+        for owned in self.owned.values():
+            for piece in owned.pieces:
+                lists[piece.param_group].append(piece.parameter)
+                original = owned.group.parameters[piece.piece.index]
+                if original in initial:
+                    self.optimizer.state[piece.parameter] = _sliced(
+                        initial[original], owned.group, piece.piece
+                    )
+        for group, parameters in zip(self.optimizer.param_groups, lists, strict=True):
+            group["params"] = parameters
+        if self._uses_kernel:
+            for owned in self.owned.values():
+                with self._room("for the optimizer state of", owned.group):
+                    self._make_state(owned)
+
+    def _make_state(self, owned: OwnedGroup) -> None:
+        master = owned.group.master_shard
+        steps = torch.zeros(len(owned.pieces), dtype=torch.float32, device=master.device)
+        adam = owned.adam = AdamState(torch.zeros_like(master), torch.zeros_like(master), steps)
+        for index, piece in enumerate(owned.pieces):
+            self.optimizer.state[piece.parameter] = {
+                "step": steps[index],
+                "exp_avg": _shaped(adam.exp_avg, owned.group, piece.piece),
+                "exp_avg_sq": _shaped(adam.exp_avg_sq, owned.group, piece.piece),
+            }
+
+    def _step_group(
+        self, owned: OwnedGroup, have: GroupGradients, scale: Tensor | None, skip: Tensor | None
+    ) -> None:
+        group, adam, gradient = owned.group, owned.adam, have.shard
+        assert adam is not None
+        assert gradient is not None
+        _count_step(owned, adam, have.used, skip)
+        for first, window in _runs(owned, have.used):
+            options = self.optimizer.param_groups[owned.pieces[first].param_group]
+            beta1, beta2 = options["betas"]
+            self._adamw(group.master_shard.dtype)(
+                group.master_shard[window],
+                gradient[window],
+                adam.exp_avg[window],
+                adam.exp_avg_sq[window],
+                adam.steps[first],
+                lr=float(options["lr"]),
+                beta1=float(beta1),
+                beta2=float(beta2),
+                eps=options["eps"],
+                weight_decay=options["weight_decay"],
+                decoupled=_decoupled(self.optimizer, options),
+                maximize=options["maximize"],
+                grad_scale=scale,
+                skip=skip,
+                weights=None if group.master is group.shard else group.shard[window],
+            )
+
+    def _adamw(self, dtype: torch.dtype) -> Callable[..., None]:
+        """The backend's kernel; for fp64 masters, which no kernel has to know, the torch reference."""
+        return self._kernels.adamw if dtype is torch.float32 else partial(Kernels.adamw, self._kernels)
+
+    def _step_pieces(
+        self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
+    ) -> None:
+        if skip is not None and bool(skip):  # this optimizer decides on the host
+            return
+        for have in gradients:
+            if have.shard is not None:
+                with self._room("for the fp32 gradients of", have.group):
+                    self._set_piece_gradients(self.owned[have.group], have, scale)
+        self.optimizer.step()
+        for owned in self.owned.values():
+            for piece in owned.pieces:
+                piece.parameter.grad = None
+            if owned.group.master is not owned.group.shard:
+                self._kernels.scale_cast(owned.group.shard, owned.group.master_shard)
+
+    def _set_piece_gradients(self, owned: OwnedGroup, have: GroupGradients, scale: Tensor | None) -> None:
+        assert have.shard is not None
+        gradient = have.shard
+        if scale is not None or gradient.dtype is not owned.group.master_shard.dtype:
+            gradient = torch.empty_like(have.shard, dtype=owned.group.master_shard.dtype)
+            self._kernels.scale_cast(gradient, have.shard, scale)
+        for piece in owned.pieces:
+            if piece.piece.index in have.used:
+                piece.parameter.grad = _shaped(gradient, owned.group, piece.piece)
+
+
+def _hooked(
+    optimizer: Optimizer,
+    shards: ShardedOptimizer,
+    gradients: Sequence[GroupGradients],
+    scale: Tensor | None,
+    skip: Tensor | None,
+) -> None:
+    shards.kernel_step(gradients, scale, skip)
+
+
+# torch's own wrapper runs the optimizer's step hooks and profiler range around the kernel step.
+_hooked_kernel_step = Optimizer.profile_hook_step(_hooked)
+
+
+def _kernel_serves(optimizer: Optimizer) -> bool:
+    return type(optimizer) in KERNEL_OPTIMIZERS and not any(
+        g["amsgrad"] or g["differentiable"] or isinstance(g["lr"], Tensor) for g in optimizer.param_groups
+    )
+
+
+def _decoupled(optimizer: Optimizer, options: dict[str, Any]) -> bool:
+    return bool(options.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def _own(group: FlatGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedGroup:
+    owned = OwnedGroup(group)
+    for piece in group.pieces:
+        index = param_group_of.get(group.parameters[piece.index])
+        if index is not None:
+            parameter = nn.Parameter(_shaped(group.master_shard, group, piece))
+            owned.pieces.append(OwnedPiece(piece, index, parameter))
+    return owned
+
+
+def _shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
+    """A piece of a flat shard, in the parameter's shape if it is the whole parameter."""
+    part = flat[piece.shard_slice]
+    spec = group.layout.specs[piece.index]
+    return (
+        part.as_strided(spec.shape, spec.stride, part.storage_offset())
+        if piece.length == spec.numel
+        else part
+    )
+
+
+def _sliced(state: dict[str, Any], group: FlatGroup, piece: Piece) -> dict[str, Any]:
+    """A piece's part of a parameter's state: slices of what is element-wise, copies of the rest."""
+    spec = group.layout.specs[piece.index]
+    result = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == spec.shape and key != "step":
+            flat = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=group.shard.device)
+            flat.copy_(value)
+            part = flat.as_strided((piece.length,), (1,), piece.start)
+            result[key] = part.clone() if piece.length < spec.numel else flat
+        else:
+            result[key] = value.clone() if isinstance(value, Tensor) else value
+    return result
+
+
+def _count_step(owned: OwnedGroup, adam: AdamState, used: set[int], skip: Tensor | None) -> None:
+    adam.window += 1
+    increment = 1 if skip is None else 1 - skip
+    missed = [i for i, p in enumerate(owned.pieces) if p.piece.index not in used]
+    if not missed:
+        adam.steps.add_(increment)
+        return
+    mask = torch.ones(len(owned.pieces))
+    mask[missed] = 0
+    adam.steps.add_(mask.to(adam.steps.device) * increment)
+    for index in missed:
+        owned.pieces[index].history = hash((owned.pieces[index].history, adam.window))
+
+
+def _runs(owned: OwnedGroup, used: set[int]) -> Iterator[tuple[int, slice]]:
+    """Longest stretches of the shard that one kernel call can step: (first piece, elements)."""
+    first: int | None = None
+    key: tuple[int, int] | None = None
+    for index, piece in enumerate(owned.pieces):
+        mine = (piece.param_group, piece.history) if piece.piece.index in used else None
+        if mine != key:
+            if first is not None and key is not None:
+                yield first, _span(owned, first, index)
+            first, key = index, mine
+    if first is not None and key is not None:
+        yield first, _span(owned, first, len(owned.pieces))
+
+
+def _span(owned: OwnedGroup, first: int, end: int) -> slice:
+    return slice(owned.pieces[first].piece.shard_start, owned.pieces[end - 1].piece.shard_slice.stop)

@@ -1,0 +1,171 @@
+"""What was done to hollow tensors, and doing it for real: the memory of deferred initialisation.
+
+Everything is kept by storage. A view of a hollow storage is its number, shape, strides and offset, so
+aliases need no bookkeeping of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import accelz
+from accelz.flat_buffer import HOST
+
+
+@dataclass(frozen=True)
+class Hollow:
+    """A view of a hollow storage, as an operation saw it."""
+
+    storage: int  # number of the storage in its recording
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass
+class Operation:
+    """One recorded call. touches: the hollow storages it reads or writes."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    output: Hollow | None
+    touches: set[int]
+    generator: torch.Generator | torch.device | None = None
+    state: Tensor | None = None
+
+
+@dataclass
+class Recording:
+    """Operations in order, and the hollow storages they concern."""
+
+    operations: list[Operation] = field(default_factory=list)
+    by_storage: dict[int, list[int]] = field(default_factory=dict)
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
+    nbytes: list[int] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)  # storage address -> number
+
+    def number(self, tensor: Tensor) -> int | None:
+        return self.numbers.get(tensor.untyped_storage()._cdata)
+
+    def add_storage(self, tensor: Tensor, nbytes: int) -> int:
+        storage = tensor.untyped_storage()
+        self.numbers[storage._cdata] = len(self.storages)
+        self.storages.append(storage)  # kept alive, so its address stays its own
+        self.nbytes.append(nbytes)
+        return len(self.storages) - 1
+
+    def record(self, operation: Operation) -> None:
+        for storage in operation.touches:
+            self.by_storage.setdefault(storage, []).append(len(self.operations))
+        self.operations.append(operation)
+
+
+def replay(recording: Recording, numbers: Sequence[int]) -> None:
+    """Give hollow storages their bytes by running what was recorded about them, in order.
+
+    Other storages that they depend on exist as scratch memory meanwhile.
+    """
+    targets = [n for n in numbers if recording.numbers.get(recording.storages[n]._cdata) == n]
+    if not targets:
+        return
+    chosen = _closure(recording, targets)
+    memory: dict[int, torch.UntypedStorage] = {}
+    for number in {s for i in chosen for s in recording.operations[i].touches} | set(targets):
+        own = recording.storages[number]
+        memory[number] = own if number in targets else torch.UntypedStorage(0, device=own.device)
+        memory[number].resize_(recording.nbytes[number])
+    with torch.no_grad():
+        for index in chosen:
+            _run(recording.operations[index], memory)
+    for number in targets:  # real from here on, and no longer recorded
+        del recording.numbers[recording.storages[number]._cdata]
+
+
+def _closure(recording: Recording, targets: Sequence[int]) -> list[int]:
+    """Operations that decide the targets' values: theirs, and, up to then, those of what they read."""
+    chosen: set[int] = set()
+    limits: dict[int, int] = {}
+    work = [(n, len(recording.operations)) for n in targets]
+    while work:
+        storage, limit = work.pop()
+        if limits.get(storage, 0) >= limit:
+            continue
+        limits[storage] = limit
+        for index in recording.by_storage.get(storage, ()):
+            if index < limit and index not in chosen:
+                chosen.add(index)
+                work.extend((s, index) for s in recording.operations[index].touches if s != storage)
+    return sorted(chosen)
+
+
+def _run(operation: Operation, memory: dict[int, torch.UntypedStorage]) -> None:
+    def real(reference: Hollow) -> Tensor:
+        storage = memory[reference.storage]
+        empty = torch.empty(0, dtype=reference.dtype, device=storage.device)
+        return empty.set_(storage, reference.offset, reference.size, reference.stride)
+
+    args = mapreferences_in(real, operation.args)
+    kwargs = mapreferences_in(real, operation.kwargs)
+    if operation.generator is None:
+        value = operation.function(*args, **kwargs)
+    else:
+        assert operation.state is not None
+        now = generator_state(operation.generator)
+        _set_generator_state(operation.generator, operation.state)
+        value = operation.function(*args, **kwargs)
+        _set_generator_state(operation.generator, now)
+    if operation.output is not None:
+        real(operation.output).copy_(value)
+
+
+def generator_state(source: torch.Generator | torch.device) -> Tensor:
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    return torch.get_rng_state() if source == HOST else accelz.current().rng.get_state()
+
+
+def _set_generator_state(source: torch.Generator | torch.device, state: Tensor) -> None:
+    if isinstance(source, torch.Generator):
+        source.set_state(state)
+    elif source == HOST:
+        torch.set_rng_state(state)
+    else:
+        accelz.current().rng.set_state(state)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(found.append, value)
+    return found
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    return _walk(Tensor, function, value)
+
+
+def mapreferences_in(function: Callable[[Hollow], Any], value: Any) -> Any:
+    return _walk(Hollow, function, value)
+
+
+def references_in(value: Any) -> list[Hollow]:
+    found: list[Hollow] = []
+    _walk(Hollow, found.append, value)
+    return found
+
+
+def _walk(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """Arguments of an operator: tensors, lists of tensors and plain values."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_walk(kind, function, v) for v in value)
+    if isinstance(value, dict):
+        return {k: _walk(kind, function, v) for k, v in value.items()}
+    return value

@@ -1,0 +1,143 @@
+"""A unit's life: SHARDED -> GATHERING -> GATHERED -> SHARDED, once per dtype it is needed in.
+
+A unit is gathered in a *cast*: None for the parameters' own dtypes, or an autocast dtype for its fp32
+groups. Nearly always one cast is alive; two may be when forwards under different autocast settings await
+one backward, because autograd has saved views of both buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import torch
+from torch import nn
+
+from zero.communicator import Communicator, NamedHandle
+from zero.flat_group import FlatGroup
+from zero.guard import guard, unguard
+
+
+class State(Enum):
+    """What each state holds, in bytes per rank, for a buffer of B bytes over W ranks."""
+
+    SHARDED = "B/W: the shard"
+    GATHERING = "B/W + B: the shard, and the whole buffer being filled"
+    GATHERED = "B/W + B: the shard, and the whole buffer with the parameters as its views"
+
+
+class ShardedUnit:
+    """The flat groups that are gathered and released together.
+
+    resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
+    holds: users that need the unit gathered now: a forward under way, or a `zero.gathered` block.
+    calls_in_backward: forward calls whose backward has begun and is not over.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        anchors: Sequence[nn.Module],
+        groups: Sequence[FlatGroup],
+        communicator: Communicator,
+        resident: bool,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.anchors = tuple(anchors)
+        self.groups = tuple(groups)
+        self.resident = resident
+        self.holds = 0
+        self.calls_in_backward: set[object] = set()
+        self._communicator = communicator
+        self._classes = {p: type(p) for g in groups for p in g.parameters}
+        self._pending: dict[torch.dtype | None, list[NamedHandle]] = {}
+        self._gathered: set[torch.dtype | None] = set()
+        self._bound: torch.dtype | None = None
+        self._castable = any(g.dtype is torch.float32 for g in groups)
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.holds or self.calls_in_backward)
+
+    def state(self, cast: torch.dtype | None = None) -> State:
+        if self.resident or cast in self._gathered:
+            return State.GATHERED
+        return State.GATHERING if cast in self._pending else State.SHARDED
+
+    @property
+    def idle(self) -> bool:
+        """Nothing gathered or on its way."""
+        return not (self._pending or self._gathered)
+
+    def cast_for(self, autocast: torch.dtype | None) -> torch.dtype | None:
+        """The cast to gather in while autocast is on with this dtype (None: off)."""
+        return autocast if self._castable and autocast is not torch.float32 else None
+
+    def start_gather(self, cast: torch.dtype | None) -> None:
+        """Issue the gather unless it is done or under way."""
+        if self.state(cast) is State.SHARDED:
+            handles = self._pending.setdefault(cast, [])  # a failure half-way leaves what to wait for
+            for group in self.groups:
+                handles.append(group.start_gather(self._communicator, cast))
+
+    def gather(self, cast: torch.dtype | None) -> None:
+        """Make the parameters whole in `cast`, waiting for the gather if need be."""
+        if self.resident:
+            return
+        self.start_gather(cast)
+        for handle in self._pending.get(cast, ()):
+            handle.wait()
+        if self._pending.pop(cast, None) is not None:
+            self._gathered.add(cast)
+            self._unguard()
+        self._bind(cast)
+
+    def release(self) -> None:
+        """Drop every gathered buffer unless somebody uses the unit."""
+        if self.resident or self.in_use or self.idle:
+            return
+        if self._pending and self._communicator.failed:
+            return  # a transfer that cannot be waited for may still write: its buffer must stay
+        for handles in self._pending.values():
+            for handle in handles:
+                handle.wait()
+        for cast in (*self._pending, *self._gathered):
+            for group in self.groups:
+                group.buffer(cast).release()
+        self._pending.clear()
+        self._gathered.clear()
+        self._bind(None)
+        self._guard()
+
+    def settle(self) -> None:
+        """From freshly flattened to resident, or to SHARDED, where only shards remain."""
+        for group in self.groups:
+            group.settle(whole=self.resident)
+        if not self.resident:
+            self._guard()
+
+    def refresh(self) -> list[NamedHandle]:
+        """Begin to spread updated shards into the whole buffers of a resident unit."""
+        if not self.resident:
+            return []
+        return [g.start_gather(self._communicator, None) for g in self.groups if g.trainable and g.shards > 1]
+
+    def abandon(self) -> None:
+        """Forget all users and release: after an exception, or when a forward never got its backward."""
+        self.holds = 0
+        self.calls_in_backward.clear()
+        self.release()
+
+    def _bind(self, cast: torch.dtype | None) -> None:
+        if cast != self._bound:
+            for group in self.groups:
+                group.buffer(cast).bind()
+            self._bound = cast
+
+    def _guard(self) -> None:
+        guard(self._classes)
+
+    def _unguard(self) -> None:
+        unguard(self._classes.keys(), self._classes.values())

@@ -1,0 +1,137 @@
+"""The module tree cut into units: the modules whose parameters are gathered together.
+
+By default the topmost repeated blocks are units (children of one class inside a ModuleList, Sequential or
+ModuleDict), and what is left belongs to the root unit, which stays gathered while the model's forward
+runs. A parameter used in several units belongs to the innermost unit that contains all its users.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from zero.config import UnitRule
+from zero.errors import ConfigError
+
+ROOT = "<root>"
+PERSISTENT = "<persistent>"
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LEAF_MINIMUM = 1 << 14  # elements from which a repeated leaf (a bare Linear) is worth a collective
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit before it is built.
+
+    anchors: modules whose forward needs the parameters: the unit's module, and for the root unit also
+    the modules that hold its parameters, so that calling one of them by itself works.
+    """
+
+    name: str
+    anchors: tuple[nn.Module, ...]
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+    persistent: bool = False
+
+
+def find_units(model: nn.Module, rule: UnitRule, persistent_below: int = 0) -> list[UnitPlan]:
+    """Assign every parameter of `model` to exactly one unit, in module order, the root unit last.
+
+    Raises ConfigError if `rule` picks no module. Units without parameters are left out.
+    """
+    chosen = dict(_chosen(model, rule))
+    if rule != "auto" and not chosen:
+        raise ConfigError(
+            f"units={rule!r} matches no module with parameters; check the class or the function"
+        )
+    owner = _assign(model, chosen)
+    plans: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in (*chosen, ROOT, PERSISTENT)}
+    for name, parameter in model.named_parameters():
+        small = parameter.numel() < persistent_below
+        plans[PERSISTENT if small else owner[parameter]].append((name, parameter))
+    return [
+        UnitPlan(name, _anchors(model, name, chosen, found), tuple(found), name == PERSISTENT)
+        for name, found in plans.items()
+        if found
+    ]
+
+
+def _chosen(model: nn.Module, rule: UnitRule) -> Iterator[tuple[str, nn.Module]]:
+    if rule == "auto":
+        yield from _repeated_blocks("", model)
+        return
+    for name, module in model.named_modules():
+        if module is not model and _numel(module) and _matches(rule, name, module):
+            yield name, module
+
+
+def _matches(rule: UnitRule, name: str, module: nn.Module) -> bool:
+    if callable(rule):
+        return bool(rule(name, module))
+    return any(
+        type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind) for kind in rule
+    )
+
+
+def _repeated_blocks(prefix: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    children = list(parent.named_children())
+    classes = Counter(type(c) for _, c in children if _is_block(c))
+    for name, child in children:
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(parent, _CONTAINERS) and _is_block(child) and classes[type(child)] > 1:
+            yield path, child
+        else:
+            yield from _repeated_blocks(path, child)
+
+
+def _is_block(module: nn.Module) -> bool:
+    if isinstance(module, _CONTAINERS[::2]):  # a list or dict has no forward to hook
+        return False
+    leaf = next(module.children(), None) is None
+    return _numel(module) >= (_LEAF_MINIMUM if leaf else 1)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _assign(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
+    """The innermost unit that contains every module holding the parameter."""
+    unit_of = {module: name for name, module in chosen.items()}
+    chains: dict[nn.Parameter, list[str]] = {}
+
+    def visit(module: nn.Module, chain: list[str]) -> None:
+        if module in unit_of:
+            chain = [*chain, unit_of[module]]
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                known = chains.get(parameter)
+                chains[parameter] = chain if known is None else _common(known, chain)
+        for child in module.children():
+            visit(child, chain)
+
+    visit(model, [])
+    return {parameter: chain[-1] if chain else ROOT for parameter, chain in chains.items()}
+
+
+def _common(first: list[str], second: list[str]) -> list[str]:
+    shared = []
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        shared.append(a)
+    return shared
+
+
+def _anchors(
+    model: nn.Module, name: str, chosen: dict[str, nn.Module], found: list[tuple[str, nn.Parameter]]
+) -> tuple[nn.Module, ...]:
+    if name == PERSISTENT:
+        return ()
+    if name != ROOT:
+        return (chosen[name],)
+    mine = {parameter for _, parameter in found}
+    holders = (m for m in model.modules() if any(p in mine for p in m._parameters.values() if p is not None))
+    return (model, *(m for m in holders if m is not model))
