@@ -1,0 +1,106 @@
+"""The command line of train_lm.py: one field, one flag."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from lm_model import Shape
+
+_OUT = Path("runs/lm")
+
+
+def _flag(default: Any, text: str, least: float | None = None, choices: tuple[Any, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "least": least, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Raises ValueError for values that do not fit, with what would."""
+
+    steps: int = _flag(400, "optimizer steps", least=1)
+    batch: int = _flag(16, "rows of a step, over all ranks and micro-batches", least=1)
+    lr: float = _flag(7e-4, "peak learning rate", least=0)
+    layers: int = _flag(4, "transformer blocks", least=1)
+    width: int = _flag(448, "features of a position", least=1)
+    heads: int = _flag(7, "attention heads", least=1)
+    context: int = _flag(128, "bytes of a row", least=1)
+    stage: Literal[0, 1, 2, 3] = _flag(3, "what is sharded: 0 nothing ... 3 everything", choices=(0, 1, 2, 3))
+    precision: Literal["fp32", "bf16"] = _flag("bf16", "dtype of the weights", choices=("fp32", "bf16"))
+    accumulate: int = _flag(1, "micro-batches of a step", least=1)
+    clip: float = _flag(1.0, "largest gradient norm; 0 does not clip", least=0)
+    seed: int = _flag(0, "of the weights, the batches and the sample", least=0)
+    out: Path = _flag(_OUT, "directory of the run")  # noqa: RUF009 (a Path is immutable)
+    resume: bool = _flag(False, "go on from the checkpoint in --out")
+    stop_at: int = _flag(0, "end after this step, to be resumed; 0: after the last", least=0)
+    eval_every: int = _flag(100, "steps between validations; 0: at the end only", least=0)
+    eval_bytes: int = _flag(65536, "validation text to look at", least=1)
+    save_every: int = _flag(0, "steps between checkpoints; 0: at the end only", least=0)
+    sample_bytes: int = _flag(300, "bytes to generate at the end", least=0)
+    prompt: str = _flag("def ", "what the generated text begins with")
+    max_bytes: int = _flag(0, "read no more text than about this; 0: all", least=0)
+
+    def __post_init__(self) -> None:
+        for flag in fields(self):
+            least = flag.metadata["least"]
+            if least is not None and not getattr(self, flag.name) >= least:
+                raise ValueError(
+                    f"{_name(flag.name)} must be at least {least}, got {getattr(self, flag.name)}"
+                )
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"--width {self.width} does not divide into --heads {self.heads} with an even number of "
+                f"features each: use a multiple of {2 * self.heads}"
+            )
+        if self.resume and not self.checkpoint.is_dir():
+            raise ValueError(f"--resume: there is no checkpoint in {self.out}; start without --resume")
+        if not self.prompt and self.sample_bytes:
+            raise ValueError("--prompt must not be empty: the sample goes on from it")
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raises ValueError where the batch cannot be shared equally by the ranks."""
+        shares = world_size * self.accumulate
+        if self.batch % shares:
+            raise ValueError(
+                f"--batch {self.batch} cannot be shared by {world_size} ranks with --accumulate "
+                f"{self.accumulate}: use a multiple of {shares}"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.layers, self.width, self.heads, self.context)
+
+    @property
+    def last_step(self) -> int:
+        """Where this run ends; the schedule always spans `steps`."""
+        return min(self.stop_at or self.steps, self.steps)
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.out / "checkpoint"
+
+
+def parse(arguments: Sequence[str], description: str) -> Settings:
+    """The settings that a command line asks for. Raises ValueError."""
+    parser = _Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for flag in fields(Settings):
+        kind = type(flag.default)
+        options: dict[str, Any] = {"default": flag.default, "help": flag.metadata["help"]}
+        if kind is bool:
+            options["action"] = "store_true"
+        else:
+            options |= {"type": kind, "choices": flag.metadata["choices"]}
+        parser.add_argument(_name(flag.name), **options)
+    return Settings(**vars(parser.parse_args(arguments)))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (--help lists the flags)")
+
+
+def _name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")

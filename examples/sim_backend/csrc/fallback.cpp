@@ -1,0 +1,318 @@
+#include "fallback.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+#include "streams.h"
+
+namespace sim {
+namespace {
+
+using c10::IValue;
+using torch::jit::Stack;
+
+// Host kernels run below autograd and autocast: both have been dealt with on the device's side.
+struct HostScope {
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard below_autocast{c10::autocast_dispatch_keyset};
+};
+
+// The value with every tensor in it, lists included, replaced by change(tensor).
+template <typename Change>
+IValue map_tensors(const IValue& value, const Change& change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(change(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const auto& tensor : value.toOptionalTensorVector()) {
+      list.push_back(tensor ? std::optional(change(*tensor)) : std::nullopt);
+    }
+    return list;
+  }
+  return value;
+}
+
+bool on_device(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.device().type() == kType;
+}
+
+bool writes(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+bool is_view(const c10::Argument& result) {
+  return result.alias_info() != nullptr && !result.alias_info()->isWrite();
+}
+
+bool takes_generator(const c10::Argument& argument) {
+  return argument.type()->isSubtypeOf(*c10::OptionalType::create(c10::GeneratorType::get()));
+}
+
+// One operation on its way to the host.
+struct Call {
+  const c10::OperatorHandle& op;
+  std::vector<IValue> given;  // the arguments as they came, on the device
+  Stack host = {};            // the same for the host; after the run, its results
+  c10::Device device = {kType, -1};
+  bool random = false;
+  // Empty tensors to write to may be resized by the operation, which memory of the device cannot be from
+  // here: the host kernel gets one of its own, whose result is then copied.
+  std::vector<std::pair<at::Tensor, at::Tensor>> resizable = {};
+
+  const std::vector<c10::Argument>& arguments() const { return op.schema().arguments(); }
+  const std::vector<c10::Argument>& returns() const { return op.schema().returns(); }
+};
+
+void check_same(const c10::OperatorHandle& op, c10::Device device, const at::Tensor& other) {
+  TORCH_CHECK(other.device() == device, op.schema().operator_name(),
+              ": expected all tensors to be on the same device, but found at least two devices, ",
+              device, " and ", other.device());
+}
+
+// The device to run on, which all tensors share. A host tensor of one value counts as a number, and
+// indices may come from the host.
+void find_device(Call& call) {
+  for (const auto& value : call.given) {
+    if (value.isDevice()) call.device = value.toDevice();
+  }
+  const auto look = [&](const at::Tensor& tensor) {
+    if (call.device.index() < 0 && on_device(tensor)) call.device = tensor.device();
+    return tensor;
+  };
+  const auto check = [&](const at::Tensor& tensor) {
+    const bool number = tensor.defined() && tensor.is_cpu() && tensor.dim() == 0;
+    if (tensor.defined() && !number) check_same(call.op, call.device, tensor);
+    return tensor;
+  };
+  for (const auto& value : call.given) map_tensors(value, look);
+  if (call.device.index() < 0) call.device = {kType, current_device()};
+  for (const auto& value : call.given) {
+    if (!value.isOptionalTensorList()) map_tensors(value, check);
+  }
+}
+
+at::Tensor host_copy(const at::Tensor& tensor) {
+  auto copy = tensor.clone();
+  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return copy;
+}
+
+at::Tensor host_argument(Call& call, const at::Tensor& tensor, bool written, bool later) {
+  if (!tensor.defined()) return tensor;
+  if (!on_device(tensor)) return later ? host_copy(tensor) : tensor;
+  if (!written || tensor.numel() > 0) return host_alias(tensor);
+  auto target = at::empty({0}, tensor.options().device(c10::kCPU));
+  if (tensor.dim() != 1) target.resize_(tensor.sizes());
+  call.resizable.emplace_back(tensor, target);
+  return target;
+}
+
+IValue host_generator_for(const Call& call, const IValue& given) {
+  return host_generator(given.isGenerator() ? given.toGenerator()
+                                            : default_generator(call.device.index()));
+}
+
+void prepare(Call& call) {
+  find_device(call);
+  const bool later = delayed(call.device.index());
+  for (size_t i = 0; i < call.given.size(); ++i) {
+    const auto& argument = call.arguments()[i];
+    const auto& value = call.given[i];
+    if (value.isDevice()) {
+      call.host.emplace_back(c10::Device(c10::kCPU));
+    } else if (takes_generator(argument)) {
+      call.random = true;
+      call.host.push_back(host_generator_for(call, value));
+    } else {
+      call.host.push_back(map_tensors(value, [&](const at::Tensor& tensor) {
+        return host_argument(call, tensor, writes(argument), later);
+      }));
+    }
+  }
+}
+
+// A device tensor for a host result. Strides survive where they are dense.
+at::Tensor empty_for(const at::Tensor& result, c10::Device device) {
+  const auto options = result.options().device(device);
+  if (result.is_non_overlapping_and_dense()) {
+    return at::empty_strided(result.sizes(), result.strides(), options);
+  }
+  return at::empty(result.sizes(), options);
+}
+
+at::Tensor uploaded(const at::Tensor& result, c10::Device device) {
+  if (!result.defined()) return result;
+  auto output = empty_for(result, device);
+  host_alias(output).copy_(result);
+  return output;
+}
+
+const IValue& written_argument(const Call& call, const c10::Argument& result) {
+  for (size_t i = 0; i < call.given.size(); ++i) {
+    const auto* info = call.arguments()[i].alias_info();
+    if (info != nullptr && *info == *result.alias_info()) return call.given[i];
+  }
+  TORCH_CHECK(false, call.op.schema(), ": no argument goes with the result ", result);
+}
+
+// The host kernel's view lies in the first argument's memory: the same view of the device tensor.
+at::Tensor device_view(const Call& call, const at::Tensor& view) {
+  const auto& base = call.given.at(0).toTensor();
+  TORCH_CHECK(view.dtype() == base.dtype(), call.op.schema().operator_name(),
+              " is a view in another dtype, which sim does not have");
+  const auto offset = base.storage_offset() + view.storage_offset();
+  return base.as_strided(view.sizes(), view.strides(), offset);
+}
+
+IValue device_result(const Call& call, const c10::Argument& result, const IValue& value) {
+  if (writes(result)) return written_argument(call, result);
+  return map_tensors(value, [&](const at::Tensor& tensor) {
+    return is_view(result) ? device_view(call, tensor) : uploaded(tensor, call.device);
+  });
+}
+
+void run_now(Call& call, Stack* stack) {
+  {
+    const HostScope scope;
+    call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &call.host);
+    for (const auto& [tensor, result] : call.resizable) {
+      tensor.resize_(result.sizes());
+      host_alias(tensor).copy_(result);
+    }
+  }
+  for (size_t i = 0; i < call.returns().size(); ++i) {
+    stack->push_back(device_result(call, call.returns()[i], call.host.at(i)));
+  }
+}
+
+at::Tensor meta_copy(const at::Tensor& tensor) {
+  if (!tensor.defined() || (!on_device(tensor) && tensor.dim() == 0)) return tensor;
+  const auto options = tensor.options().device(c10::kMeta);
+  return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+}
+
+// Results of the right shape with nothing in them yet. Empty where only running the operation can tell.
+std::optional<Stack> promise(const Call& call) {
+  Stack results;
+  for (const auto& value : call.given) {
+    results.push_back(value.isDevice() ? IValue(c10::Device(c10::kMeta))
+                                       : map_tensors(value, meta_copy));
+  }
+  try {
+    const HostScope scope;
+    call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &results);
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+  for (auto& result : results) {
+    if (!result.isTensor() && !result.isTensorList()) return std::nullopt;
+    result = map_tensors(result, [&](const at::Tensor& tensor) {
+      return tensor.defined() ? empty_for(tensor, call.device) : tensor;
+    });
+  }
+  return results;
+}
+
+// Queue the call, with its results promised. Says no where it has to run now.
+bool run_later(Call& call, Stack* stack) {
+  if (call.random || !call.resizable.empty()) return false;
+  Stack results;
+  std::vector<at::Tensor> outputs;
+  bool in_place = true;
+  for (const auto& result : call.returns()) {
+    in_place = in_place && writes(result);
+    if (in_place) results.push_back(written_argument(call, result));
+  }
+  if (!in_place) {
+    auto promised = promise(call);
+    if (!promised) return false;
+    results = std::move(*promised);
+    for (const auto& result : results) {
+      map_tensors(result, [&](const at::Tensor& tensor) {
+        if (tensor.defined()) outputs.push_back(host_alias(tensor));
+        return tensor;
+      });
+    }
+  }
+  submit(call.device.index(), [op = call.op, host = std::move(call.host), outputs]() mutable {
+    const HostScope scope;
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &host);
+    size_t next = 0;
+    if (outputs.empty()) return;
+    for (const auto& value : host) {
+      map_tensors(value, [&](const at::Tensor& tensor) {
+        if (tensor.defined()) outputs.at(next++).copy_(tensor);
+        return tensor;
+      });
+    }
+  });
+  for (auto& result : results) stack->push_back(std::move(result));
+  return true;
+}
+
+bool only_views(const Call& call) {
+  bool views = !call.returns().empty();
+  for (const auto& result : call.returns()) views = views && is_view(result);
+  return views;
+}
+
+}  // namespace
+
+at::Tensor host_alias(const at::Tensor& tensor) {
+  const auto& storage = tensor.storage();
+  const auto itemsize = tensor.dtype().itemsize();
+  const auto needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), itemsize,
+                                                       tensor.storage_offset());
+  TORCH_CHECK(tensor.numel() == 0 || storage.nbytes() >= needed, "a tensor of shape ",
+              tensor.sizes(), " on ", tensor.device(), " has no memory behind it: its storage holds ",
+              storage.nbytes(), " bytes, it needs ", needed,
+              ". Grow the storage again before reading or writing it");
+  auto* start = static_cast<char*>(storage.mutable_data());
+  if (tensor.numel() > 0) start += tensor.storage_offset() * itemsize;
+  const auto options = tensor.options().device(c10::kCPU);
+  return at::for_blob(start, tensor.sizes()).strides(tensor.strides()).options(options).make_tensor();
+}
+
+void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const auto given = torch::jit::last(*stack, count);
+  Call call{op, given.vec()};
+  torch::jit::drop(*stack, count);
+  prepare(call);
+  if (delayed(call.device.index()) && !only_views(call)) {
+    if (run_later(call, stack)) return;
+    synchronize(current_stream(call.device.index()));
+  }
+  run_now(call, stack);
+}
+
+// torch has a decomposition for these that would come before the fallback, and round otherwise than the
+// host's kernel does.
+constexpr const char* kNotDecomposed[] = {"native_layer_norm", "native_group_norm", "silu_backward",
+                                          "mish_backward", "addr"};
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  for (const char* name : kNotDecomposed) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+}  // namespace sim

@@ -1,0 +1,155 @@
+#include "streams.h"
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "device.h"
+#include "memory.h"
+
+namespace sim {
+namespace {
+
+// `queues` is held for moments, so that a tensor may be freed at any time, under Python's lock included.
+// `running` is held while work runs, which keeps each queue in order when two threads drain it.
+struct State {
+  std::mutex queues;
+  std::map<c10::StreamId, std::deque<Work>> waiting;
+  std::recursive_mutex running;
+  std::atomic<int64_t> unfinished{0};
+  std::atomic<c10::StreamId> last_stream{0};
+  std::atomic<bool> delays{true};
+};
+
+State& state() {
+  static auto* only = new State;  // never destroyed: tensors outlive static destructors
+  return *only;
+}
+
+thread_local std::array<c10::StreamId, kDevices> current{};
+
+void push(c10::StreamId stream, Work work) {
+  const std::lock_guard lock(state().queues);
+  state().waiting[stream].push_back(std::move(work));
+  ++state().unfinished;
+}
+
+// The first piece of work stays in its queue while it runs, so that what comes meanwhile queues behind it.
+Work* front(c10::StreamId stream) {
+  const std::lock_guard lock(state().queues);
+  auto& queue = state().waiting[stream];
+  return queue.empty() ? nullptr : &queue.front();
+}
+
+Work pop(c10::StreamId stream) {
+  const std::lock_guard lock(state().queues);
+  auto& queue = state().waiting[stream];
+  Work work = std::move(queue.front());
+  queue.pop_front();
+  --state().unfinished;
+  return work;
+}
+
+template <typename Enough>
+void drain(c10::StreamId stream, const Enough& enough) {
+  std::vector<Work> done;  // destroyed outside the lock: what it holds may need Python's lock to go
+  std::exception_ptr error;
+  {
+    const std::lock_guard lock(state().running);
+    while (!enough() && !error) {
+      Work* work = front(stream);
+      if (work == nullptr) break;
+      try {
+        (*work)();
+      } catch (...) {
+        error = std::current_exception();
+      }
+      done.push_back(pop(stream));
+    }
+  }
+  done.clear();
+  reap();
+  if (error) std::rethrow_exception(error);
+}
+
+std::vector<c10::StreamId> streams() {
+  const std::lock_guard lock(state().queues);
+  std::vector<c10::StreamId> ids;
+  for (const auto& [id, queue] : state().waiting) ids.push_back(id);
+  return ids;
+}
+
+}  // namespace
+
+c10::StreamId current_stream(c10::DeviceIndex device) { return current.at(device); }
+
+c10::StreamId exchange_stream(c10::DeviceIndex device, c10::StreamId stream) {
+  return std::exchange(current.at(device), stream);
+}
+
+c10::StreamId new_stream() { return ++state().last_stream; }
+
+bool delayed(c10::DeviceIndex device) { return state().delays && current_stream(device) != 0; }
+
+void set_delays(bool on) {
+  if (!on) synchronize();
+  state().delays = on;
+}
+
+void submit(c10::DeviceIndex device, Work work) {
+  if (delayed(device)) {
+    push(current_stream(device), std::move(work));
+  } else {
+    work();
+  }
+}
+
+bool submit_behind(c10::StreamId stream, Work work) {
+  const std::lock_guard lock(state().queues);
+  const auto queue = state().waiting.find(stream);
+  if (queue == state().waiting.end() || queue->second.empty()) return false;
+  queue->second.push_back(std::move(work));
+  ++state().unfinished;
+  return true;
+}
+
+EventPtr record(c10::StreamId stream) {
+  auto event = std::make_shared<Event>();
+  event->stream = stream;
+  const auto pass = [event] {
+    event->when = Clock::now();
+    event->passed = true;
+  };
+  if (!submit_behind(stream, pass)) pass();
+  return event;
+}
+
+void wait(c10::StreamId stream, const EventPtr& event) {
+  if (event->passed || event->stream == stream) return;
+  if (stream == 0 || !state().delays) {
+    synchronize(event);
+  } else {
+    push(stream, [event] { synchronize(event); });
+  }
+}
+
+void synchronize(const EventPtr& event) {
+  drain(event->stream, [&] { return event->passed.load(); });
+}
+
+void synchronize(c10::StreamId stream) {
+  drain(stream, [] { return false; });
+}
+
+void synchronize() {
+  for (const auto stream : streams()) synchronize(stream);
+}
+
+bool busy() { return state().unfinished > 0; }
+
+}  // namespace sim

@@ -1,0 +1,51 @@
+// Streams. Stream 0 of a device runs work at once. On any other stream work waits in a queue until
+// somebody needs it: an event that is waited for, a blocking copy, a synchronize. Whoever reads without
+// waiting sees what was there before, which for fresh memory is poison.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+
+namespace sim {
+
+using Work = std::function<void()>;
+using Clock = std::chrono::steady_clock;
+
+struct Event {
+  c10::StreamId stream = 0;
+  std::atomic<bool> passed = false;
+  Clock::time_point when;
+};
+using EventPtr = std::shared_ptr<Event>;
+
+c10::StreamId current_stream(c10::DeviceIndex device);
+c10::StreamId exchange_stream(c10::DeviceIndex device, c10::StreamId stream);
+c10::StreamId new_stream();
+
+// Whether work submitted to the device's current stream now would wait in its queue.
+bool delayed(c10::DeviceIndex device);
+// False makes every stream run its work at once.
+void set_delays(bool on);
+
+// Run the work on the device's current stream: at once, or when the stream is drained.
+void submit(c10::DeviceIndex device, Work work);
+// Queue the work on that stream if something waits there already; otherwise say no.
+bool submit_behind(c10::StreamId stream, Work work);
+
+EventPtr record(c10::StreamId stream);
+// Let later work of the stream come after the event.
+void wait(c10::StreamId stream, const EventPtr& event);
+// Run queued work until the event has passed, the stream is empty, everything is empty.
+void synchronize(const EventPtr& event);
+void synchronize(c10::StreamId stream);
+void synchronize();
+
+// Whether anything is queued anywhere.
+bool busy();
+
+}  // namespace sim

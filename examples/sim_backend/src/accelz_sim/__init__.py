@@ -1,0 +1,1 @@
+"""A simulated accelerator: the backend of accelz that a vendor reads first."""

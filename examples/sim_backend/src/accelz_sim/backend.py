@@ -1,0 +1,31 @@
+"""The plugin: a descriptor, with no torch import before the backend is chosen."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from accelz.hooks import BackendDescriptor, Probe, hookimpl
+
+if TYPE_CHECKING:
+    from accelz.accelerator import Accelerator
+
+PRIORITY = -100
+"""Below the CPU's 0: a simulation is used where it is asked for, ACCELZ_DEVICE=sim."""
+
+
+@hookimpl
+def accelz_backend() -> BackendDescriptor:
+    return BackendDescriptor(name="sim", api_version=1, priority=PRIORITY, probe=_probe, load=_load)
+
+
+def _probe() -> Probe:
+    if find_spec("accelz_sim._C") is None:
+        return Probe(False, "accelz_sim._C is not built; see the README of accelz-sim")
+    return Probe(True, "simulated in host memory")
+
+
+def _load() -> Accelerator:
+    from accelz_sim.accelerator import build
+
+    return build()

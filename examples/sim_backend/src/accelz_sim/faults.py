@@ -1,0 +1,85 @@
+"""Faults that can be switched on, each in this process alone, to test what an engine does about them.
+
+with faults.out_of_memory(3): ...              # the third allocation from here raises
+with faults.collective("fails", 2): ...        # the second collective from here raises at wait()
+with faults.collective("stalls", 1): ...       # the next one is never joined by this rank
+with faults.prompt_streams(): ...              # side streams run at once: is it a missing wait?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from accelz_sim import _C
+
+Kind = Literal["fails", "stalls"]
+
+
+@contextmanager
+def out_of_memory(nth: int) -> Iterator[None]:
+    """Make the `nth` allocation of device memory from here raise torch.OutOfMemoryError, once.
+
+    nth: counted from 1 over all devices; empty tensors do not count.
+    """
+    _C.fail_allocation(_positive(nth))
+    try:
+        yield
+    finally:
+        _C.fail_allocation(0)
+
+
+@contextmanager
+def collective(kind: Kind, nth: int) -> Iterator[None]:
+    """Make the `nth` collective from here fail or stall on this rank, once.
+
+    Either way this rank does not join it, so the others run into their timeout. "fails": wait() raises
+    CollectiveError here at once. "stalls": wait() raises it when the group's timeout has passed.
+    """
+    global _armed
+    _armed = _Armed(kind, _positive(nth))
+    try:
+        yield
+    finally:
+        _armed = None
+
+
+@contextmanager
+def prompt_streams() -> Iterator[None]:
+    """Run work on side streams at once, as on the default stream. What was queued before runs first.
+
+    A result that is wrong without this and right with it is a missing wait or memory freed too early.
+    """
+    _C.set_delays(False)
+    try:
+        yield
+    finally:
+        _C.set_delays(True)
+
+
+class _Armed:
+    def __init__(self, kind: Kind, left: int) -> None:
+        self.kind = kind
+        self.left = left
+
+
+_armed: _Armed | None = None
+
+
+def next_collective() -> Kind | None:
+    """Count one collective; the fault that hits it, if one does. For `accelz_sim.collectives` alone."""
+    global _armed
+    if _armed is None:
+        return None
+    _armed.left -= 1
+    if _armed.left > 0:
+        return None
+    kind, _armed = _armed.kind, None
+    return kind
+
+
+def _positive(nth: int) -> int:
+    if nth < 1:
+        raise ValueError(f"nth is {nth}; the next one is 1")
+    return nth

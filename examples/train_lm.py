@@ -1,0 +1,223 @@
+"""Train a byte-level language model on Python's own sources, sharded over the ranks of the job.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_lm.py
+
+What zero asks of a training script is marked [zero 1] to [zero 3]; the rest is plain PyTorch. The global
+batch of a step depends on the seed and the step only, and every rank takes its share of it: the losses are
+the same on any number of ranks and at any stage, up to the rounding of sums.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from typing import NoReturn
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import accelz
+import zero
+from lm_data import load_corpus, shares, training_rows, validation_rows
+from lm_model import LanguageModel
+from lm_report import Report, mebibytes
+from lm_settings import Settings, parse
+
+WARMUP = 20  # steps
+FINAL_RATE = 0.05  # of the peak learning rate
+WEIGHT_DECAY = 0.1
+TEMPERATURE = 0.7  # of the sample: below 1 prefers likely bytes
+TIMEOUT = 120.0  # seconds a rank waits for the others
+
+
+class Run:
+    """Everything that a training run holds."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.corpus = load_corpus(settings.shape.context, settings.max_bytes)
+        config = zero.Config(
+            stage=settings.stage,
+            precision=settings.precision,
+            gradient_accumulation_steps=settings.accumulate,
+            clip_norm=settings.clip or None,
+        )
+        torch.manual_seed(settings.seed)
+        with zero.init(config):  # no rank ever holds the whole model
+            self.model = LanguageModel(settings.shape)
+        optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=settings.lr, betas=(0.9, 0.95))
+        self.scheduler = LambdaLR(optimizer, lambda step: learning_rate(step, settings.steps))
+        self.engine = zero.initialize(self.model, optimizer, config)  # [zero 1]
+        self.ranks = Ranks()
+        self.start = self.restore() if settings.resume else 0
+        self.report = Report(settings.out, settings.steps, self.start, self.engine.rank == 0)
+
+    def train(self) -> None:
+        """All steps, with validation and checkpoints on the way, the final weights and a sample."""
+        settings, began, stop = self.settings, time.perf_counter(), self.settings.last_step
+        self.say_hello()
+        with self.report:
+            for step in range(self.start + 1, stop + 1):
+                self.train_step(step)
+                if due(step, settings.eval_every, stop):
+                    self.report.validation(step, self.validate())
+                if due(step, settings.save_every, stop):
+                    self.save(step)
+        loss = self.validate()
+        self.write_weights()
+        self.report.say(
+            f"validation loss {loss:.4f} nats per byte ({loss / math.log(2):.3f} bits) after {stop} steps "
+            f"and {time.perf_counter() - began:.0f} s; peak memory {mebibytes(self.ranks.memory())}"
+        )
+        self.report.say(f"weights and checkpoint: {settings.out}")
+        if settings.sample_bytes:
+            self.report.say("sample:\n" + self.sample())
+
+    def train_step(self, step: int) -> None:
+        """One optimizer step on the global batch of `step`."""
+        settings, engine, began = self.settings, self.engine, time.perf_counter()
+        batch = training_rows(self.corpus.train, settings.shape.context, settings.batch, settings.seed, step)
+        total = torch.zeros((), device=engine.accelerator.device)
+        for rows in shares(batch, settings.accumulate, engine.rank, engine.world_size):
+            loss = self.loss(rows)
+            engine.backward(loss)  # [zero 2] instead of loss.backward()
+            engine.step()  # [zero 3] instead of optimizer.step(): acts on the last micro-batch
+            total += loss.detach() / settings.accumulate
+        rate = self.scheduler.get_last_lr()[0]
+        self.scheduler.step()
+        mean = self.ranks.mean(total)  # waits for the device: a real run would look less often
+        speed = settings.batch * settings.shape.context / (time.perf_counter() - began)
+        self.report.step(step, mean, rate, speed, self.ranks.memory())
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """Mean loss in nats per byte of `rows` [rows, context + 1]."""
+        rows = rows.to(self.engine.accelerator.device)
+        return self.engine(rows[:, :-1], rows[:, 1:])
+
+    @torch.no_grad()
+    def validate(self) -> float:
+        """Loss over windows spread evenly over the validation files, in batches as in training."""
+        settings, engine = self.settings, self.engine
+        parts = math.ceil(settings.eval_bytes / (settings.batch * settings.shape.context))
+        rows = validation_rows(self.corpus.validation, settings.shape.context, parts * settings.batch)
+        engine.eval()
+        losses = [self.loss(share) for share in shares(rows, parts, engine.rank, engine.world_size)]
+        engine.train()
+        return self.ranks.mean(torch.stack(losses).mean())
+
+    def save(self, step: int) -> None:
+        """A checkpoint to go on from: the engine's own state, and what only this script knows."""
+        extra = {"step": step, "shape": vars(self.settings.shape), "scheduler": self.scheduler.state_dict()}
+        self.engine.save_checkpoint(self.settings.checkpoint, extra)
+
+    def restore(self) -> int:
+        """Load the checkpoint; returns the step it was made after."""
+        extra = self.engine.load_checkpoint(self.settings.checkpoint)
+        if extra["shape"] != vars(self.settings.shape):
+            raise ValueError(f"the checkpoint's model is {extra['shape']}, not {vars(self.settings.shape)}")
+        self.scheduler.load_state_dict(extra["scheduler"])
+        return int(extra["step"])
+
+    def write_weights(self) -> None:
+        """The whole model in one file, for use without zero; tied weights under their first name."""
+        state = self.engine.state_dict()  # collective; empty except on rank 0
+        if state:
+            names = {name for name, _ in self.model.named_parameters()}
+            whole = {name: state[name].contiguous() for name in names}
+            save_file(whole, self.settings.out / "model.safetensors", {"format": "pt"})
+
+    @torch.no_grad()
+    def sample(self) -> str:
+        """Text drawn from the model after the prompt. Every rank takes part and draws the same bytes."""
+        settings = self.settings
+        generator = torch.Generator().manual_seed(settings.seed)
+        text = list(settings.prompt.encode())
+        self.engine.eval()
+        with zero.gathered(self.model):  # gathered once, not once for every byte
+            for _ in range(settings.sample_bytes):
+                seen = torch.tensor([text[-settings.shape.context :]], device=self.engine.accelerator.device)
+                likely = (self.engine(seen)[0, -1].cpu() / TEMPERATURE).softmax(-1)
+                text.append(int(torch.multinomial(likely, 1, generator=generator)))
+        self.engine.train()
+        return bytes(text).decode(errors="replace")
+
+    def say_hello(self) -> None:
+        settings, parameters = self.settings, sum(p.numel() for p in self.model.parameters())
+        self.report.say(
+            f"{parameters / 1e6:.1f} M parameters, stage {settings.stage}, {settings.precision}, "
+            f"{self.engine.world_size} x {self.engine.accelerator.name}; "
+            f"{len(self.corpus.train) / 1e6:.1f} MB to learn from, "
+            f"{len(self.corpus.validation) / 1e6:.1f} MB held out"
+            + (f"; going on after step {self.start}" if self.start else "")
+        )
+
+
+class Ranks:
+    """Numbers brought together from all ranks."""
+
+    def __init__(self) -> None:
+        self._accelerator = accelz.current()
+        group = self._accelerator.collectives.new_group(None, TIMEOUT)
+        assert group is not None
+        self._group = group
+
+    def mean(self, value: Tensor) -> float:
+        """Mean over the ranks of a scalar."""
+        value = value.detach().clone()
+        self._accelerator.collectives.all_reduce(value, self._group)
+        return value.item() / self._group.size
+
+    def memory(self) -> list[int]:
+        """Peak memory of each rank, in bytes, as its device counts it."""
+        peaks = torch.zeros(self._group.size, dtype=torch.int64)
+        peaks[self._group.rank] = self._accelerator.memory.stats().peak
+        self._accelerator.collectives.all_reduce(peaks, self._group)
+        return peaks.tolist()
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
+    """Weight decay for matrices, none for the scales of norms."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Fraction of the peak rate: linear warmup, then a cosine down to FINAL_RATE."""
+    if step < WARMUP:
+        return (step + 1) / WARMUP
+    progress = (step - WARMUP) / max(1, steps - WARMUP)
+    return FINAL_RATE + (1 - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)
+
+
+def fail(error: Exception) -> NoReturn:
+    """End with one message, rank 0's. torchrun stops all ranks at the first that ends, so others wait."""
+    if int(os.environ.get("RANK", "0")):
+        time.sleep(3)
+    else:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def main() -> None:
+    try:
+        settings = parse(sys.argv[1:], str(__doc__).splitlines()[0])
+        settings.check_ranks(int(os.environ.get("WORLD_SIZE", "1")))
+        run = Run(settings)
+    except (ValueError, zero.ZeroError, accelz.AccelzError) as error:
+        fail(error)
+    run.train()
+
+
+if __name__ == "__main__":
+    main()
