@@ -1,0 +1,1 @@
+"""zero beside its peers on one machine: `python -m benchmarks --help`."""

@@ -1,0 +1,188 @@
+"""`python -m benchmarks [step | optimizer | collectives | all]`; `all` where nothing is said."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from benchmarks import chart, collectives, kernels, machine, peers, report, step
+from benchmarks.job import JobError
+from benchmarks.result import Result
+
+RESULTS = Path(__file__).parent / "results"
+SCALING = (("medium", 2), ("medium", 1), ("medium", 4), ("small", 2), ("large", 2))
+"""What `all` runs of `step`: (size, ranks)."""
+
+app = typer.Typer(
+    help="zero beside its peers on this machine: medians of interleaved runs.", add_completion=False
+)
+
+
+class Size(str, Enum):
+    tiny = "tiny"
+    small = "small"
+    medium = "medium"
+    large = "large"
+
+
+class Precision(str, Enum):
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where results go besides the terminal. name: of files under benchmarks/results/; "" for none."""
+
+    json: Path | None
+    markdown: Path | None
+    name: str
+
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
+MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
+Name = Annotated[str, typer.Option(help="Store as benchmarks/results/<date>-<name>.{json,md,svg}.")]
+Ranks = Annotated[int, typer.Option(min=1, max=64, help="Processes.")]
+Threads = Annotated[int, typer.Option(min=1, help="OMP threads per rank.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Turns of everything that is compared.")]
+Limit = Annotated[float, typer.Option(min=1, help="Seconds after which a call that hangs is a failure.")]
+
+
+@app.callback(invoke_without_command=True)
+def main(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        all_()
+
+
+@app.command("step")
+def step_(
+    size: Annotated[Size, typer.Option(help="Model.")] = Size.medium,
+    precision: Annotated[Precision, typer.Option()] = Precision.bf16,
+    ranks: Ranks = 2,
+    threads: Threads = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 2,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
+    rounds: Rounds = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps in a turn.")] = 4,
+    peer: Annotated[str, typer.Option("--peers", help="Comma-separated.")] = ",".join(peers.PEERS),
+    memory: Annotated[bool, typer.Option(help="Also measure memory, in launches of its own.")] = True,
+    limit: Limit = 120.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """A training step of a small Llama-like decoder, by zero and by its peers."""
+    options = step.StepOptions(
+        size.value, precision.value, ranks, threads, batch, length, rounds, steps, _peers(peer), memory, limit
+    )
+    _report([partial(step.run, options)], Outputs(json, markdown, name))
+
+
+@app.command()
+def optimizer(
+    elements: Annotated[int, typer.Option(min=1, help="Of the shard.")] = 1 << 24,
+    threads: Threads = 1,
+    rounds: Rounds = 9,
+    limit: Limit = 120.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """One AdamW step: the backend's kernel, torch's fused AdamW, a memory copy."""
+    options = kernels.OptimizerOptions(elements, threads, rounds, limit=limit)
+    _report([partial(kernels.run, options)], Outputs(json, markdown, name))
+
+
+@app.command("collectives")
+def collectives_(
+    megabytes: Annotated[str, typer.Option(help="Sizes of the whole buffer, comma-separated.")] = "1,8,64",
+    ranks: Ranks = 2,
+    threads: Threads = 1,
+    rounds: Rounds = 9,
+    limit: Limit = 120.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """All-gather and reduce-scatter through accelz and through plain gloo."""
+    options = collectives.CollectivesOptions(_sizes(megabytes), ranks, threads, rounds, limit)
+    _report([partial(collectives.run, options)], Outputs(json, markdown, name))
+
+
+@app.command("all")
+def all_(
+    rounds: Rounds = 7,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "all",
+) -> None:
+    """Everything: 1, 2 and 4 ranks, three sizes, the optimizer at one and two threads, the collectives."""
+    runs: list[Callable[[], Result]] = []
+    for size, ranks in SCALING:
+        runs.append(partial(step.run, step.StepOptions(size=size, ranks=ranks, rounds=rounds)))
+    for threads in (1, 2):
+        runs.append(partial(kernels.run, kernels.OptimizerOptions(threads=threads, rounds=rounds)))
+    runs.append(partial(collectives.run, collectives.CollectivesOptions(rounds=rounds)))
+    _report(runs, Outputs(json, markdown, name))
+
+
+def _report(runs: Sequence[Callable[[], Result]], outputs: Outputs) -> None:
+    """Run, print each result as it comes, write what was asked for; after a failure, what came before it."""
+    console = Console(width=None if os.isatty(1) else 160)
+    context = machine.describe()
+    results: list[Result] = []
+    failure: JobError | None = None
+    try:
+        for run in runs:
+            results.append(run())
+            report.show(console, results[-1:])
+    except JobError as error:
+        failure = error
+    if results:
+        _write(context, results, outputs)
+    if failure is not None:
+        Console(stderr=True).print(Text(f"error: {failure}"), style="red", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def _write(context: dict[str, Any], results: Sequence[Result], outputs: Outputs) -> None:
+    stem = RESULTS / f"{context['date'][:10]}-{outputs.name}" if outputs.name else None
+    for path in (outputs.json, stem and stem.with_suffix(".json")):
+        if path:
+            report.write(path, report.as_json(context, results))
+    for path in (outputs.markdown, stem and stem.with_suffix(".md")):
+        if path:
+            report.write(path, report.as_markdown(context, results))
+    if stem and chart.is_possible(results):
+        chart.draw(stem.with_suffix(".svg"), results)
+
+
+def _peers(names: str) -> tuple[str, ...]:
+    chosen = tuple(name.strip() for name in names.split(",") if name.strip())
+    unknown = [name for name in chosen if name not in peers.PEERS]
+    if unknown or not chosen:
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the peers are {', '.join(peers.PEERS)}")
+    return chosen
+
+
+def _sizes(megabytes: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(size) for size in megabytes.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise typer.BadParameter(f"--megabytes takes positive whole numbers like 1,8,64; got {megabytes!r}")
+    return sizes
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,48 @@
+"""Where and when a result was taken."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+
+DISTRIBUTIONS = ("torch", "accelz-zero", "accelz", "accelz-cpu", "deepspeed")
+
+
+def describe() -> dict[str, Any]:
+    """Machine, versions, date and command line. memory in bytes; load: one-minute average at this moment."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "machine": {
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory": int(psutil.virtual_memory().total),
+            "system": platform.system(),
+            "load": round(os.getloadavg()[0], 2),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: found for name in DISTRIBUTIONS if (found := _version(name))},
+        },
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.processor())
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

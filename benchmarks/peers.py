@@ -1,0 +1,199 @@
+"""The peers: each wraps the same model and does one training step.
+
+In bf16 all of them have bf16 weights and gradients while computing, fp32 masters and fp32 moments:
+`plain` and `ddp` by masters kept beside the bf16 model, fsdp2 by its mixed-precision policy, zero and
+DeepSpeed by their configuration. Gradients travel in bf16 everywhere.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import zero
+from benchmarks.model import Decoder
+
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a peer is built from. batch: sequences per rank. timeout: seconds, of one collective."""
+
+    precision: Literal["bf16", "fp32"]
+    ranks: int
+    batch: int
+    timeout: float
+
+
+class Peer(ABC):
+    """One way to train the model."""
+
+    @abstractmethod
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward, backward, optimizer step; returns the loss, detached."""
+
+    def traffic(self) -> dict[str, int] | None:
+        """Bytes of this rank's collectives so far, by kind; None where the peer does not count them."""
+        return None
+
+
+class TorchPeer(Peer):
+    """An ordinary torch loop. network: what is called; optimizer: has step() and zero_grad()."""
+
+    def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer | MasterAdamW) -> None:
+        self._network = network
+        self._optimizer = optimizer
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self._network(inputs, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+
+class PlainPeer(TorchPeer):
+    """Unsharded, and every rank for itself: what the computation alone costs."""
+
+    def traffic(self) -> dict[str, int]:
+        return {}
+
+
+class MasterAdamW:
+    """Fused AdamW on fp32 masters of a model that it turns into bf16; buffers are made once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._weights: list[Tensor] = list(model.parameters())
+        self._masters: list[Tensor] = [nn.Parameter(w.detach().clone()) for w in self._weights]
+        self._gradients = [torch.zeros_like(m) for m in self._masters]
+        for weight, master, gradient in zip(self._weights, self._masters, self._gradients, strict=True):
+            weight.data = weight.data.bfloat16()
+            master.grad = gradient
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAMW)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        torch._foreach_copy_(self._gradients, [w.grad for w in self._weights if w.grad is not None])
+        self._optimizer.step()
+        torch._foreach_copy_(self._weights, self._masters)
+
+    def zero_grad(self) -> None:
+        for weight in self._weights:
+            weight.grad = None
+
+
+class ZeroPeer(Peer):
+    def __init__(self, model: Decoder, setting: Setting, stage: Literal[1, 2, 3]) -> None:
+        config = zero.Config(stage=stage, precision=setting.precision, timeout=setting.timeout)
+        self._engine = zero.initialize(model, _adamw(model), config)
+        self._engine.traffic.clear()
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self._engine(inputs, targets)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach()
+
+    def traffic(self) -> dict[str, int]:
+        return dict(self._engine.traffic.bytes)
+
+
+class DeepSpeedPeer(Peer):
+    def __init__(self, model: Decoder, setting: Setting) -> None:
+        import deepspeed  # type: ignore[import-not-found,unused-ignore]
+
+        deepspeed.init_distributed("gloo", timeout=timedelta(seconds=setting.timeout))
+        self._engine, *_ = deepspeed.initialize(model=model, config=_deepspeed_config(setting))
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self._engine(inputs, targets)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach()
+
+
+def build_plain(model: Decoder, setting: Setting) -> Peer:
+    return PlainPeer(model, _torch_optimizer(model, setting))
+
+
+def build_ddp(model: Decoder, setting: Setting) -> Peer:
+    _join(setting)
+    optimizer = _torch_optimizer(model, setting)  # before DDP looks at the dtypes
+    return TorchPeer(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer)
+
+
+def build_fsdp2(model: Decoder, setting: Setting) -> Peer:
+    _join(setting)
+    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (setting.ranks,))}
+    if setting.precision == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return TorchPeer(model, _adamw(model))
+
+
+PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
+    "plain": build_plain,
+    "ddp": build_ddp,
+    "fsdp2": build_fsdp2,
+    "zero3": partial(ZeroPeer, stage=3),
+    "zero2": partial(ZeroPeer, stage=2),
+    "zero1": partial(ZeroPeer, stage=1),
+    "deepspeed3": DeepSpeedPeer,
+}
+"""Every peer by name, in the order of the report."""
+
+REQUIRES = {"deepspeed3": "deepspeed"}
+"""Peers that need a package of benchmarks/requirements-peers.txt."""
+
+
+def is_installed(name: str) -> bool:
+    """Whether what the peer `name` needs is there."""
+    return name not in REQUIRES or find_spec(REQUIRES[name]) is not None
+
+
+def prepare(name: str) -> None:
+    """Import what the peer `name` needs, so that it counts as the imported process and not as the peer."""
+    import torch._dynamo  # noqa: F401 (the first optimizer would import it)
+
+    if name in REQUIRES:
+        warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed calls what torch renamed, at every step
+        __import__(REQUIRES[name])
+
+
+def _join(setting: Setting) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=setting.timeout))
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+
+def _torch_optimizer(model: nn.Module, setting: Setting) -> torch.optim.Optimizer | MasterAdamW:
+    return MasterAdamW(model) if setting.precision == "bf16" else _adamw(model)
+
+
+def _deepspeed_config(setting: Setting) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": setting.batch,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": setting.precision == "bf16"},
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True, "adam_w_mode": True}},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1 << 30,
+    }

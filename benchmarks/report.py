@@ -1,0 +1,168 @@
+"""Results as tables on the terminal, as Markdown and as JSON: the same columns everywhere."""
+
+# ruff: noqa: RUF001 (multiplication signs in headings)
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.result import Kind, Result
+
+ABSENT = "–"
+
+
+class Column(NamedTuple):
+    key: str
+    heading: str
+    text: Callable[[Any], str] = str
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g}"
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:.0f}"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f}"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}"
+
+
+def _small(value: float) -> str:
+    return f"{value:.1e}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.5f}"
+
+
+TIMES = (
+    Column("median", "median ms", _milliseconds),
+    Column("min", "min", _milliseconds),
+    Column("max", "max", _milliseconds),
+)
+COLUMNS: dict[Kind, tuple[Column, ...]] = {
+    "step": (
+        Column("peer", "peer"),
+        *TIMES,
+        Column("to_plain", "× plain", _times),
+        Column("to_fsdp2", "× fsdp2", _times),
+        Column("rank_bytes", "rank MB", _megabytes),
+        Column("node_bytes", "node MB", _megabytes),
+        Column("moved_bytes", "moved MB", _megabytes),
+        Column("first_loss", "first loss", _loss),
+        Column("last_loss", "last loss", _loss),
+        Column("loss_error", "loss error", _small),
+    ),
+    "optimizer": (
+        Column("case", "AdamW step"),
+        *TIMES,
+        Column("bytes", "MB", _megabytes),
+        Column("bytes_per_second", "GB/s", _gigabytes),
+        Column("to_cast", "× cast + fused + cast", _times),
+        Column("to_fused", "× fused fp32", _times),
+        Column("to_copy", "× copy", _times),
+        Column("error", "error / lr", _small),
+    ),
+    "collectives": (
+        Column("operation", "operation"),
+        Column("bytes", "MB", _megabytes),
+        Column("through", "through"),
+        *TIMES,
+        Column("bytes_per_second", "GB/s", _gigabytes),
+        Column("speedup", "gloo's time ÷ its own", _times),
+        Column("right", "right", lambda right: "yes" if right else "NO"),
+    ),
+}
+LEGENDS: dict[Kind, str] = {
+    "step": (
+        "Milliseconds per step, of the slowest rank. Ratios are taken within each round, then their median. "
+        "rank: the largest peak resident set of a rank. node: peak PSS of all ranks. Both are taken during "
+        "steps, above the imported processes, in a launch of their own. moved: a rank's collectives per "
+        "step, as whole buffers, where the peer counts them. loss error: largest relative one, from ddp."
+    ),
+    "optimizer": "MB: what the case itself reads and writes. error: against torch, after the first step.",
+    "collectives": "MB: the whole buffer. copy: of a buffer of that size, for comparison.",
+}
+
+
+def title(result: Result) -> str:
+    """One line that tells this result from others."""
+    s = result.settings
+    if result.kind == "step":
+        return (
+            f"step: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), {s['precision']}, "
+            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}, "
+            f"batch {s['batch']} × {s['length']} per rank"
+        )
+    if result.kind == "optimizer":
+        return f"optimizer: {s['elements'] / 1e6:.1f} M elements, {_count(s['threads'], 'thread')}"
+    return f"collectives: bf16, {_count(s['ranks'], 'rank')}"
+
+
+def show(console: Console, results: Sequence[Result]) -> None:
+    """Print every result as a table."""
+    for result in results:
+        table = Table(title=title(result), caption=LEGENDS[result.kind], title_justify="left")
+        for index, heading in enumerate(c.heading for c in COLUMNS[result.kind]):
+            table.add_column(heading, justify="right" if index else "left")
+        for cells in _cells(result):
+            table.add_row(*cells)
+        console.print(table)
+        for note in result.notes:
+            console.print(f"note: {note}", highlight=False)
+
+
+def as_markdown(context: dict[str, Any], results: Sequence[Result]) -> str:
+    lines = [_headline(context), "", f"`{context['command']}`"]
+    for result in results:
+        headings = [c.heading for c in COLUMNS[result.kind]]
+        lines += ["", f"## {title(result)}", "", _markdown_row(headings)]
+        lines.append(_markdown_row(["---", *("---:" for _ in headings[1:])]))
+        lines += [_markdown_row(cells) for cells in _cells(result)]
+        lines += ["", LEGENDS[result.kind], *(f"\n{note[0].upper()}{note[1:]}." for note in result.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def as_json(context: dict[str, Any], results: Sequence[Result]) -> str:
+    return json.dumps({**context, "results": [asdict(r) for r in results]}, indent=1) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Write `text`, making the directory if it is not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def _headline(context: dict[str, Any]) -> str:
+    machine, versions = context["machine"], context["versions"]
+    return (
+        f"{context['date']}: {machine['cpu']}, {_count(machine['cores'], 'core')}, "
+        f"{machine['memory'] / 2**30:.0f} GiB, load {machine['load']} at the start; "
+        + ", ".join(f"{name} {number}" for name, number in versions.items())
+    )
+
+
+def _cells(result: Result) -> list[list[str]]:
+    columns = COLUMNS[result.kind]
+    return [[ABSENT if row[c.key] is None else c.text(row[c.key]) for c in columns] for row in result.rows]
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,181 @@
+"""A training step of every peer, interleaved.
+
+Every peer has processes of its own, all alive at the same time and idle but for one peer: a round gives
+each peer one turn of a few steps. So neighbours in time are compared (the machine drifts over minutes,
+and ratios are taken within a round), while no peer inherits another's allocator state, threads or patches.
+A turn begins with an untimed step, which also warms the caches; the order rotates by one every round.
+Where memory does not hold all peers at once, each turn is a launch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from statistics import fmean, median
+from typing import Any, Literal
+
+import psutil  # type: ignore[import-untyped]
+
+from benchmarks import memory, peers
+from benchmarks.job import LAUNCH_LIMIT, Job
+from benchmarks.model import SIZES, count_parameters
+from benchmarks.result import Result
+from benchmarks.step_rank import StepRank, Turn
+
+FIRST_STEPS = 2  # untimed, after a launch: allocations, connections, recorded schedules
+MEMORY_STEPS = 4  # of the launch that measures memory
+STATE_BYTES = 22  # per parameter and rank, of the largest peer: ddp with fp32 masters
+PROCESS_BYTES = 300_000_000  # of an imported process, activations included
+LOSS_REFERENCE = "ddp"
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """batch: sequences per rank. steps: timed ones in a turn. limit: seconds that one call may take."""
+
+    size: str = "medium"
+    precision: Literal["bf16", "fp32"] = "bf16"
+    ranks: int = 2
+    threads: int = 1
+    batch: int = 2
+    length: int = 128
+    rounds: int = 7
+    steps: int = 4
+    peers: tuple[str, ...] = tuple(peers.PEERS)
+    memory: bool = True
+    limit: float = 120.0
+
+
+@dataclass
+class Record:
+    """What a peer did so far. rounds: seconds of the timed steps, each of the slowest rank. losses: of all
+    steps, mean over ranks. moved: bytes per step of one rank, by kind."""
+
+    rounds: list[list[float]] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    moved: dict[str, float] | None = None
+    peak: memory.Peak | None = None
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        """The same turn, as each rank saw it."""
+        self.losses += [fmean(step) for step in zip(*(t.losses for t in turns), strict=True)]
+        if turns[0].seconds:
+            self.rounds.append([max(step) for step in zip(*(t.seconds for t in turns), strict=True)])
+
+    @property
+    def medians(self) -> list[float]:
+        return [median(seconds) for seconds in self.rounds]
+
+
+def run(options: StepOptions) -> Result:
+    """Time all peers of `options` that are installed. Raises JobError if one fails or hangs."""
+    names = [name for name in options.peers if peers.is_installed(name)]
+    records = {name: Record() for name in names}
+    if options.memory and memory.available():
+        for name in names:
+            records[name].peak = _measure_memory(name, options)
+    together = _fits(options, names)
+    for name, job, first in _turns_together(options, names) if together else _turns_apart(options, names):
+        records[name].add(job.call("run", FIRST_STEPS if first else 1, 0 if first else options.steps))
+        records[name].moved = job.call("traffic")[0]
+    settings = {
+        **asdict(options),
+        "parameters": count_parameters(options.size),
+        "shape": asdict(SIZES[options.size]),
+        "launches": "one per peer, all alive" if together else "one per peer and round",
+    }
+    return Result("step", settings, [_row(name, records) for name in names], _notes(options, records))
+
+
+def _launch(name: str, options: StepOptions) -> Job:
+    setting = peers.Setting(options.precision, options.ranks, options.batch, options.limit)
+    args = (name, options.size, options.length, setting)
+    return Job(StepRank, args, options.ranks, options.threads, options.limit)
+
+
+def _measure_memory(name: str, options: StepOptions) -> memory.Peak:
+    with _launch(name, options) as job:
+        base = memory.base(job.pids)
+        job.call("build", limit=LAUNCH_LIMIT)
+        with memory.PeakMeter(job.pids, base) as meter:
+            job.call("run", MEMORY_STEPS, 0)
+        return meter.peak
+
+
+def _turns_together(options: StepOptions, names: Sequence[str]) -> Iterator[tuple[str, Job, bool]]:
+    """(peer, its ranks, whether they have just been launched), turn by turn."""
+    with ExitStack() as stack:
+        jobs = {name: stack.enter_context(_launch(name, options)) for name in names}
+        for name, job in jobs.items():
+            job.call("build", limit=LAUNCH_LIMIT)
+            yield name, job, True
+        for name in _order(names, options.rounds):
+            yield name, jobs[name], False
+
+
+def _turns_apart(options: StepOptions, names: Sequence[str]) -> Iterator[tuple[str, Job, bool]]:
+    for name in _order(names, options.rounds):
+        with _launch(name, options) as job:
+            job.call("build", limit=LAUNCH_LIMIT)
+            yield name, job, True
+            yield name, job, False
+
+
+def _order(names: Sequence[str], rounds: int) -> Iterator[str]:
+    for turn in range(rounds):
+        start = turn % max(len(names), 1)
+        yield from (*names[start:], *names[:start])
+
+
+def _fits(options: StepOptions, names: Sequence[str]) -> bool:
+    """Whether all peers can be alive at once, by a generous estimate."""
+    rank = STATE_BYTES * count_parameters(options.size) + PROCESS_BYTES
+    return len(names) * options.ranks * rank < 0.8 * int(psutil.virtual_memory().available)
+
+
+def _row(name: str, records: dict[str, Record]) -> dict[str, Any]:
+    record = records[name]
+    steps = [seconds for turn in record.rounds for seconds in turn]
+    return {
+        "peer": name,
+        "median": median(steps),
+        "min": min(steps),
+        "max": max(steps),
+        **{f"to_{other}": _ratio(record, records.get(other)) for other in ("plain", "fsdp2")},
+        "rank_bytes": record.peak and record.peak.rank,
+        "node_bytes": record.peak and record.peak.node,
+        "moved_bytes": record.moved if record.moved is None else sum(record.moved.values()),
+        "moved": record.moved,
+        "first_loss": record.losses[0],
+        "last_loss": record.losses[-1],
+        "loss_error": None if name == "plain" else _loss_error(record, records.get(LOSS_REFERENCE)),
+        "rounds": record.rounds,
+        "losses": record.losses,
+    }
+
+
+def _ratio(record: Record, other: Record | None) -> float | None:
+    """Of the medians of each round; then the median of the rounds."""
+    if other is None:
+        return None
+    return median(a / b for a, b in zip(record.medians, other.medians, strict=True))
+
+
+def _loss_error(record: Record, reference: Record | None) -> float | None:
+    """Largest relative difference of any step's loss."""
+    if reference is None:
+        return None
+    return max(abs(a - b) / abs(b) for a, b in zip(record.losses, reference.losses, strict=True))
+
+
+def _notes(options: StepOptions, records: dict[str, Record]) -> list[str]:
+    notes = [
+        f"{name} is absent: {peers.REQUIRES[name]} is not installed "
+        "(pip install -r benchmarks/requirements-peers.txt)"
+        for name in options.peers
+        if name not in records
+    ]
+    if "plain" in records and options.ranks > 1:
+        notes.append("plain does not communicate: each rank trains a model of its own, so its losses differ")
+    return notes

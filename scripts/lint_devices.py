@@ -1,0 +1,77 @@
+"""Fail where the engine knows a device: a device module, a vendor library or a device-name string.
+
+Where the engine would ask which device this is, accelz lacks an operation or a capability: add it there.
+Also checks the arrows between packages: accelz imports no backend and no zero, a backend no other backend.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE_MODULES = {"cuda", "xpu", "cpu", "hpu", "mps", "mtia", "xla"}
+DEVICE_NAMES = DEVICE_MODULES | {"npu", "sim"}
+BACKENDS = {"accelz_cpu", "accelz_cuda", "accelz_xpu", "accelz_hpu", "accelz_sim"}
+VENDOR = {"habana_frameworks", "intel_extension_for_pytorch", "torch_xla", "cuda", "pynvml"}
+FORBIDDEN_IMPORTS = {
+    "zero": BACKENDS | VENDOR,
+    "accelz": BACKENDS | VENDOR | {"zero"},
+    **{name: (BACKENDS - {name}) | {"zero"} for name in BACKENDS},
+}
+
+
+def problems(path: Path, package: str) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        for name in _imports(node):
+            if name.split(".")[0] in FORBIDDEN_IMPORTS[package]:
+                yield f"{where}: {package} must not import {name}"
+        if package == "zero":
+            yield from (f"{where}: {what}" for what in _device_knowledge(node))
+
+
+def _imports(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [node.module]
+    return []
+
+
+def _device_knowledge(node: ast.AST) -> Iterator[str]:
+    if (
+        isinstance(node, ast.Attribute)
+        and node.attr in DEVICE_MODULES
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ):
+        yield f"uses torch.{node.attr}; go through accelz"
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        head = node.value.split(":")[0]
+        if head in DEVICE_NAMES:
+            yield f"names the device {node.value!r}; go through accelz"
+    if isinstance(node, ast.Attribute) and node.attr == "is_cuda":
+        yield "asks is_cuda; go through accelz.capabilities"
+
+
+def _sources(package: str) -> Path:
+    return ROOT / ("examples/sim_backend" if package == "accelz_sim" else package) / "src"
+
+
+def main() -> int:
+    found = [
+        problem
+        for package in FORBIDDEN_IMPORTS
+        for path in sorted(_sources(package).rglob("*.py"))
+        for problem in problems(path, package)
+    ]
+    print("\n".join(found) or "device lint: clean")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
