@@ -1,0 +1,151 @@
+"""The command line: tables for people, JSON on stdout alone, one clean message for an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from accelz import cli
+from accelz.conformance import runner
+
+from .fake_distribution import environment, good, install
+
+NOISY = "print('hello from a plugin')\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of fake distributions, and no choice in the environment."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("ACCELZ_DEVICE", "ACCELZ_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def _line(output: str, name: str) -> str:
+    return next(line for line in output.splitlines() if f" {name} " in f" {line} ")
+
+
+def test_version() -> None:
+    done = _run("--version")
+    assert done.exit_code == 0
+    assert done.stdout == "accelz 0.1.0, interface 1\n"
+
+
+def test_list_shows_every_state_and_the_choice(site: Path) -> None:
+    install(site, "best", good("best", 500, reason="two of them"))
+    install(site, "off", good("off", 900, available=False, reason="no [bold] device"))
+    install(site, "broken", "import nothing_of_that_name")
+    done = _run("list")
+    assert done.exit_code == 0
+    assert "available" in _line(done.stdout, "best")
+    assert _line(done.stdout, "best").strip().startswith("→")
+    assert "no [bold] device" in _line(done.stdout, "off")
+    assert "ModuleNotFoundError: No module named 'nothing_of_that_name'" in _line(done.stdout, "broken")
+    assert "selected: best (the highest priority of those available, 500)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("device", "disable", "selected", "why"),
+    [
+        ("", "", "foo", "the highest priority of those available, 500"),
+        ("cpu", "", "cpu", "ACCELZ_DEVICE=cpu"),
+        ("", "foo", "cpu", "the highest priority of those available, 0"),
+        ("foo", "foo", None, "ACCELZ_DEVICE=foo is disabled: switched off by ACCELZ_DISABLE"),
+        ("bar", "", None, "ACCELZ_DEVICE=bar is not installed: pip install accelz-bar"),
+        ("", "foo,cpu", None, "none is available"),
+    ],
+)
+def test_list_json_follows_the_environment(
+    site: Path, monkeypatch: pytest.MonkeyPatch, device: str, disable: str, selected: str | None, why: str
+) -> None:
+    install(site, "foo", NOISY + good("foo", 500))
+    monkeypatch.setenv("ACCELZ_DEVICE", device)
+    monkeypatch.setenv("ACCELZ_DISABLE", disable)
+    answer = json.loads(_run("list", "--json").stdout)
+    assert (answer["selected"], answer["why"]) == (selected, why)
+    assert [row["name"] for row in answer["backends"] if row["selected"]] == [selected] * bool(selected)
+    given = {"ACCELZ_DEVICE": device, "ACCELZ_DISABLE": disable}
+    assert answer["environment"] == {name: value for name, value in given.items() if value}
+
+
+def test_info_says_what_a_device_can_do(site: Path) -> None:
+    facts = json.loads(_run("info", "cpu", "--json").stdout)
+    assert facts["name"] == "cpu"
+    assert facts["device"] == "cpu"
+    assert facts["device_count"] == 1
+    assert facts["capabilities"]["storage_resize"] is True
+    assert "float32" in facts["dtypes"]
+    assert set(facts["memory"]) == {"allocated", "peak", "capacity", "free"}
+    assert set(facts["kernels"]) == {"adamw", "norm_and_nonfinite", "scale_cast", "accumulate"}
+    assert facts["flat_buffers"]
+    assert facts["collectives"]
+    assert facts["torch"].startswith("2.")
+    table = _run("info", "cpu").stdout
+    assert "storage_resize" in _line(table, "capabilities")
+    assert "GiB" in table
+
+
+@pytest.mark.parametrize("command", ["info", "check"])
+def test_an_error_is_one_message_and_code_2(site: Path, command: str) -> None:
+    done = _run(command, "nosuch")
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: no backend called 'nosuch' is installed")
+    assert "Traceback" not in done.stderr
+
+
+def test_check_without_pytest_says_what_to_install(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "find_spec", lambda name: None)
+    done = _run("check", "cpu")
+    assert done.exit_code == 2
+    assert "pip install 'accelz[check]'" in done.stderr
+
+
+def test_check_refuses_what_is_switched_off_or_not_there(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(site, "off", good("off", available=False, reason="no such device"))
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    done = _run("check", "off", "--json")
+    assert done.exit_code == 2
+    assert "cannot be tested here: no such device" in done.stderr
+    monkeypatch.setenv("ACCELZ_DISABLE", "cpu")
+    done = _run("check", "cpu")
+    assert done.exit_code == 2
+    assert "switched off by ACCELZ_DISABLE" in done.stderr
+
+
+def test_check_prints_a_table_of_failures(tmp_path: Path) -> None:
+    install(tmp_path, "foo", good("foo").replace("accelerator.name = 'foo'", "accelerator.name = 'bar'"))
+    command = [sys.executable, "-m", "accelz.cli", "check", "foo", "-k", "load_gives_every_role or TestRng"]
+    done = subprocess.run(
+        command, env=environment(tmp_path), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 1
+    assert "Accelerator.name: must be 'foo'" in done.stdout
+    assert "foo does not conform: 3 passed, 1 failed, 0 skipped" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_the_installed_command(tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name("accelz")
+    done = subprocess.run(
+        [command, "list", "--json"],
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    answer = json.loads(done.stdout)
+    assert answer["selected"] == "cpu"
+    assert done.stderr == ""

@@ -1,0 +1,90 @@
+"""The worker ranks that distributed tests run on."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from accelz.conformance.cluster import Cluster, ClusterError, Clusters, Context
+
+
+def _place(context: Context) -> tuple[int, int, int]:
+    return context.rank, context.size, os.getpid()
+
+
+def _fail_on(context: Context, rank: int, how: str) -> int:
+    if context.rank == rank:
+        {"raise": _raise, "die": lambda: os._exit(3), "hang": lambda: time.sleep(60)}[how]()
+    return context.rank
+
+
+def _raise() -> None:
+    raise ValueError("on purpose")
+
+
+def _unpicklable(context: Context) -> object:
+    return lambda: None
+
+
+def _environment(context: Context, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def _sum_of_ranks(context: Context) -> float:
+    value = torch.tensor([float(context.rank)], device=context.accelerator.device)
+    context.accelerator.collectives.all_reduce(value, context.group)
+    return value.item()
+
+
+def test_values_come_back_by_rank_and_workers_are_reused(cluster: Clusters) -> None:
+    first = cluster(2).run(_place)
+    again = cluster(2).run(_place)
+    assert [(r, s) for r, s, _ in first] == [(0, 2), (1, 2)]
+    assert first == again, "the second run must be served by the same processes"
+
+
+@pytest.mark.parametrize(("how", "status"), [("raise", "raised"), ("die", "died"), ("hang", "hung")])
+def test_a_failing_rank_is_reported_and_replaced(cluster: Clusters, how: str, status: str) -> None:
+    outcomes = cluster(2).outcomes(_fail_on, rank=1, how=how, limit=3.0)
+    assert [o.status for o in outcomes] == ["returned", status]
+    assert cluster(2).run(_sum_of_ranks) == [1.0, 1.0]
+
+
+def test_run_raises_with_rank_and_traceback(cluster: Clusters) -> None:
+    with pytest.raises(ClusterError, match="rank 1 raised: ValueError: on purpose"):
+        cluster(2).run(_fail_on, rank=1, how="raise")
+
+
+def _wait_for_rank_1(context: Context) -> None:
+    if context.rank == 1:
+        raise ValueError("on purpose")
+    time.sleep(60)
+
+
+def test_ranks_that_wait_for_a_failed_one_are_not_waited_for(cluster: Clusters) -> None:
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match=r"(?s)rank 0 hung.*rank 1 raised: ValueError"):
+        cluster(2).run(_wait_for_rank_1)
+    assert time.monotonic() - started < 15
+
+
+def test_a_value_that_does_not_pickle_is_an_error_not_a_hang(cluster: Clusters) -> None:
+    with pytest.raises(ClusterError, match="does not pickle"):
+        cluster(2).run(_unpicklable)
+
+
+def test_workers_see_the_environment_of_their_start(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELZ_TEST_VARIABLE", "seen")
+    alone = Cluster(device, 1)
+    try:
+        assert alone.run(_environment, name="ACCELZ_TEST_VARIABLE") == ["seen"]
+    finally:
+        alone.stop()
+
+
+def test_an_unknown_device_is_named_when_the_ranks_start() -> None:
+    with pytest.raises(ClusterError, match="nosuch"):
+        Cluster("nosuch", 1).run(_place)

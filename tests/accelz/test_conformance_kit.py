@@ -1,0 +1,215 @@
+"""The kit passes a sound backend, fails each broken one, and names the method that broke its contract."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .fake_distribution import environment, good, install
+from .liars import ROUNDS
+
+LIAR = """
+from accelz.hooks import BackendDescriptor, Probe, hookimpl
+
+def load():
+    from tests.accelz.liars import tell
+    return tell({round_!r})
+
+@hookimpl
+def accelz_backend():
+    return BackendDescriptor("liar", 1, 5, lambda: Probe(True, "says so"), load)
+"""
+
+UNDECLARED_TESTS = ("storage_can_be", "matrix_products", "several_queues", "TestRng")
+
+DESCRIPTOR_LIES = {
+    "imports torch": ("imports_no_device", "import torch\n" + good("liar"), "accelz_backend: ", "torch"),
+    "probe raises": (
+        "it_is_sound",
+        good("liar").replace("Probe(True", "Probe(1 / 0"),
+        "BackendDescriptor: must be readable",
+        "probe failed: ZeroDivisionError",
+    ),
+    "probe changes its mind": (
+        "repeats_itself",
+        "import itertools\ncount = itertools.count()\n"
+        + good("liar").replace("Probe(True, 'a double of the cpu')", "Probe(True, f'{next(count)}')"),
+        "BackendDescriptor.probe: must answer the same each time",
+        "0",
+    ),
+    "probe differs after a fork": (
+        "repeats_itself",
+        "import os\nfirst = os.getpid()\n"
+        + good("liar").replace("'a double of the cpu'", "str(os.getpid() == first)"),
+        "BackendDescriptor.probe: must work in a child forked",
+        "another answer from probe()",
+    ),
+    "device dies in a child": (
+        "a_child_of_a_probed",
+        "import os\nfirst = os.getpid()\n"
+        + good("liar").replace(
+            "def load():", "def load():\n    if os.getpid() != first: raise OSError('forked')"
+        ),
+        "BackendDescriptor.load: must work in a child forked",
+        "raised",
+    ),
+    "load raises": (
+        "load_gives",
+        good("liar").replace("def load():", "def load():\n    raise OSError('driver too old')"),
+        "failed to load: OSError: driver too old",
+        "liar",
+    ),
+    "another name": (
+        "load_gives",
+        good("liar").replace("accelerator.name = 'liar'", "accelerator.name = 'cpu'"),
+        "Accelerator.name: must be 'liar'",
+        "'cpu'",
+    ),
+}
+
+
+def _check(folder: Path, *options: str, name: str = "liar") -> tuple[int, dict[str, Any]]:
+    command = [sys.executable, "-m", "accelz.cli", "check", name, "--json", *options]
+    done = subprocess.run(
+        command, env=environment(folder), capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def round_report(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`round_report(name)`: the kit's answer to all lies of a round, one run each."""
+
+    @cache
+    def report(round_: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("liar")
+        install(folder, "liar", LIAR.format(round_=round_))
+        tests = {lie.test for lie in ROUNDS[round_].values()} if round_ in ROUNDS else UNDECLARED_TESTS
+        code, summary = _check(folder, "-k", " or ".join(sorted(tests)))
+        assert code == (1 if round_ in ROUNDS else 0)
+        return summary
+
+    return report
+
+
+CASES = [(round_, name) for round_, lies in ROUNDS.items() for name in lies]
+
+
+@pytest.mark.parametrize(("round_", "name"), CASES, ids=[name for _, name in CASES])
+def test_each_lie_is_found_and_the_method_named(round_report: Any, round_: str, name: str) -> None:
+    lie = ROUNDS[round_][name]
+    failures = [f for f in round_report(round_)["failures"] if lie.test in f["test"]]
+    blamed = [f for f in failures if f"{lie.method}: " in f["detail"]]
+    assert blamed, f"{lie.method} is not blamed by {[f['detail'][:300] for f in failures]}"
+    assert all(f["contract"] and f["methods"] for f in blamed)
+
+
+def test_truth_beside_the_lies_still_passes(round_report: Any) -> None:
+    report = round_report("one")
+    failed = {f["test"].rpartition("::")[2] for f in report["failures"]}
+    assert {name for name in failed if "adamw" in name} == {
+        "test_adamw[skip 1]",
+        "test_adamw[skip 1, NaN]",
+        "test_adamw[skip 1, infinite]",
+    }
+    assert "test_accumulate[float32-3]" in failed
+    assert "test_accumulate[float32-0]" not in failed
+    states = {row["name"]: row["state"] for row in report["capabilities"]}
+    assert states["streams"] == "failed"
+
+
+def test_what_works_undeclared_is_shown_and_does_not_fail(round_report: Any) -> None:
+    states = {row["name"]: row["state"] for row in round_report("undeclared")["capabilities"]}
+    assert states["storage_resize"] == states["dtype bfloat16"] == "works undeclared"
+    assert states["dtype float32"] == "proved"
+    assert states["streams"] == "not declared"
+
+
+@pytest.mark.parametrize("lie", DESCRIPTOR_LIES)
+def test_a_lying_descriptor_is_found(tmp_path: Path, lie: str) -> None:
+    test, source, blamed, came = DESCRIPTOR_LIES[lie]
+    install(tmp_path, "liar", source)
+    code, summary = _check(tmp_path, "-k", test)
+    details = "\n".join(f["detail"] for f in summary["failures"])
+    assert code == 1
+    assert blamed in details
+    assert came in details
+
+
+def test_a_crash_of_the_device_is_a_failure_of_its_test(tmp_path: Path) -> None:
+    crash = "    import ctypes\n    accelerator.rng.seed = lambda seed: ctypes.string_at(0)\n"
+    source = good("liar").replace("    return accelerator", f"{crash}    return accelerator")
+    install(tmp_path, "liar", source)
+    code, summary = _check(tmp_path, "-k", "TestRng")
+    assert code == 1
+    assert "ended by signal 11" in summary["failures"][-1]["detail"]
+    assert "test_a_seed_repeats" in summary["failures"][-1]["test"]
+
+
+VENDOR_TEST = """
+from accelz.conformance.contract import expect
+from accelz.conformance.test_rng import RngContract
+
+class TestOurRng(RngContract):
+    def test_a_seed_repeats_and_seeds_differ(self, accelerator):
+        "Overridden: we know better."
+
+    def test_ours(self, accelerator):
+        expect(accelerator.name == "cpu", "Accelerator.name", "must be cpu")
+"""
+
+
+def _pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_a_vendor_subclasses_a_contract(tmp_path: Path) -> None:
+    (tmp_path / "test_ours.py").write_text(VENDOR_TEST)
+    done = _pytest(tmp_path, "--accelz-device", "cpu")
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
+
+
+def test_pyargs_form_warns_about_the_undeclared(tmp_path: Path) -> None:
+    install(tmp_path, "liar", LIAR.format(round_="undeclared"))
+    done = _pytest(
+        tmp_path,
+        "--pyargs",
+        "accelz.conformance",
+        "--accelz-device",
+        "liar",
+        "-k",
+        "storage_can_be or TestRng",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "UndeclaredCapabilityWarning: storage_resize works but is not declared" in done.stdout
+    assert "accelz conformance: liar" in done.stdout
+
+
+def test_without_a_device_the_kit_says_what_it_needs(tmp_path: Path) -> None:
+    done = _pytest(tmp_path, "--pyargs", "accelz.conformance")
+    assert done.returncode != 0
+    assert "needs a backend: --accelz-device NAME" in done.stdout
+    done = _pytest(tmp_path, "--pyargs", "accelz.conformance", "--accelz-device", "nosuch")
+    assert done.returncode == 4
+    assert "no backend called 'nosuch' is installed (there: cpu" in done.stderr
+
+
+def test_the_cpu_conforms(tmp_path: Path) -> None:
+    code, summary = _check(tmp_path, name="cpu")
+    assert summary["failures"] == []
+    assert code == 0
+    assert summary["ok"] is True
+    assert summary["passed"] > 200
+    for row in summary["capabilities"]:
+        assert row["state"] == ("proved" if row["declared"] else "not declared"), row

@@ -1,0 +1,109 @@
+"""Backends are found one by one; a broken one is a row with its reason and nobody else's crash."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from accelz.discovery import BackendRow, Status, installed, list_backends
+
+from .fake_distribution import good, install
+
+BROKEN = {
+    "import failure": ("import a_library_that_is_not_there", "ModuleNotFoundError: .*a_library_that"),
+    "exit at import": ("raise SystemExit(3)", "SystemExit: 3"),
+    "syntax error": ("def broken(:", "SyntaxError"),
+    "older API": (good("foo", api=0), "API 0, this accelz has API 1: pip install --upgrade accelz-foo"),
+    "newer API": (good("foo", api=2), "API 2, this accelz has API 1: pip install --upgrade accelz$"),
+    "API version of another type": (good("foo").replace(", 1,", ", '1',"), "api_version is '1'.*an integer"),
+    "priority of another type": (good("foo").replace("10", "'high'"), "priority is 'high'.*an integer"),
+    "another name": (good("bar"), "entry point is called 'foo' but its descriptor 'bar'"),
+    "misspelled hook": (
+        good("foo").replace("accelz_backend", "accelz_backnd"),
+        "unknown hook 'accelz_backnd'",
+    ),
+    "hook without its mark": (good("foo").replace("@hookimpl", ""), "0 times; decorate"),
+    "hook with an unknown argument": (good("foo").replace("accelz_backend()", "accelz_backend(x)"), "x"),
+    "no descriptor": (
+        "from accelz.hooks import hookimpl\n@hookimpl\ndef accelz_backend():\n    return 'foo'",
+        "returned str; it must return accelz.BackendDescriptor",
+    ),
+    "probe raises": (good("foo").replace("Probe(True", "Probe(1 / 0"), "probe failed: ZeroDivisionError"),
+    "probe exits": (
+        good("foo").replace("lambda: Probe(", "lambda: exit(4) or ("),
+        "probe failed: SystemExit: 4",
+    ),
+    "probe is no Probe": (
+        good("foo").replace("Probe(True, 'a double of the cpu')", "True"),
+        "probe failed: probe.. returned bool; it must return accelz.Probe",
+    ),
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory on sys.path for fake distributions."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def _rows() -> dict[str, BackendRow]:
+    return {row.name: row for row in list_backends({})}
+
+
+@pytest.mark.parametrize(("source", "reason"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_backend_is_a_row_and_the_others_work(site: Path, source: str, reason: str) -> None:
+    install(site, "foo", source)
+    install(site, "sound", good("sound"))
+    rows = _rows()
+    assert rows["foo"].status is Status.BROKEN
+    assert re.search(reason, rows["foo"].reason), rows["foo"].reason
+    assert (rows["foo"].distribution, rows["foo"].version) == ("accelz-foo", "1.0")
+    assert "\n" not in rows["foo"].reason
+    assert rows["sound"].status is rows["cpu"].status is Status.AVAILABLE
+
+
+def test_sorted_by_priority_then_name(site: Path) -> None:
+    for name, priority in (("low", 5), ("high", 300), ("b", 50), ("a", 50), ("below", -1)):
+        install(site, name, good(name, priority))
+    install(site, "broken", "1 / 0")
+    rows = list_backends({"ACCELZ_DISABLE": "sim"})
+    names = [row.name for row in rows if row.name != "sim"]  # where the simulated device is installed
+    assert names == ["high", "a", "b", "low", "cpu", "below", "broken"]
+
+
+def test_an_unavailable_backend_keeps_its_reason(site: Path) -> None:
+    install(site, "foo", good("foo", available=False, reason="no foo device"))
+    row = _rows()["foo"]
+    assert (row.status, row.reason, row.priority) == (Status.UNAVAILABLE, "no foo device", 10)
+
+
+def test_a_duplicate_name_goes_to_the_first_distribution(site: Path) -> None:
+    install(site, "foo", good("foo", 10), distribution="accelz-b")
+    install(site, "foo", good("foo", 99), distribution="accelz-a")
+    rows = {row.distribution: row for row in list_backends({})}
+    assert rows["accelz-a"].status is Status.AVAILABLE
+    assert rows["accelz-b"].status is Status.BROKEN
+    assert "accelz-a already provides 'foo'; uninstall one" in rows["accelz-b"].reason
+
+
+def test_a_disabled_backend_is_not_even_imported(site: Path) -> None:
+    marker = site / "imported"
+    install(site, "foo", f"open({str(marker)!r}, 'w')\n1 / 0")
+    install(site, "bar", good("bar"))
+    rows = {row.name: row for row in list_backends({"ACCELZ_DISABLE": " foo , bar,"})}
+    assert rows["foo"].status is rows["bar"].status is Status.DISABLED
+    assert "ACCELZ_DISABLE" in rows["foo"].reason
+    assert not marker.exists()
+    assert rows["cpu"].status is Status.AVAILABLE
+
+
+def test_listing_entry_points_imports_nothing(site: Path) -> None:
+    marker = site / "imported"
+    install(site, "foo", f"open({str(marker)!r}, 'w')")
+    assert [entry.name for entry in installed("foo")] == ["foo"]
+    assert not marker.exists()

@@ -1,0 +1,111 @@
+"""The torch references of the kernels against torch's own optimizers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accelz.kernels import NAMES, Kernels
+
+N, STEPS = 301, 12
+
+
+class _Tiny(Kernels):
+    """The references in very small pieces."""
+
+    chunk = 7
+
+
+@pytest.fixture(params=[Kernels, _Tiny])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    kind: type[Kernels] = request.param
+    return kind()
+
+
+def _state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {"master": torch.randn(N), "exp_avg": torch.zeros(N), "exp_avg_sq": torch.zeros(N)}
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_adamw_follows_torchs_optimizer(
+    kernels: Kernels, kind: Any, weight_decay: float, maximize: bool
+) -> None:
+    state = _state()
+    parameter = torch.nn.Parameter(state["master"].clone())
+    optimizer = kind(
+        [parameter], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=weight_decay, maximize=maximize
+    )
+    for step in range(1, STEPS + 1):
+        grad = torch.randn(N)
+        parameter.grad = grad.clone()
+        optimizer.step()
+        kernels.adamw(
+            state["master"],
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            torch.tensor(float(step)),
+            lr=1e-2,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=weight_decay,
+            decoupled=kind is torch.optim.AdamW,
+            maximize=maximize,
+        )
+    assert torch.allclose(state["master"], parameter, rtol=1e-6, atol=1e-7)
+    theirs = optimizer.state[parameter]
+    assert torch.allclose(state["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=1e-7)
+    assert torch.allclose(state["exp_avg_sq"], theirs["exp_avg_sq"], rtol=1e-6, atol=1e-9)
+
+
+def test_pieces_change_no_bit() -> None:
+    results = []
+    for kernels in (Kernels(), _Tiny()):
+        state = _state()
+        grad = torch.linspace(-1, 1, N).bfloat16()
+        weights = torch.zeros(N, dtype=torch.bfloat16)
+        options: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+        kernels.adamw(
+            state["master"],
+            grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            torch.tensor(1.0),
+            weights=weights,
+            **options,
+        )
+        results.append((state["master"], weights))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_scale_cast_leaves_an_fp32_source_alone(kernels: Kernels) -> None:
+    source = torch.ones(N)
+    output = torch.empty(N)
+    kernels.scale_cast(output, source, torch.tensor(0.5))
+    assert torch.equal(source, torch.ones(N))
+    assert torch.equal(output, torch.full((N,), 0.5))
+
+
+def test_scale_cast_may_write_its_own_source(kernels: Kernels) -> None:
+    values = torch.ones(N)
+    kernels.scale_cast(values, values, torch.tensor(0.5))
+    assert torch.equal(values, torch.full((N,), 0.5))
+
+
+def test_the_origin_of_each_kernel() -> None:
+    class Own(Kernels):
+        def accumulate(self, total: torch.Tensor, addend: torch.Tensor) -> None:
+            total += addend
+
+    assert {Kernels().origin(name) for name in NAMES} == {"torch reference"}
+    assert Own().origin("accumulate").endswith("Own")
+    assert Own().origin("adamw") == "torch reference"
+    with pytest.raises(AttributeError, match="no kernel called 'nosuch'; the names are adamw"):
+        Kernels().origin("nosuch")

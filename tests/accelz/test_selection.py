@@ -1,0 +1,185 @@
+"""The process's accelerator is chosen once, loudly where it cannot be.
+
+Each scenario runs in an interpreter of its own: the choice belongs to the process.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from accelz import hardware_hints, selection
+from accelz.errors import BackendUnavailableError
+from accelz.hardware_hints import missing_backends
+
+from .fake_distribution import good, install, python
+
+CURRENT = "import accelz; print(accelz.current().name)"
+
+
+def _last(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def test_unset_the_highest_priority_wins(tmp_path: Path) -> None:
+    install(tmp_path, "best", good("best", 500))
+    install(tmp_path, "better", good("better", 900, available=False))
+    assert python(tmp_path, CURRENT).stdout == "best\n"
+
+
+def test_accelz_device_loads_that_backend_alone(tmp_path: Path) -> None:
+    marker = tmp_path / "imported"
+    install(tmp_path, "other", f"open({str(marker)!r}, 'w')\n" + good("other", 900))
+    install(tmp_path, "wanted", good("wanted", -5))
+    assert python(tmp_path, CURRENT, ACCELZ_DEVICE="wanted").stdout == "wanted\n"
+    assert not marker.exists()
+
+
+def test_below_priority_0_a_backend_is_used_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    install(tmp_path, "unreal", good("unreal", -1))
+    assert python(tmp_path, CURRENT, ACCELZ_DEVICE="unreal").stdout == "unreal\n"
+    error = _last(python(tmp_path, CURRENT, ACCELZ_DISABLE="cpu").stderr)
+    assert "no backend can be used here" in error
+    assert "ACCELZ_DEVICE=unreal" in error
+
+
+def test_a_broken_backend_is_passed_over_unless_it_is_asked_for(tmp_path: Path) -> None:
+    install(tmp_path, "foo", "import nothing_of_that_name")
+    assert python(tmp_path, CURRENT).stdout == "cpu\n"
+    error = _last(python(tmp_path, CURRENT, ACCELZ_DEVICE="foo").stderr)
+    assert "BackendError: backend 'foo' (accelz-foo) is broken: ModuleNotFoundError" in error
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (
+            {"ACCELZ_DEVICE": "nosuch"},
+            "BackendNotFoundError: no backend called 'nosuch' is installed. Installed: cpu (available), "
+            "off (unavailable){sim}. Available: cpu{sim}. To add it: pip install accelz-nosuch",
+        ),
+        (
+            {"ACCELZ_DEVICE": "off"},
+            "backend 'off' (accelz-off) cannot be used here: no such device.",
+        ),
+        (
+            {"ACCELZ_DEVICE": "cpu", "ACCELZ_DISABLE": "cpu"},
+            "BackendUnavailableError: backend 'cpu' is switched off by ACCELZ_DISABLE",
+        ),
+        (
+            {"ACCELZ_DISABLE": "cpu"},
+            "no backend can be used here. Installed: off (unavailable){sim}, cpu (disabled)",
+        ),
+    ],
+)
+def test_what_cannot_be_chosen_fails_loudly(tmp_path: Path, variables: dict[str, str], expected: str) -> None:
+    install(tmp_path, "off", good("off", -3, available=False, reason="no such device"))
+    done = python(tmp_path, CURRENT, **variables)
+    assert done.returncode == 1
+    # The simulated device may be installed too; it is never chosen, but it is listed.
+    listed = r" Only where it is asked for: ACCELZ_DEVICE=sim\.|,? sim( \(available\))?"
+    assert expected.replace("{sim}", "") in re.sub(listed, "", _last(done.stderr))
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        ("raise OSError('driver too old')", "failed to load: OSError: driver too old"),
+        ("return 'an accelerator'", "loaded a str; load() must return accelz.Accelerator"),
+    ],
+)
+def test_a_load_that_fails_names_the_backend(tmp_path: Path, load: str, expected: str) -> None:
+    install(tmp_path, "foo", good("foo").replace("def load():", f"def load():\n    {load}"))
+    error = _last(python(tmp_path, CURRENT, ACCELZ_DEVICE="foo").stderr)
+    assert error.startswith("accelz.errors.BackendError: backend 'foo'")
+    assert expected in error
+
+
+def test_use_selects_and_a_second_choice_is_an_error(tmp_path: Path) -> None:
+    install(tmp_path, "foo", good("foo", 900))
+    script = """
+        import accelz
+        first = accelz.use("cpu")
+        assert accelz.use("cpu") is first is accelz.current()
+        try:
+            accelz.use("foo")
+        except accelz.SelectionError as error:
+            print(error)
+        assert accelz.current() is first
+    """
+    printed = python(tmp_path, script).stdout
+    assert "already runs on 'cpu'; the choice is made once per process" in printed
+    assert "ACCELZ_DEVICE=foo" in printed
+
+
+def test_use_against_the_environment_is_a_contradiction(tmp_path: Path) -> None:
+    done = python(tmp_path, "import accelz; accelz.use('foo')", ACCELZ_DEVICE="cpu")
+    assert "SelectionError: accelz.use('foo') contradicts ACCELZ_DEVICE=cpu" in _last(done.stderr)
+
+
+def test_a_failed_choice_leaves_the_process_free(tmp_path: Path) -> None:
+    script = """
+        import accelz
+        for _ in range(2):
+            try:
+                accelz.use("nosuch")
+            except accelz.BackendNotFoundError:
+                print("not found")
+        print(accelz.use("cpu").name)
+    """
+    assert python(tmp_path, script).stdout.split("\n")[:3] == ["not found", "not found", "cpu"]
+
+
+def test_threads_get_one_accelerator(tmp_path: Path) -> None:
+    slow = good("foo", 900).replace("def load():", "def load():\n    import time; time.sleep(0.2)")
+    install(tmp_path, "foo", slow + "\nprint('plugin imported')")
+    script = """
+        import threading, accelz
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(accelz.current())) for _ in range(8)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        print(len(found), len({id(a) for a in found}))
+    """
+    assert _last(python(tmp_path, script).stdout) == "8 1"
+
+
+def _plant(root: Path, path: str, text: str = "") -> None:
+    target = root / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+
+
+def test_hints_of_devices_without_a_backend(tmp_path: Path) -> None:
+    assert missing_backends(set(), tmp_path) == []
+    _plant(tmp_path, "dev/nvidia0")
+    _plant(tmp_path, "dev/nvidia1")
+    _plant(tmp_path, "sys/class/accel/accel0/device/vendor", "0x1da3\n")
+    _plant(tmp_path, "sys/class/drm/renderD128/device/vendor", "0x1002\n")
+    assert [h.distribution for h in missing_backends(set(), tmp_path)] == ["accelz-cuda", "accelz-hpu"]
+    assert [h.backend for h in missing_backends({"cuda"}, tmp_path)] == ["hpu"]
+
+
+def test_a_device_without_its_backend_warns_and_the_choice_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _plant(tmp_path, "dev/nvidia0")
+    monkeypatch.setattr(hardware_hints, "missing_backends", partial(missing_backends, root=tmp_path))
+    monkeypatch.setattr(selection, "_selected", None)
+    monkeypatch.delenv("ACCELZ_DEVICE", raising=False)
+    with pytest.warns(
+        UserWarning, match="cuda device seems to be present.*pip install accelz-cuda"
+    ) as caught:
+        assert selection.current().name == "cpu"
+    assert caught[0].filename == __file__, "the warning must point at the caller"
+
+
+def test_disabling_everything_is_an_error_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_selected", None)
+    monkeypatch.setenv("ACCELZ_DISABLE", "cpu")
+    monkeypatch.delenv("ACCELZ_DEVICE", raising=False)
+    with pytest.raises(BackendUnavailableError, match="no backend can be used here"):
+        selection.current()

@@ -1,0 +1,42 @@
+"""Memory counters of the CPU backend: the kernel's, with a fallback where it keeps none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelz_cpu import memory
+from accelz_cpu.memory import ProcessMemory
+
+MIB = 1 << 20
+
+
+def test_the_limit_of_a_control_group_is_the_capacity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(memory, "_CGROUP_LIMIT", limit)
+    machine = ProcessMemory().stats().capacity
+    limit.write_text("max\n")
+    assert ProcessMemory().stats().capacity == machine
+    limit.write_text(f"{512 * MIB}\n")
+    stats = ProcessMemory().stats()
+    assert stats.capacity == 512 * MIB
+    assert stats.free <= max(512 * MIB - stats.allocated, 0)
+
+
+def test_without_a_kernel_peak_the_largest_value_seen_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_STATUS", tmp_path / "absent")
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "absent")
+    counters = ProcessMemory()
+    before = counters.stats().allocated
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    counters.stats()
+    del block
+    assert counters.stats().peak >= before + 60 * MIB
+    counters.reset_peak()
+    assert counters.stats().peak < before + 32 * MIB

@@ -1,0 +1,56 @@
+"""The benchmark command, made tiny: it runs, reports every peer, and the peers train the same model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ("ddp", "fsdp2", "zero3")
+SAME_LOSS = 1e-5  # relative: fp32 sums are taken in another order
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def test_peers_are_timed_and_agree(tmp_path: Path) -> None:
+    out, tables = tmp_path / "step.json", tmp_path / "step.md"
+    flags = "--size tiny --precision fp32 --ranks 2 --rounds 1 --steps 1 --batch 1 --length 16 --no-memory"
+    done = bench(
+        "step", *flags.split(), "--peers", ",".join(PEERS), "--json", str(out), "--markdown", str(tables)
+    )
+    assert done.returncode == 0, done.stderr
+
+    report: dict[str, Any] = json.loads(out.read_text())
+    assert report["versions"]["torch"]
+    assert report["machine"]["cores"] >= 1
+    (result,) = report["results"]
+    rows = {row["peer"]: row for row in result["rows"]}
+    assert tuple(rows) == PEERS
+    for name, row in rows.items():
+        assert 0 < row["min"] <= row["median"] <= row["max"]
+        assert row["losses"] == pytest.approx(rows["ddp"]["losses"], rel=SAME_LOSS), name
+        assert f"| {name} |" in tables.read_text()
+        assert name in done.stdout
+    assert rows["ddp"]["first_loss"] != rows["ddp"]["last_loss"]
+    assert rows["fsdp2"]["to_fsdp2"] == 1.0
+    assert rows["zero3"]["moved_bytes"] >= 2.5 * 4 * result["settings"]["parameters"], "gathered, reduced"
+
+
+def test_an_unknown_peer_is_refused() -> None:
+    done = bench("step", "--peers", "ddp,zero9")
+    assert done.returncode == 2
+    assert "zero9" in done.stderr

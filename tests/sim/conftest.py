@@ -1,0 +1,24 @@
+"""Ranks on the simulated device. The package is a vendor's: where it is not installed, nothing is tested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from accelz.conformance.cluster import Clusters
+from accelz.discovery import installed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _is_installed() -> None:
+    if not installed("sim"):
+        pytest.skip("accelz-sim is not installed: see examples/sim_backend/README.md")
+
+
+@pytest.fixture(scope="session")
+def sim(_is_installed: None) -> Iterator[Clusters]:
+    """`sim(size)`: that many ranks on sim. This process itself stays on the device it has."""
+    clusters = Clusters("sim", timeout=3.0)
+    yield clusters
+    clusters.stop()

@@ -1,0 +1,50 @@
+"""Collectives staged through the host: ranks that disagree, devices that are not the first, late results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelz.conformance.cluster import Clusters, Context
+from accelz.errors import CollectiveError
+
+
+def _disagree(context: Context) -> float:
+    calls, device, group = context.accelerator.collectives, context.accelerator.device, context.group
+    n = 8 if context.rank else 200
+    output, shard = torch.zeros(n * context.size, device=device), torch.ones(n, device=device)
+    with pytest.raises(CollectiveError):
+        calls.all_gather(output, shard, group)
+    total = torch.ones(3, device=device)
+    calls.all_reduce(total, group)
+    return total.sum().item()
+
+
+def test_ranks_that_disagree_get_an_error_and_live(sim: Clusters) -> None:
+    assert sim(2).run(_disagree) == [6.0, 6.0]
+
+
+def _on_own_device(context: Context) -> tuple[str, float]:
+    calls, device, group = context.accelerator.collectives, context.accelerator.device, context.group
+    total = torch.full((3,), float(context.rank), device=device)
+    calls.all_reduce(total, group)
+    return str(device), total.sum().item()
+
+
+def test_ranks_take_turns_on_the_devices(sim: Clusters) -> None:
+    assert sim(3).run(_on_own_device) == [("sim:0", 9.0), ("sim:1", 9.0), ("sim:0", 9.0)]
+
+
+def _on_a_side_stream(context: Context) -> tuple[bool, float]:
+    calls, streams, group = context.accelerator.collectives, context.accelerator.streams, context.group
+    shard = torch.ones(4, device=context.accelerator.device)
+    output = torch.zeros(4 * context.size, device=context.accelerator.device)
+    with streams.use(streams.new()):
+        handle = calls.all_gather(output, shard * 3, group, async_op=True)
+    before = output.sum().item()
+    handle.wait()
+    return before == 0, output.sum().item()
+
+
+def test_the_result_is_there_after_wait_and_not_before(sim: Clusters) -> None:
+    assert sim(2).run(_on_a_side_stream) == [(True, 24.0)] * 2

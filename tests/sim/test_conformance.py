@@ -1,0 +1,27 @@
+"""The package as a whole: what accelz says of it, and its conformance."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelz.cli import choose
+from accelz.conformance import runner
+from accelz.discovery import Status, list_backends
+
+
+def test_it_passes_the_kit() -> None:
+    summary = runner.run("sim", None, show=False)
+    assert summary["failures"] == []
+    assert summary["ok"]
+    states = {row["name"]: row["state"] for row in summary["capabilities"] if row["declared"]}
+    assert set(states.values()) == {"proved"}, states
+    assert {"streams", "pinned_host_memory", "storage_resize", "exact_memory"} <= set(states)
+
+
+def test_it_is_chosen_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row for row in list_backends({}) if row.status is Status.AVAILABLE]
+    assert rows[-1].name == "sim"
+    monkeypatch.delenv("ACCELZ_DEVICE", raising=False)
+    assert choose(rows)[0] != "sim"
+    monkeypatch.setenv("ACCELZ_DEVICE", "sim")
+    assert choose(rows)[0] == "sim"

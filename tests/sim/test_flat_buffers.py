@@ -1,0 +1,152 @@
+"""CopyAndShrink where device memory is counted to the byte: the model fits once, and not twice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accelz.accelerator import Accelerator
+from accelz.conformance.test_flat_buffers import slots_of
+from accelz.flat_buffer import FlatBuffer, dense_stride
+
+from .on_sim import on_sim
+
+MIB = 1 << 20
+
+
+def _device_model(accelerator: Accelerator) -> list[nn.Parameter]:
+    """31 MiB of fp32 parameters of very different sizes on the device; the largest has 8 MiB."""
+    sizes = [2 * MIB, 3, MIB, 2 * MIB, 1000, 2 * MIB, MIB // 2, MIB // 4]
+    return [nn.Parameter(torch.full((n,), float(i), device=accelerator.device)) for i, n in enumerate(sizes)]
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _flatten(
+    accelerator: Accelerator, parameters: Sequence[nn.Parameter], dtype: torch.dtype = torch.float32
+) -> FlatBuffer:
+    slots, numel = slots_of(parameters)
+    return accelerator.flat_buffers.flatten(parameters, slots, numel, dtype)
+
+
+def _others(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> int:
+    """Start to count the peak; what is allocated apart from the parameters."""
+    gc.collect()
+    accelerator.memory.reset_peak()
+    return accelerator.memory.stats().allocated - _nbytes(parameters)
+
+
+@on_sim
+def test_flattening_needs_the_model_once(accelerator: Accelerator) -> None:
+    parameters = _device_model(accelerator)
+    model, largest = _nbytes(parameters), max(_nbytes([p]) for p in parameters)
+    others = _others(accelerator, parameters)
+    buffer = _flatten(accelerator, parameters)
+    peak = accelerator.memory.stats().peak - others
+    assert peak <= model + largest + MIB, f"{peak} bytes for a model of {model}"
+    after = accelerator.memory.stats().allocated - others
+    assert after == buffer.nbytes, "the old storages are gone"
+    for i, parameter in enumerate(parameters):
+        assert (parameter == i).all()
+
+
+@on_sim
+def test_a_naive_concatenation_needs_it_twice(accelerator: Accelerator) -> None:
+    parameters = _device_model(accelerator)
+    model = _nbytes(parameters)
+    others = _others(accelerator, parameters)
+    flat, end = torch.cat([p.data for p in parameters]), 0
+    for parameter in parameters:
+        parameter.data = flat[end : end + parameter.numel()]
+        end += parameter.numel()
+    peak = accelerator.memory.stats().peak - others
+    assert peak >= 1.9 * model, f"{peak} bytes for a model of {model}"
+
+
+@on_sim
+def test_a_16_bit_buffer_of_an_fp32_model_needs_less(accelerator: Accelerator) -> None:
+    parameters = _device_model(accelerator)
+    model, largest = _nbytes(parameters), max(_nbytes([p]) for p in parameters)
+    others = _others(accelerator, parameters)
+    _flatten(accelerator, parameters, torch.bfloat16)
+    assert accelerator.memory.stats().peak - others <= model + largest + MIB
+    assert accelerator.memory.stats().allocated - others <= model // 2 + MIB
+
+
+@on_sim
+def test_a_model_that_does_not_fit_twice_is_flattened(accelerator: Accelerator) -> None:
+    from accelz_sim.memory import set_capacity
+
+    parameters = _device_model(accelerator)
+    before = accelerator.memory.stats()
+    set_capacity(before.allocated + 9 * MIB)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.cat([p.data for p in parameters])
+        buffer = _flatten(accelerator, parameters)
+    finally:
+        set_capacity(before.capacity)
+    assert buffer.materialized
+    assert (parameters[3] == 3).all()
+
+
+class _Model(nn.Module):
+    """Tied weights, a frozen one, a channels-last one and one of turned strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.embedding.weight
+        self.head.bias.requires_grad_(False)
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        self.turned = nn.Parameter(torch.randn(6, 4).t())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        values: Tensor = self.head(self.embedding(tokens)).sum() + self.image.sum() + self.turned.sum()
+        return values
+
+
+@on_sim
+def test_a_parameter_stays_what_it_is(accelerator: Accelerator) -> None:
+    torch.manual_seed(0)
+    model = _Model()
+    weight, calls = model.embedding.weight, []
+    weight.register_hook(lambda grad: calls.append("grad"))
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append("accumulated"))
+    before = {name: (id(p), p.requires_grad, p.detach().clone()) for name, p in model.named_parameters()}
+    for dtype in (torch.float32, torch.bfloat16):  # from the host first, then from the device
+        _flatten(accelerator, list(model.parameters()), dtype)
+        for name, parameter in model.named_parameters():
+            identity, requires_grad, value = before[name]
+            assert (id(parameter), parameter.requires_grad) == (identity, requires_grad), name
+            assert parameter.stride() == dense_stride(value), name
+            assert parameter.device == accelerator.device, name
+            assert torch.equal(parameter.detach().cpu(), value.to(dtype)), name
+        assert model.head.weight is model.embedding.weight
+        assert model.image.is_contiguous(memory_format=torch.channels_last)
+        calls.clear()
+        model(torch.arange(11, device=accelerator.device)).backward()
+        assert sorted(calls) == ["accumulated", "grad"]
+        assert model.head.bias.grad is None
+        model.zero_grad()
+
+
+@on_sim
+def test_writes_to_the_buffer_are_not_writes_to_the_parameter(accelerator: Accelerator) -> None:
+    layer = nn.Linear(4, 4)
+    buffer = _flatten(accelerator, list(layer.parameters()))
+    values = buffer.data.clone()
+    inputs = torch.ones(2, 4, device=accelerator.device, requires_grad=True)
+    loss = layer(inputs).sum()
+    buffer.release()
+    buffer.materialize()
+    buffer.data.copy_(values)
+    loss.backward()
+    assert torch.equal(inputs.grad.cpu(), layer.weight.detach().cpu().sum(0).expand(2, 4))

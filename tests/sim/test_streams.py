@@ -1,0 +1,148 @@
+"""Side streams run late, so that what an engine forgets shows: a wait, or memory still in use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelz.accelerator import Accelerator
+
+from .on_sim import on_sim
+
+
+@on_sim
+def test_a_missing_wait_shows(accelerator: Accelerator) -> None:
+    streams, device = accelerator.streams, accelerator.device
+    side = streams.new()
+    source = torch.ones(100, device=device)
+    with streams.use(side):
+        result = source * 2
+        done = side.record()
+    assert result.isnan().all(), "nobody has waited: fresh memory is poison"
+    streams.current().wait(done)
+    assert torch.equal(result.cpu(), torch.full((100,), 2.0))
+
+
+@on_sim
+def test_work_waits_for_what_it_was_told_to(accelerator: Accelerator) -> None:
+    streams, device = accelerator.streams, accelerator.device
+    first, second = streams.new(), streams.new()
+    values = torch.zeros(10, device=device)
+    with streams.use(first):
+        values += 1
+        ready = first.record()
+    second.wait(ready)
+    with streams.use(second):
+        values *= 10
+        last = second.record()
+    assert not ready.done()
+    assert values.sum().item() == 0, "the host reads on the default stream, which waits for nobody"
+    last.synchronize()
+    assert ready.done()
+    assert values.sum().item() == 100
+
+
+@on_sim
+def test_what_a_blocking_read_on_the_stream_itself_needs_is_done(accelerator: Accelerator) -> None:
+    streams = accelerator.streams
+    with streams.use(streams.new()):
+        values = torch.arange(6.0, device=accelerator.device) + 1
+        assert values.sum().item() == 21
+        assert torch.equal(values[values > 3].cpu(), torch.tensor([4.0, 5, 6]))
+        assert torch.equal(values.cpu(), torch.arange(6.0) + 1)
+
+
+@on_sim
+def test_memory_freed_too_early_shows(accelerator: Accelerator) -> None:
+    streams, side = accelerator.streams, accelerator.streams.new()
+    for keep in (False, True):
+        source = torch.ones(100, device=accelerator.device)
+        with streams.use(side):
+            result = source * 2
+            done = side.record()
+        if keep:
+            streams.keep_alive(source, side)
+        del source
+        done.synchronize()
+        assert result.isnan().all().item() is not keep
+        assert (result == 2).all().item() is keep
+
+
+@on_sim
+def test_memory_of_the_stream_itself_may_be_freed_at_once(accelerator: Accelerator) -> None:
+    streams, side = accelerator.streams, accelerator.streams.new()
+    before = accelerator.memory.stats().allocated
+    with streams.use(side):
+        values = torch.ones(100, device=accelerator.device)
+        for _ in range(5):
+            values = values * 2  # frees the one before, which queued work still reads
+        assert accelerator.memory.stats().allocated == before + 400
+        done = side.record()
+    done.synchronize()
+    assert (values == 32).all()
+
+
+@on_sim
+def test_copies_from_and_to_pinned_memory_run_late(accelerator: Accelerator) -> None:
+    streams, side = accelerator.streams, accelerator.streams.new()
+    host = accelerator.memory.empty_host((10,), torch.float32).fill_(1)
+    back = accelerator.memory.empty_host((10,), torch.float32).fill_(0)
+    with streams.use(side):
+        device = torch.empty(10, device=accelerator.device)
+        device.copy_(host, non_blocking=True)
+        host.fill_(2)  # too early: the copy has not happened yet
+        back.copy_(device, non_blocking=True)
+        done = side.record()
+    assert (back == 0).all()
+    done.synchronize()
+    assert (back == 2).all()
+
+
+@on_sim
+def test_pageable_memory_may_be_reused_after_the_call(accelerator: Accelerator) -> None:
+    streams, side = accelerator.streams, accelerator.streams.new()
+    host = torch.ones(10)
+    with streams.use(side):
+        device = torch.empty(10, device=accelerator.device)
+        device.copy_(host, non_blocking=True)
+        host.fill_(2)
+        assert (device.cpu() == 1).all()
+
+
+@on_sim
+def test_autograd_runs_a_backward_on_the_stream_of_its_forward(accelerator: Accelerator) -> None:
+    streams, side = accelerator.streams, accelerator.streams.new()
+    weight = torch.full((4, 4), 2.0, device=accelerator.device, requires_grad=True)
+    side.wait(streams.current().record())
+    with streams.use(side):
+        loss = (weight @ weight).sum()
+        done = side.record()
+    streams.current().wait(done)
+    loss.backward()
+    streams.synchronize()
+    assert (weight.grad == 16).all()
+
+
+@on_sim
+def test_an_error_in_late_work_is_raised_by_whoever_waits(accelerator: Accelerator) -> None:
+    streams, side = accelerator.streams, accelerator.streams.new()
+    with streams.use(side):
+        torch.nn.functional.embedding(torch.tensor([9], device="sim"), torch.ones(3, 2, device="sim"))
+        done = side.record()
+    with pytest.raises(IndexError):
+        done.synchronize()
+    streams.synchronize()
+    assert done.done()
+
+
+@on_sim
+def test_prompt_streams_run_at_once(accelerator: Accelerator) -> None:
+    from accelz_sim import faults
+
+    streams, side = accelerator.streams, accelerator.streams.new()
+    with streams.use(side):
+        late = torch.ones(3, device=accelerator.device)
+        with faults.prompt_streams():
+            assert (late + 1 == 2).all()
+            result = torch.ones(3, device=accelerator.device) * 3
+    assert (result == 3).all()

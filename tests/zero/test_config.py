@@ -1,0 +1,229 @@
+"""Wrong configurations, models and optimizers: a typed error that says what to do, and nothing changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.models import LanguageModel
+from tests.zero.training import adamw
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stage": 4}, "stage = 4"),
+        ({"stage": "3"}, "stage = '3'"),
+        ({"stagee": 3}, "did you mean 'stage'"),
+        ({"offload_everything": True}, "known: stage, precision"),
+        ({"precision": "float16"}, "precision = 'float16'"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps = 1.5"),
+        ({"accumulate": "never"}, "accumulate = 'never'"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype = 'int8'"),
+        ({"clip_norm": -1.0}, "clip_norm = -1.0"),
+        ({"clip_norm": float("nan")}, "clip_norm = nan"),
+        ({"loss_scale": 0.0}, "loss_scale = 0.0"),
+        ({"loss_scale": "static"}, "loss_scale = 'static'"),
+        ({"loss_scale_window": 0}, "loss_scale_window = 0"),
+        ({"units": 3}, "units = 3"),
+        ({"persistent_below": -1}, "persistent_below = -1"),
+        ({"prefetch": -1}, "prefetch = -1"),
+        ({"cast_inputs": "yes"}, "cast_inputs = 'yes'"),
+        ({"timeout": 0.0}, "timeout = 0.0"),
+        ({"stage": 7, "prefetch": -2}, "prefetch = -2"),
+    ],
+)
+def test_wrong_values(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(zero.ConfigError) as caught:
+        zero.Config(**values)
+    assert message in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_config_is_frozen_and_comparable() -> None:
+    config = zero.Config(stage=2, clip_norm=1)
+    assert config == zero.Config(stage=2, clip_norm=1.0)
+    with pytest.raises(ValueError, match="frozen"):
+        config.stage = 3
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(3, 3)
+
+
+def complex_valued() -> nn.Module:
+    return nn.Linear(3, 3, dtype=torch.complex64)
+
+
+def overlapping() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def empty() -> nn.Module:
+    return nn.ReLU()
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(3, 3).requires_grad_(False)
+
+
+class Mine(torch.optim.SGD):
+    """An optimizer that torch does not know."""
+
+
+def bad_input_body(context: Context) -> dict[str, str]:
+    any_parameter = [nn.Parameter(torch.ones(2))]
+    outside = LanguageModel()
+    [*outside.parameters(), *any_parameter]
+    stepped = LanguageModel()
+    used = adamw(stepped)
+    stepped(torch.zeros(1, 2, dtype=torch.long))["loss"].backward()
+    used.step()
+    whole, config = LanguageModel, zero.Config(timeout=10)
+    model = LanguageModel()
+    cases: dict[str, tuple[Any, Any, Any]] = {
+        "not a module": (lambda x: x, torch.optim.SGD(any_parameter, lr=1), config),
+        "no parameters": (empty(), torch.optim.SGD(any_parameter, lr=1), config),
+        "lazy": (lazy(), torch.optim.SGD(any_parameter, lr=1), config),
+        "meta": (on_meta(), torch.optim.SGD(any_parameter, lr=1), config),
+        "complex": (complex_valued(), torch.optim.SGD(any_parameter, lr=1), config),
+        "overlap": (overlapping(), torch.optim.SGD(any_parameter, lr=1), config),
+        "not an optimizer": (whole(), [1, 2], config),
+        "foreign parameter": (
+            outside,
+            torch.optim.SGD([*outside.parameters(), *any_parameter], lr=1),
+            config,
+        ),
+        "nothing trainable": ((m := frozen()), torch.optim.SGD(m.parameters(), lr=1), config),
+        "LBFGS": ((m := whole()), torch.optim.LBFGS(m.parameters()), config),
+        "Adafactor": ((m := whole()), torch.optim.Adafactor(m.parameters()), config),
+        "stepped": (stepped, used, config),
+        "dict config": ((m := whole()), adamw(m), {"stage": 3}),
+        "dtype": ((m := whole().to(torch.float8_e5m2)), torch.optim.SGD(m.parameters(), lr=1), config),
+        "units": ((m := whole()), adamw(m), zero.Config(units=(nn.Conv2d,), timeout=10)),
+    }
+    messages = {}
+    for name, (module, optimizer, settings) in cases.items():
+        before = _fingerprint(module)
+        try:
+            zero.initialize(module, optimizer, settings)
+            messages[name] = "nothing raised"
+        except zero.ZeroError as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+        if _fingerprint(module) != before:
+            messages[name] += " BUT CHANGED THE MODEL"
+    engine = zero.initialize(model, adamw(model), config)
+    try:
+        zero.initialize(model, engine.optimizer, config)
+    except zero.ZeroError as error:
+        messages["twice"] = f"{type(error).__name__}: {error}"
+    other = LanguageModel()
+    with pytest.warns(UserWarning, match="works element by element"):
+        zero.initialize(other, Mine(other.parameters(), lr=0.1), config)
+    return messages
+
+
+def _fingerprint(module: Any) -> list[Any]:
+    if not isinstance(module, nn.Module) or any(is_lazy(p) for p in module.parameters()):
+        return []
+    named = module.named_parameters()
+    return [(n, id(p), type(p), p.untyped_storage().nbytes(), p.data_ptr()) for n, p in named]
+
+
+EXPECTED = {
+    "not a module": "ModelError: expected a torch.nn.Module, got function",
+    "no parameters": "ModelError: the model has no parameters",
+    "lazy": "ModelError: parameter '1.weight' is lazy",
+    "meta": "ModelError: parameter 'weight' is on the meta device",
+    "complex": "ModelError: parameter 'weight' is torch.complex64",
+    "overlap": "ModelError: parameters '0.weight' and '1.weight' are different Parameter objects",
+    "not an optimizer": "OptimizerError: expected a torch.optim.Optimizer, got list",
+    "foreign parameter": "OptimizerError: param_groups[0]['params'][",
+    "nothing trainable": "OptimizerError: the optimizer has no trainable parameter",
+    "LBFGS": "OptimizerError: LBFGS cannot run on flat shards",
+    "Adafactor": "OptimizerError: Adafactor looks at whole matrices",
+    "stepped": "OptimizerError: the optimizer has state already",
+    "dict config": "ConfigError: expected a zero.Config, got dict",
+    "dtype": "ConfigError: the device '{device}' does not support torch.float8_e5m2",
+    "units": "ConfigError: units=",
+    "twice": "ModelError: parameter 'gain' belongs to an engine already",
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_input_changes_nothing(cluster: Clusters, size: int, device: str) -> None:
+    for messages in cluster(size).run(bad_input_body):
+        assert set(messages) == set(EXPECTED)
+        for name, start in EXPECTED.items():
+            assert messages[name].startswith(start.replace("{device}", device)), messages[name]
+            assert "CHANGED" not in messages[name], messages[name]
+
+
+def test_the_public_face_is_frozen() -> None:
+    assert zero.__all__ == [
+        "CommunicationError",
+        "Config",
+        "ConfigError",
+        "Engine",
+        "ModelError",
+        "OptimizerError",
+        "OutOfMemoryError",
+        "RankMismatchError",
+        "ShardedParameterError",
+        "StateError",
+        "UsageError",
+        "ZeroError",
+        "gathered",
+        "init",
+        "initialize",
+    ]
+    engine = [n for n in vars(zero.Engine) if not n.startswith("_")]
+    assert engine == [
+        "backward",
+        "step",
+        "zero_grad",
+        "is_boundary",
+        "loss_scale",
+        "traffic",
+        "rank",
+        "world_size",
+        "train",
+        "eval",
+        "state_dict",
+        "load_state_dict",
+        "full_master",
+        "full_gradient",
+        "full_optimizer_state",
+        "save_checkpoint",
+        "load_checkpoint",
+    ]
+    assert list(zero.Config.model_fields) == [
+        "stage",
+        "precision",
+        "gradient_accumulation_steps",
+        "accumulate",
+        "reduce_dtype",
+        "clip_norm",
+        "loss_scale",
+        "loss_scale_window",
+        "units",
+        "persistent_below",
+        "prefetch",
+        "cast_inputs",
+        "cast_buffers",
+        "timeout",
+    ]

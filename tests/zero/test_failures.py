@@ -1,0 +1,338 @@
+"""What breaks: ranks that die or go another way, exceptions in the middle, calls in the wrong order."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.models import LanguageModel, Stack, features, tokens
+from tests.zero.test_paths import STRAIGHT, decaying, fresh, straight
+from tests.zero.training import adamw, same_bits, train_zero
+
+TIMEOUT = 4.0  # seconds; a busy machine takes one or two to form the groups
+
+
+def dying_body(context: Context, when: str) -> tuple[str, str, float]:
+    model = fresh()
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
+    engine.backward(straight(model, 0, context.rank))
+    engine.step()
+    if context.rank == 1 and when == "forward":
+        model.blocks[2].register_forward_pre_hook(lambda *_: os._exit(7))
+    if context.rank == 1 and when == "backward":
+        model.blocks[1].register_full_backward_pre_hook(lambda *_: os._exit(7))
+    if context.rank == 1 and when == "asleep":
+        time.sleep(4 * TIMEOUT)
+    start = time.monotonic()
+    try:
+        engine.backward(straight(model, 1, context.rank))
+        engine.step()
+    except zero.CommunicationError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "asleep"])
+def test_a_dead_or_silent_rank_is_named(disposable: Clusters, when: str) -> None:
+    """Within the timeout (and the exchange of reports), with the unit that was waited for."""
+    outcomes = disposable(3).outcomes(dying_body, limit=40, when=when)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert survivor.status == "returned", survivor
+        kind, message, seconds = survivor.value
+        assert kind == "CommunicationError"
+        assert re.search(r"rank\(s\) .*\b1\b.* did not answer", message), message
+        assert re.search("(all_gather|reduce_scatter) of unit '(<root>|blocks.[0-3])'", message), message
+        assert seconds < 4 * TIMEOUT
+
+
+def diverging_body(context: Context, path: tuple[int, ...]) -> tuple[str, str, float]:
+    model = fresh(None)
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
+    mine = path if context.rank == 1 else STRAIGHT
+    start = time.monotonic()
+    try:
+        engine.backward(model(features(0, context.rank, model), mine).loss)
+        engine.step()
+    except zero.ZeroError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("path", [(0, 2, 1, 3), (0, 1, 3), (3,)])
+def test_ranks_that_gather_other_units_are_told_so(disposable: Clusters, path: tuple[int, ...]) -> None:
+    """Blocks of one size would exchange wrong values in silence: caught before any step is made."""
+    for kind, message, seconds in disposable(2).run(diverging_body, limit=40, path=path):
+        assert kind == "RankMismatchError", (kind, message)
+        assert "number" in message
+        assert "blocks." in message
+        assert "on rank 0" in message
+        assert "on rank 1" in message
+        assert seconds < 4 * TIMEOUT
+
+
+def other_model_body(context: Context) -> str:
+    torch.manual_seed(0)
+    model = Stack(layers=4 + context.rank)
+    try:
+        zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
+    except zero.RankMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_models(disposable: Clusters) -> None:
+    for message in disposable(2).run(other_model_body, limit=40):
+        assert "disagree about the model" in message
+
+
+@pytest.fixture
+def disposable(cluster: Clusters) -> Iterator[Clusters]:
+    """Ranks that are of no use to later tests: a failed collective ends a job."""
+    yield cluster
+    for size in (2, 3):
+        cluster(size).stop()
+
+
+class Trap(RuntimeError):
+    pass
+
+
+def trap(*_: Any) -> None:
+    raise Trap("stop here")
+
+
+def exception_body(context: Context) -> dict[str, Any]:
+    """Exceptions in forward and backward, on all ranks, then ten steps as if nothing had happened."""
+    expected = train_zero(context, fresh(), straight, zero.Config(timeout=10), decaying, steps=6)
+    result: dict[str, Any] = {}
+    for where in ("forward", "backward", "own hook", "checkpointed forward"):
+        model = fresh()
+        engine = zero.initialize(model, decaying(model), zero.Config(timeout=10))
+        handle = _set_trap(model, where)
+        recompute = "non-reentrant" if where.startswith("checkpointed") else ""
+        try:
+            loss = model(features(77, context.rank, model), STRAIGHT, recompute=recompute).loss
+            engine.backward(loss)
+            result[where] = "no exception"
+        except Trap:
+            result[where] = "trapped"
+        handle.remove()
+        idle = all(u.idle and not u.in_use for u in engine.units)
+        losses = []
+        for step in range(6):
+            loss = straight(model, step, context.rank)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        result[where] = (result[where], idle, losses == expected.losses)
+    return result
+
+
+def _set_trap(model: Stack, where: str) -> Any:
+    if where == "backward":
+        return model.blocks[1].down.register_full_backward_hook(trap)
+    if where == "own hook":
+        return model.blocks[2].register_forward_pre_hook(trap, prepend=True)
+    return model.blocks[2].up.register_forward_hook(trap)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_exception_leaves_the_engine_usable(cluster: Clusters, size: int) -> None:
+    for found in cluster(size).run(exception_body):
+        for where, (outcome, idle, same) in found.items():
+            assert outcome == "trapped", where
+            assert idle, where
+            assert same, where
+
+
+def accumulating_exception_body(context: Context) -> bool:
+    """An exception drops the whole window: nothing of it reaches the next step."""
+    config = zero.Config(gradient_accumulation_steps=2, timeout=10)
+    expected = train_zero(context, fresh(), straight, config, decaying, steps=4)
+    model = fresh()
+    engine = zero.initialize(model, decaying(model), config)
+    engine.backward(straight(model, 50, context.rank))
+    handle = _set_trap(model, "backward")
+    with pytest.raises(Trap):
+        engine.backward(straight(model, 51, context.rank))
+    handle.remove()
+    with pytest.raises(zero.UsageError, match="without backward"):
+        engine.step()
+    losses = []
+    for step in range(4):
+        loss = straight(model, step, context.rank)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses == expected.losses
+
+
+def test_an_exception_drops_the_accumulation_window(cluster: Clusters) -> None:
+    assert all(cluster(2).run(accumulating_exception_body))
+
+
+def one_rank_raises_body(context: Context) -> str:
+    """Only rank 1 raises: the others get an error that names it, within the timeout."""
+    model = fresh()
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
+    if context.rank == 1:
+        _set_trap(model, "backward")
+    try:
+        engine.backward(straight(model, 0, context.rank))
+    except (Trap, zero.CommunicationError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_one_rank_raises(disposable: Clusters) -> None:
+    first, second = disposable(2).run(one_rank_raises_body, limit=40)
+    assert second.startswith("Trap")
+    assert first.startswith("CommunicationError")
+    assert "did not answer" in first
+    assert "1" in first
+
+
+def usage_body(context: Context) -> dict[str, str]:
+    """Calls that have no meaning; the engine works after each."""
+    model = LanguageModel()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
+    batch = tokens(0, context.rank, model)
+    messages = {}
+
+    def attempt(name: str, call: Any) -> None:
+        try:
+            call()
+            messages[name] = "nothing raised"
+        except zero.UsageError as error:
+            messages[name] = str(error)
+
+    attempt("step first", engine.step)
+    attempt("not a tensor", lambda: engine.backward(3.0))  # type: ignore[arg-type]
+    attempt("not a scalar", lambda: engine.backward(model(batch)["logits"]))
+    attempt("no gradient", lambda: engine.backward(torch.zeros(())))
+    attempt("plain backward", model(batch)["loss"].backward)
+    engine.backward(model(batch)["loss"])
+    attempt("backward twice", lambda: engine.backward(model(batch)["loss"]))
+    engine.step()
+    attempt("step twice", engine.step)
+    attempt("optimizer.step", engine.optimizer.step)
+    engine.backward(model(batch)["loss"])
+    messages["still works"] = str(engine.step())
+    return messages
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_calls_in_the_wrong_order(cluster: Clusters, size: int) -> None:
+    for found in cluster(size).run(usage_body):
+        assert "call engine.backward(loss) first" in found["step first"]
+        assert "got float" in found["not a tensor"]
+        assert "one element" in found["not a scalar"]
+        assert "does not depend on any parameter" in found["no gradient"]
+        assert "call engine.backward(loss) instead" in found["plain backward"]
+        assert "call engine.step() first" in found["backward twice"]
+        assert "call engine.backward(loss) first" in found["step twice"]
+        assert "call engine.step() instead" in found["optimizer.step"]
+        assert found["still works"] == "True"
+
+
+def reading_body(context: Context) -> dict[str, str]:
+    """Everything a user may try with a sharded parameter."""
+    import copy
+    import pickle
+
+    model = LanguageModel()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
+    weight = model.blocks[0].up.weight
+    assert isinstance(weight, nn.Parameter)
+    attempts: dict[str, Any] = {
+        "arithmetic": lambda: weight + 1,
+        "reverse": lambda: torch.ones(1) * weight,
+        "matmul": lambda: torch.ones(1, weight.shape[0]) @ weight,
+        "index": lambda: weight[0],
+        "item": lambda: weight.sum().item(),
+        "data": lambda: weight.data,
+        "assign data": lambda: setattr(weight, "data", torch.zeros(3)),
+        "detach": weight.detach,
+        "numpy": weight.numpy,
+        "tolist": weight.tolist,
+        "float": weight.float,
+        "to": lambda: weight.to(torch.float64),
+        "cpu": weight.cpu,
+        "in place": weight.zero_,
+        "norm": lambda: torch.linalg.vector_norm(weight),
+        "functional": lambda: nn.functional.linear(torch.ones(1, weight.shape[1]), weight),
+        "stack": lambda: torch.stack([weight, weight]),
+        "print data": lambda: f"{weight:.3f}",
+        "deepcopy": lambda: copy.deepcopy(model),
+        "pickle": lambda: pickle.dumps(weight),
+        "state_dict": model.state_dict,
+        "half": model.half,
+        "forward": lambda: model.blocks[0].forward(torch.zeros(1, 12)),
+        "equal": lambda: torch.equal(weight, weight),
+        "iterate": lambda: list(weight),
+        "data pointer": weight.data_ptr,
+    }
+    result = {}
+    for name, call in attempts.items():
+        try:
+            call()
+            result[name] = "nothing raised"
+        except zero.ShardedParameterError as error:
+            result[name] = str(error)
+    metadata = (
+        tuple(weight.shape), weight.dtype, weight.device.type, weight.numel(), weight.dim(), weight.size(0),
+        weight.requires_grad, weight.is_leaf, weight.grad, weight.is_contiguous(), weight.element_size(),
+        len(weight), weight.stride(), isinstance(weight, nn.Parameter), weight in {weight},
+    )  # fmt: skip
+    result["metadata"] = str(metadata)
+    result["repr"] = repr(weight)
+    model.zero_grad()
+    model.requires_grad_(True)
+    engine.backward(model(tokens(0, context.rank, model))["loss"])
+    result["still works"] = str(engine.step())
+    return result
+
+
+def test_reading_a_sharded_parameter(cluster: Clusters, device: str) -> None:
+    for found in cluster(2).run(reading_body):
+        metadata = found.pop("metadata")
+        assert metadata == (
+            f"((29, 12), torch.float32, '{device}', 348, 2, 29, True, True, None, True, 4, 29, (12, 1), "
+            "True, True)"
+        )
+        assert found.pop("repr") == (
+            "ShardedParameter('blocks.0.up.weight', shape=(29, 12), dtype=torch.float32)"
+        )
+        assert found.pop("still works") == "True"
+        for name, message in found.items():
+            assert "zero.gathered" in message, (name, message)
+            if name not in ("deepcopy", "state_dict", "half", "forward"):
+                assert "'blocks.0.up.weight'" in message, (name, message)
+
+
+def same_bits_after_evaluation_body(context: Context) -> bool:
+    """Evaluation in eval mode, under no_grad, changes nothing of training."""
+    config = zero.Config(timeout=10)
+    expected = train_zero(context, fresh(), straight, config, decaying, steps=4)
+
+    def with_evaluation(model: nn.Module, step: int, rank: int) -> Tensor:
+        model.eval()
+        with torch.no_grad():
+            model(features(step + 9, rank, model), STRAIGHT)
+        model.train()
+        return straight(model, step, rank)
+
+    return same_bits(train_zero(context, fresh(), with_evaluation, config, decaying, steps=4), expected)
+
+
+def test_evaluation_changes_nothing(cluster: Clusters) -> None:
+    assert all(cluster(2).run(same_bits_after_evaluation_body))

@@ -1,0 +1,156 @@
+"""What a training step must not do: wait for the device, keep wide gradients, leak."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.models import Stack, device_of
+from tests.zero.test_parity import fresh as language_model
+from tests.zero.test_parity import language_loss
+from tests.zero.test_paths import decaying, straight
+from tests.zero.training import adamw
+
+# Operations through which a value on the device reaches the host.
+_WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item"}
+
+
+class WaitWatcher(TorchDispatchMode):
+    """Collects operations that would make the host wait for floating-point values of the device.
+
+    Control messages are integers in host memory on every device and do not count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _WAITING and isinstance(args[0], Tensor) and args[0].is_floating_point():
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def waiting_body(context: Context, **settings: Any) -> list[str]:
+    model = language_model()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10, **settings))
+    for step in range(3):
+        loss = language_loss(model, step, context.rank)
+        with WaitWatcher() as watcher:
+            engine.backward(loss)
+            engine.step()
+        if watcher.seen:
+            return watcher.seen
+    return []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 3, "clip_norm": 1.0},
+        {"stage": 3, "precision": "bf16", "clip_norm": 1.0},
+        {"stage": 2, "precision": "fp16"},
+        {"stage": 0, "precision": "fp16", "clip_norm": 1.0},
+    ],
+)
+def test_a_step_never_waits_for_the_device(cluster: Clusters, settings: dict[str, Any]) -> None:
+    for seen in cluster(2).run(waiting_body, **settings):
+        assert seen == []
+
+
+def wide_gradient_body(context: Context) -> list[tuple[str, int]]:
+    """Sizes of fp32 tensors made during the step of a bf16 model, beyond the kernels' scratch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(2)))
+    engine = zero.initialize(model, adamw(model), zero.Config(precision="bf16", timeout=10))
+    loss = model(torch.ones(1, 1024, device=device_of(model))).float().square().mean()
+    made: list[tuple[str, int]] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            aliases = any(r.alias_info is not None for r in func._schema.returns)
+            if isinstance(out, Tensor) and out.dtype is torch.float32 and not aliases:
+                made.append((func.overloadpacket.__name__, out.numel()))
+            return out
+
+    with Sizes():
+        engine.backward(loss)
+        engine.step()
+    return [(name, numel) for name, numel in made if numel >= 1024 * 1024 // 2]
+
+
+def test_no_fp32_copy_of_a_gradient_is_kept(cluster: Clusters) -> None:
+    """AdamW reads 16-bit gradients piece by piece: no fp32 tensor of a shard's size is ever made."""
+    for made in cluster(2).run(wide_gradient_body):
+        assert made == []
+
+
+def leak_body(context: Context) -> tuple[int, int, int, int]:
+    model = language_model()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
+
+    def live() -> tuple[int, int]:
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+        hooks = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+        return len(tensors), hooks
+
+    def steps(first: int, count: int) -> None:
+        for step in range(first, first + count):
+            engine.backward(language_loss(model, step, context.rank))
+            engine.step()
+
+    steps(0, 5)
+    before = live()
+    steps(5, 40)
+    return (*before, *live())
+
+
+def test_nothing_grows_over_steps(cluster: Clusters) -> None:
+    for tensors, hooks, tensors_later, hooks_later in cluster(2).run(leak_body):
+        assert tensors_later == tensors
+        assert hooks_later == hooks
+
+
+def gradient_bytes_body(context: Context) -> dict[str, int]:
+    """Whole gradient buffers alive at once during backward, and what is left after it."""
+    torch.manual_seed(5)
+    model = Stack(layers=8)
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=10))
+    most = 0
+
+    def count(*_: Any) -> None:
+        nonlocal most
+        whole = sum(1 for g in engine._reducer.all if g.whole is not None)
+        most = max(most, whole + len(engine._reducer._reductions))
+
+    for block in model.blocks:
+        block.register_full_backward_hook(count)
+    for step in range(2):
+        engine.backward(straight(model, step, context.rank))
+        left = sum(1 for g in engine._reducer.all if g.whole is not None)
+        shards = sum(g.shard is not None for g in engine._reducer.all)
+        engine.step()
+    return {"most": most, "left": left, "shards": shards}
+
+
+def test_whole_gradients_live_briefly(cluster: Clusters) -> None:
+    """The unit in backward, those under reduction, and the root's: not the model's."""
+    for found in cluster(2).run(gradient_bytes_body):
+        assert found["most"] <= 4
+        assert found["left"] == 0
+        assert found["shards"] == 9

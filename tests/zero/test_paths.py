@@ -1,0 +1,367 @@
+"""Models that do not run the same straight line every step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.models import WIDTH, Block, LanguageModel, Stack, features, tokens
+from tests.zero.training import relative_error, state_error, train_averaging, train_zero
+
+STRAIGHT = (0, 1, 2, 3)
+
+
+def straight(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(features(step, rank, model), STRAIGHT).loss
+
+
+def repeated(model: nn.Module, step: int, rank: int) -> Tensor:
+    """One block is called three times, another twice in a row."""
+    return model(features(step, rank, model), (0, 1, 0, 2, 2, 3, 0)).loss
+
+
+def changing_order(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Another order every step, the same on all ranks."""
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(step)).tolist()
+    return model(features(step, rank, model), tuple(order)).loss
+
+
+def some_unused(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Blocks that are left out in some steps, and one that is never used."""
+    return model(features(step, rank, model), (0, 1, 2) if step % 3 else (0, 2)).loss
+
+
+def two_forwards(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Two forwards, along different paths, before one backward."""
+    first = model(features(step, rank, model), STRAIGHT).loss
+    second = model(features(step + 100, rank, model), (3, 1)).loss
+    return first + 0.5 * second
+
+
+def checkpointed(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(features(step, rank, model), STRAIGHT, recompute="non-reentrant").loss
+
+
+def checkpointed_repeated(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(features(step, rank, model), (0, 1, 0, 3), recompute="non-reentrant").loss
+
+
+def reentrant(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = features(step, rank, model).requires_grad_()  # reentrant checkpointing needs an input with a gradient
+    return model(x, STRAIGHT, recompute="reentrant").loss
+
+
+def evaluation_between(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Evaluation without gradients, and a forward whose loss is thrown away, before the real one."""
+    with torch.no_grad():
+        model(features(step + 50, rank, model), (2, 0))
+    model(features(step + 60, rank, model), (1, 3))
+    return straight(model, step, rank)
+
+
+def inference_between(model: nn.Module, step: int, rank: int) -> Tensor:
+    with torch.inference_mode():
+        model(features(step + 50, rank, model), STRAIGHT)
+    return straight(model, step, rank)
+
+
+def one_parameter_unused(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Part of a unit gets no gradient in some steps: it must not be stepped or decayed."""
+    block = model.blocks[0]
+    x = features(step, rank, model)
+    assert isinstance(block, nn.Module)
+    return block(x).square().mean() if step % 2 else straight(model, step, rank)
+
+
+def submodule_alone(model: nn.Module, step: int, rank: int) -> Tensor:
+    """A unit called by itself, outside the model's forward."""
+    return model.blocks[2](features(step, rank, model)).square().mean() + straight(model, step, rank)
+
+
+PATHS: tuple[Callable[[nn.Module, int, int], Tensor], ...] = (
+    straight,
+    repeated,
+    changing_order,
+    some_unused,
+    two_forwards,
+    checkpointed,
+    checkpointed_repeated,
+    reentrant,
+    evaluation_between,
+    inference_between,
+    one_parameter_unused,
+    submodule_alone,
+)
+
+
+def decaying(model: nn.Module) -> Optimizer:
+    """Weight decay tells a parameter that was skipped from one that was stepped with a zero gradient."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
+
+
+def fresh(frozen: int | None = 1) -> Stack:
+    torch.manual_seed(5)
+    return Stack(frozen=frozen)
+
+
+def paths_body(context: Context, stages: tuple[int, ...], prefetch: int = 1) -> dict[str, float]:
+    errors = {}
+    for path in PATHS:
+        reference = train_averaging(context, fresh(), path, decaying, steps=8)
+        for stage in stages:
+            config = zero.Config(stage=stage, prefetch=prefetch, timeout=10)
+            run = train_zero(context, fresh(), path, config, decaying, steps=8)
+            error = relative_error(run.losses, reference.losses)
+            errors[f"{path.__name__} at stage {stage}"] = max(
+                error, state_error(run.state, reference.state) if run.state else 0.0
+            )
+    return errors
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_paths(cluster: Clusters, size: int) -> None:
+    stages = (0, 1, 2, 3) if size == 2 else (3,)
+    for found in cluster(size).run(paths_body, limit=150, stages=stages):
+        assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_paths_with_other_prefetch(cluster: Clusters, prefetch: int) -> None:
+    for found in cluster(2).run(paths_body, limit=150, stages=(3,), prefetch=prefetch):
+        assert max(found.values()) < 1e-5, found
+
+
+class Optional(nn.Module):
+    """A block with a part that is used only when the batch says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, use_extra: bool) -> Tensor:
+        return self.block(x) + self.extra(x) if use_extra else self.block(x)
+
+
+class Optionals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Optional() for _ in range(5))
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, use_extra: bool) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, use_extra)
+        return x.square().mean()
+
+
+def optional_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(features(step, rank, model), use_extra=(step + rank) % 3 == 0)
+
+
+def optional_body(context: Context) -> float:
+    torch.manual_seed(2)
+    model = Optionals()
+    reference = train_averaging(context, model, optional_loss, decaying, steps=8)
+    run = train_zero(context, model, optional_loss, zero.Config(timeout=10), decaying, steps=8)
+    return max(
+        relative_error(run.losses, reference.losses),
+        state_error(run.state, reference.state) if run.state else 0.0,
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_use_different_parameters_of_a_unit(cluster: Clusters, size: int) -> None:
+    """At stage 3 all ranks gather the same units, but what they use inside is theirs."""
+    assert max(cluster(size).run(optional_body)) < 1e-5
+
+
+class SideChannel(nn.Module):
+    """A block that keeps a loss of its own on the side, outside what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+        self.router = nn.Linear(WIDTH, 4)
+        self.aux = torch.zeros(())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        self.aux = self.router(x).logsumexp(-1).mean()
+        return self.block(x), [x.detach()]
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SideChannel() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x.square().mean() + sum(layer.aux for layer in self.layers)
+
+
+class CrossAttention(nn.Module):
+    """Every decoder block also takes the encoder's output, which needs a gradient, and works in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(_Keyed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.encoder(x)
+        x = memory * 1.0
+        for block in self.blocks:
+            x = block(x, memory=memory)
+        return x.square().mean()
+
+
+class _Keyed(nn.Module):
+    """Frozen projection of the memory, and in-place arithmetic on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.value = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, memory: Tensor) -> Tensor:
+        x += self.value(torch.tanh(x.clone()) * self.key(memory))
+        return x * 1.5
+
+
+class LowRank(nn.Module):
+    """Frozen weights with small trainable adapters: the input's gradient still needs the frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Adapted() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class _Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+ARCHITECTURES: tuple[type[nn.Module], ...] = (Mixture, CrossAttention, LowRank)
+
+
+def plain_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(features(step, rank, model))
+
+
+def architectures_body(context: Context) -> dict[str, float]:
+    errors = {}
+    for kind in ARCHITECTURES:
+        torch.manual_seed(2)
+        model = kind()
+        reference = train_averaging(context, model, plain_loss, steps=6)
+        run = train_zero(context, model, plain_loss, zero.Config(), steps=6)
+        errors[kind.__name__] = max(
+            relative_error(run.losses, reference.losses),
+            state_error(run.state, reference.state) if run.state else 0.0,
+        )
+    return errors
+
+
+def test_architectures(cluster: Clusters) -> None:
+    for found in cluster(2).run(architectures_body):
+        assert max(found.values()) < 1e-5, found
+
+
+def rank_dependent(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Each rank leaves out other blocks."""
+    return model(features(step, rank, model), (0, 1, 3) if (step + rank) % 2 else (2, 1)).loss
+
+
+def rank_dependent_body(context: Context) -> dict[str, float]:
+    errors = {}
+    reference = train_averaging(context, fresh(None), rank_dependent, decaying, steps=8)
+    for stage in (0, 1, 2):
+        run = train_zero(
+            context, fresh(None), rank_dependent, zero.Config(stage=stage, timeout=10), decaying, steps=8
+        )
+        errors[str(stage)] = max(
+            relative_error(run.losses, reference.losses),
+            state_error(run.state, reference.state) if run.state else 0.0,
+        )
+    return errors
+
+
+def test_ranks_that_use_different_blocks(cluster: Clusters) -> None:
+    """Below stage 3 nothing is gathered in forward, so ranks may take different paths."""
+    for found in cluster(2).run(rank_dependent_body):
+        assert max(found.values()) < 1e-5, found
+
+
+def parts_body(context: Context) -> bool:
+    """Modules of the root unit called by themselves, outside the model's forward."""
+    torch.manual_seed(3)
+    model = LanguageModel()
+    plain = copy.deepcopy(model)
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=10))
+    for module in (model, plain):
+        batch = tokens(0, context.rank, module)
+        loss = module.head(module.norm(module.blocks[0](module.embedding(batch)))).square().mean()
+        if module is plain:
+            loss.backward()
+        else:
+            engine.backward(loss)
+    gradient = engine.full_gradient("embedding.weight")
+    assert gradient is not None
+    expected = plain.embedding.weight.grad
+    torch.distributed.all_reduce(expected)
+    idle = all(u.idle for u in engine.units)
+    return idle and torch.allclose(gradient.cpu(), expected / context.size, rtol=1e-5, atol=1e-7)
+
+
+def test_parts_of_the_root_unit_work_alone(cluster: Clusters) -> None:
+    assert all(cluster(2).run(parts_body))
+
+
+def lifetimes_body(context: Context) -> dict[str, Any]:
+    """Which units are whole while each block runs, forward and backward."""
+    model = fresh()
+    engine = zero.initialize(model, decaying(model), zero.Config(prefetch=1))
+    seen: list[tuple[str, ...]] = []
+
+    def whole() -> tuple[str, ...]:
+        return tuple(u.name for u in engine.units if not u.idle)
+
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda m, a, o: seen.append(whole()))
+        block.up.register_full_backward_hook(lambda m, a, o: seen.append(whole()))
+    for step in range(3):
+        seen.clear()
+        engine.backward(straight(model, step, context.rank))
+        between = whole()
+        engine.step()
+    return {"most": max(len(s) for s in seen), "calls": len(seen), "between": between, "after": whole()}
+
+
+def test_units_are_released(cluster: Clusters) -> None:
+    """At most the root, the unit in use, the one prefetched and the one just finished are whole."""
+    for found in cluster(2).run(lifetimes_body):
+        assert found["calls"] == 8
+        assert found["most"] <= 4, found
+        assert found["between"] == found["after"] == (), found

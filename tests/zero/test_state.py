@@ -1,0 +1,587 @@
+"""Whole values in and out: gathered(), zero.init(), state dicts, checkpoints, optimizer state."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import init
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.models import LanguageModel, Stack, device_of, features, tokens
+from tests.zero.test_parity import fresh, language_loss
+from tests.zero.test_paths import STRAIGHT
+from tests.zero.training import adamw, train_zero
+
+
+def gathered_body(context: Context, stage: int, precision: str) -> dict[str, Any]:
+    model = fresh()
+    original = {n: p.detach().clone() for n, p in model.named_parameters()}
+    config = zero.Config(stage=stage, precision=precision, timeout=10)
+    engine = zero.initialize(model, adamw(model), config)
+    dtype = config.dtype or torch.float32
+    result: dict[str, Any] = {}
+
+    with zero.gathered(model):
+        result["read all"] = all(
+            torch.equal(p.detach().cpu(), original[n].to(dtype)) for n, p in model.named_parameters()
+        )
+    weight = model.blocks[1].up.weight
+    with zero.gathered(weight), zero.gathered([weight, model.gain]):
+        result["nested"] = torch.equal(weight.detach().cpu(), original["blocks.1.up.weight"].to(dtype))
+    result["released"] = all(u.idle or u.resident for u in engine.units)
+
+    with torch.no_grad(), zero.gathered(weight, write_rank=context.size - 1):
+        if context.rank == context.size - 1:
+            weight.fill_(0.25)
+            weight[0, 0] = -3.0
+        else:
+            weight.fill_(77.0)  # another rank's values do not count
+    with zero.gathered(weight):
+        result["written"] = (weight[0, 0].item(), weight[1:].min().item(), weight[1:].max().item())
+    master = engine.full_master("blocks.1.up.weight")
+    result["master"] = (master.dtype == torch.float32, master[0, 0].item(), master[1:].sum().item())
+    other = engine.full_master("blocks.1.down.weight")
+    result["others keep their fp32"] = torch.equal(
+        other.cpu(), original["blocks.1.down.weight"].to(other.dtype)
+    )
+
+    for name, call in {
+        "lost write": lambda: _write_without_rank(weight),
+        "rank": lambda: zero.gathered(weight, write_rank=9).__enter__(),
+    }.items():
+        try:
+            call()
+            result[name] = "nothing raised"
+        except zero.UsageError as error:
+            result[name] = str(error)
+    try:
+        with zero.gathered(weight):
+            raise KeyError("body")
+    except KeyError:
+        result["exception"] = all(u.idle or u.resident for u in engine.units)
+    with zero.gathered(nn.Linear(2, 2)):  # not sharded: passes through
+        pass
+    engine.backward(language_loss(model, 0, context.rank))
+    result["works"] = engine.step()
+    return result
+
+
+def _write_without_rank(weight: nn.Parameter) -> None:
+    with torch.no_grad(), zero.gathered(weight):
+        weight.zero_()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (2, "bf16"), (0, "fp32")])
+def test_gathered(cluster: Clusters, size: int, stage: int, precision: str) -> None:
+    for found in cluster(size).run(gathered_body, stage=stage, precision=precision):
+        assert found["read all"]
+        assert found["nested"]
+        assert found["released"]
+        assert found["written"] == (-3.0, 0.25, 0.25)
+        assert found["master"] == (True, -3.0, 28 * 12 * 0.25)
+        # A frozen parameter has no fp32 master: at 16 bits its rounding is all there is.
+        assert found["others keep their fp32"] or precision == "bf16"
+        assert "change is lost unless you pass write_rank" in found["lost write"]
+        assert "write_rank=9 is no rank" in found["rank"]
+        assert found["exception"]
+        assert found["works"]
+
+
+class Initialised(nn.Module):
+    """Constructors as people write them: custom initialisation over the defaults, values read in between."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        rates = [x.item() for x in torch.linspace(0, 0.3, 3)]
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in rates)
+        self.norm = nn.LayerNorm(width)
+        self.convolution = nn.Conv2d(16, 32, 3)
+        self.orthogonal = nn.Parameter(torch.empty(width, width))
+        self.truncated = nn.Parameter(init.trunc_normal_(torch.empty(width, width), std=0.02))
+        self.scaled = nn.Parameter(torch.randn(width, width) / math.sqrt(width))
+        self.copied = nn.Parameter(self.scaled.detach().clone() * 2)
+        self.permuted = nn.Parameter(torch.randperm(width * width).view(width, width).float())
+        self.register_buffer("mask", torch.tril(torch.ones(width, width)))
+        self.register_buffer("noise", torch.rand(width, width))
+        layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)  # copies its layer
+        init.orthogonal_(self.orthogonal)
+        self.apply(self._initialise)
+        with torch.no_grad():
+            self.blocks[1].weight[:, 3].zero_()
+            self.blocks[2].weight.mul_(self.scaled.abs().mean())
+        self.total = self.blocks[0].weight.sum().item()  # needs a value right now
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=0.02)
+            init.zeros_(module.bias)
+
+
+def compare_born(build: Callable[[], nn.Module], seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    plain = build()
+    after_plain = torch.get_rng_state()
+    torch.manual_seed(seed)
+    with zero.init(zero.Config()):
+        born = build()
+    return {
+        "generator": torch.equal(after_plain, torch.get_rng_state()),
+        "plain": plain,
+        "born": born,
+        "buffers": all(torch.equal(a, b) for a, b in zip(plain.buffers(), born.buffers(), strict=True)),
+        "hollow": sum(p.untyped_storage().nbytes() == 0 for p in born.parameters()),
+    }
+
+
+def born_body(context: Context, stage: int) -> dict[str, Any]:
+    result = {}
+    for build in (Initialised, LanguageModel, lambda: nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 9))):
+        found = compare_born(build, seed=11)
+        plain, born = found.pop("plain"), found.pop("born")
+        identities = [id(p) for p in born.parameters()]
+        optimizer = torch.optim.AdamW(born.parameters(), lr=1e-3)
+        engine = zero.initialize(born, optimizer, zero.Config(stage=stage, timeout=10))
+        expected = plain.state_dict()
+        state = engine.state_dict()
+        found["equal"] = context.rank > 0 or (
+            list(state) == list(expected) and all(torch.equal(state[n], expected[n]) for n in expected)
+        )
+        found["identity"] = identities == [id(p) for p in born.parameters()]
+        result[type(plain).__name__] = found
+    return result
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 3), (2, 1)])
+def test_born_sharded_equals_the_plain_constructor(cluster: Clusters, size: int, stage: int) -> None:
+    for per_model in cluster(size).run(born_body, stage=stage):
+        for name, found in per_model.items():
+            for what in ("generator", "buffers", "equal", "identity"):
+                assert found[what], (name, what)
+        assert per_model["Initialised"]["hollow"] > 10
+
+
+def test_before_initialize_values_are_refused() -> None:
+    with zero.init():
+        model = nn.Linear(128, 128)
+    assert tuple(model.weight.shape) == (128, 128)
+    with pytest.raises(zero.ShardedParameterError, match=r"made under zero.init\(\)"):
+        model(torch.ones(1, 128))
+    with pytest.raises(zero.UsageError, match=r"before zero.initialize"), zero.gathered(model.weight):
+        pass
+    with pytest.raises(TypeError, match=r"zero.Config"), zero.init({"stage": 3}):  # type: ignore[arg-type]
+        pass
+
+
+def test_an_exception_in_the_constructor_leaves_nothing_behind() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(128, 128)
+            raise KeyError("no")
+
+    with pytest.raises(KeyError), zero.init():
+        Broken()
+    assert nn.Linear(128, 128).weight.sum().item() != 0  # the plain constructor is itself again
+
+
+def born_peak_body(context: Context) -> tuple[int, int]:
+    """Bytes of real parameter storage at once while a model of ten equal blocks is born and sharded."""
+    with zero.init():
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(10)))
+    held: list[int] = []
+    broadcast = context.accelerator.collectives.broadcast
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        held.append(sum(p.untyped_storage().nbytes() for p in model.parameters()))
+        return broadcast(*args, **kwargs)
+
+    context.accelerator.collectives.broadcast = spy  # type: ignore[method-assign]
+    zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=10))
+    del context.accelerator.collectives.broadcast
+    return max(held), 256 * 256 * 4
+
+
+def test_no_rank_ever_holds_the_whole_model(cluster: Clusters) -> None:
+    for peak, block in cluster(2).run(born_peak_body):
+        assert peak == block  # one unit, while it is being sharded
+
+
+def round_trip_body(context: Context, precision: str) -> dict[str, Any]:
+    config = zero.Config(precision=precision, timeout=10)
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), config)
+    for step in range(3):
+        engine.backward(language_loss(model, step, context.rank))
+        engine.step()
+    state = engine.state_dict(master=True)
+    narrow = engine.state_dict()
+    other = LanguageModel()
+    twin = zero.initialize(other, adamw(other), zero.Config(stage=1, precision=precision, timeout=10))
+    twin.load_state_dict(state)
+    again = twin.state_dict(master=True)
+    names = [n for n, _ in fresh().named_parameters()]
+    plain = LanguageModel()
+    if context.rank == 0:
+        plain.load_state_dict(narrow)
+    return {
+        "keys": list(state) == (list(fresh().state_dict()) if context.rank == 0 else []),
+        "equal": all(torch.equal(state[n], again[n]) for n in state),
+        "masters": all(
+            torch.equal(engine.full_master(n), twin.full_master(n)) for n in names if n != "empty"
+        ),
+        "dtypes": sorted({str(v.dtype) for v in narrow.values()}),
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_dict_round_trip(cluster: Clusters, precision: str) -> None:
+    results = cluster(3).run(round_trip_body, precision=precision)
+    for found in results:
+        assert found["keys"]
+        assert found["equal"]
+        assert found["masters"]
+    bf16 = ["torch.bfloat16", "torch.float32"]  # the buffer stays fp32
+    assert results[0]["dtypes"] == (bf16 if precision == "bf16" else ["torch.float32"])
+
+
+def misfit_body(context: Context) -> dict[str, str]:
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
+    good = {k: torch.zeros_like(v) for k, v in fresh().state_dict().items()}
+    before = engine.full_master("blocks.0.up.weight")
+    cases = {
+        "missing": {k: v for k, v in good.items() if k != "blocks.0.up.weight"},
+        "unexpected": {**good, "blocks.9.up.weight": torch.zeros(1)},
+        "shape": {**good, "gain": torch.zeros(3)},
+    }
+    messages = {}
+    for name, state in cases.items():
+        try:
+            engine.load_state_dict(state if context.rank == 0 else None)
+            messages[name] = "nothing raised"
+        except zero.StateError as error:
+            messages[name] = str(error)
+    messages["unchanged"] = str(torch.equal(before, engine.full_master("blocks.0.up.weight")))
+    partial = {"blocks.0.up.weight": torch.full((29, 12), 2.0)}
+    engine.load_state_dict(partial if context.rank == 0 else None, strict=False)
+    messages["partial"] = str(engine.full_master("blocks.0.up.weight").eq(2).all().item())
+    try:
+        engine.full_master("nonsense")
+    except zero.StateError as error:
+        messages["name"] = str(error)
+    return messages
+
+
+def test_state_dicts_that_do_not_fit(cluster: Clusters) -> None:
+    for found in cluster(2).run(misfit_body):
+        assert "missing: blocks.0.up.weight" in found["missing"]
+        assert "unexpected: blocks.9.up.weight" in found["unexpected"]
+        assert "of another shape: gain: (3,) instead of ()" in found["shape"]
+        assert found["unchanged"] == "True"
+        assert found["partial"] == "True"
+        assert "no parameter 'nonsense'" in found["name"]
+
+
+def optimizer_state_body(context: Context, stage: int, amsgrad: bool) -> dict[str, float]:
+    """Whole optimizer state by name against a plain run on all ranks' batches."""
+
+    def build(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=amsgrad, foreach=False)
+
+    plain = fresh()
+    reference = build(plain)
+    model = fresh()
+    engine = zero.initialize(model, build(model), zero.Config(stage=stage, timeout=10))
+    for step in range(2):
+        for rank in range(context.size):
+            (language_loss(plain, step, rank) / context.size).backward()
+        reference.step()
+        reference.zero_grad()
+        engine.backward(language_loss(model, step, context.rank))
+        engine.step()
+    worst: dict[str, float] = {}
+    for name, parameter in plain.named_parameters():
+        if not parameter.requires_grad or not parameter.numel():
+            continue
+        state = engine.full_optimizer_state(name)
+        expected = reference.state[parameter]
+        assert set(state) == set(expected), (name, set(state))
+        for key, value in expected.items():
+            assert state[key].shape == value.shape, (name, key)
+            difference = (state[key].cpu() - value).abs().max() / value.abs().max().clamp(min=1e-8)
+            worst[key] = max(worst.get(key, 0.0), difference.item())
+    return worst
+
+
+@pytest.mark.parametrize(("stage", "amsgrad"), [(3, False), (1, False), (3, True)])
+def test_full_optimizer_state(cluster: Clusters, stage: int, amsgrad: bool) -> None:
+    for found in cluster(3).run(optimizer_state_body, stage=stage, amsgrad=amsgrad):
+        assert {"step", "exp_avg", "exp_avg_sq"} <= set(found)
+        assert max(found.values()) < 1e-4, found
+
+
+def checkpoint_body(context: Context, path: str, part: str, **settings: Any) -> list[float]:
+    """`part` "first" trains four steps and saves; "second" loads and trains four more; "all" trains eight."""
+    model = LanguageModel() if part == "second" else fresh()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=10, clip_norm=0.5, **settings))
+    start, stop = {"first": (0, 4), "second": (4, 8), "all": (0, 8)}[part]
+    if part == "second":
+        extra = engine.load_checkpoint(path)
+        assert extra["note"] == [1, "two"]
+        assert engine.steps == 4
+        schedule.load_state_dict(extra["schedule"])
+    losses = []
+    for step in range(start, stop):
+        loss = language_loss(model, step, context.rank)
+        engine.backward(loss)
+        engine.step()
+        schedule.step()
+        losses.append(loss.item())
+    if part == "first":
+        engine.save_checkpoint(path, extra={"schedule": schedule.state_dict(), "note": [1, "two"]})
+    return losses
+
+
+@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 3, "precision": "bf16"}, {"stage": 1}])
+def test_resume_is_exact(cluster: Clusters, tmp_path: Path, settings: dict[str, Any]) -> None:
+    path = str(tmp_path / "runs" / "step-4")
+    ranks = cluster(2)
+    straight = ranks.run(checkpoint_body, path=path, part="all", **settings)
+    first = ranks.run(checkpoint_body, path=path, part="first", **settings)
+    second = ranks.run(checkpoint_body, path=path, part="second", **settings)
+    for rank in range(2):
+        assert first[rank] + second[rank] == straight[rank]
+
+
+def test_a_checkpoint_loads_at_another_world_size_and_stage(cluster: Clusters, tmp_path: Path) -> None:
+    path = str(tmp_path / "step-4")
+    cluster(3).run(checkpoint_body, path=path, part="first", stage=3)
+    one = cluster(1).run(checkpoint_body, path=path, part="second", stage=0)
+    again = cluster(1).run(checkpoint_body, path=path, part="second", stage=3)
+    assert one == again
+    assert all(math.isfinite(x) for x in one[0])
+
+
+def broken_checkpoint_body(context: Context, path: str) -> dict[str, str]:
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
+    messages = {}
+    cases: dict[str, Callable[[], Any]] = {
+        "missing": lambda: engine.load_checkpoint(path + "-nowhere"),
+        "truncated": lambda: engine.load_checkpoint(path + "-truncated"),
+        "json": lambda: engine.load_checkpoint(path + "-json"),
+        "file in the way": lambda: engine.save_checkpoint(path + "-file/inside"),
+        "not json": lambda: engine.save_checkpoint(path, extra={"x": torch.ones(1)}),
+    }
+    for name, call in cases.items():
+        try:
+            call()
+            messages[name] = "nothing raised"
+        except zero.ZeroError as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    engine.load_checkpoint(path)
+    return messages
+
+
+def test_broken_checkpoints(cluster: Clusters, tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    cluster(2).run(checkpoint_body, path=str(path), part="first", stage=3)
+    truncated, garbled = tmp_path / "c-truncated", tmp_path / "c-json"
+    shutil.copytree(path, truncated)
+    data = (truncated / "optimizer.safetensors").read_bytes()
+    (truncated / "optimizer.safetensors").write_bytes(data[: len(data) // 2])
+    shutil.copytree(path, garbled)
+    (garbled / "state.json").write_text(json.dumps({"format": 99}))
+    (tmp_path / "c-file").write_text("a file where a directory should be")
+    for found in cluster(2).run(broken_checkpoint_body, path=str(path)):
+        assert found["missing"].startswith("StateError"), found
+        assert "is no complete checkpoint" in found["truncated"], found
+        assert "format 99" in found["json"], found
+        assert "could not be written" in found["file in the way"], found
+        assert found["not json"].startswith("UsageError: extra must hold JSON values"), found
+    assert sorted(p.name for p in path.parent.iterdir()) == ["c", "c-file", "c-json", "c-truncated"]
+
+
+def scheduler_body(context: Context) -> dict[str, Any]:
+    """The optimizer object stays the user's: schedulers, hooks, param_groups."""
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=10))
+    after = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=4)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    rates, moved = [], []
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # schedulers warn when they miss optimizer.step()
+        for step in range(3):
+            start = engine.full_master("blocks.0.up.bias")
+            rates.append(optimizer.param_groups[0]["lr"])
+            engine.backward(model(features(step, context.rank, model), STRAIGHT).loss)
+            engine.step()
+            before.step()
+            moved.append((engine.full_master("blocks.0.up.bias") - start).abs().max().item())
+        after.step()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    frozen = engine.full_master("blocks.0.up.bias")
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    engine.backward(model(features(9, context.rank, model), STRAIGHT).loss)
+    try:
+        engine.step()
+        refused = ""
+    except zero.OptimizerError as error:
+        refused = str(error)
+    del optimizer.param_groups[1]
+    engine.step()
+    return {
+        "refused": refused,
+        "same object": engine.optimizer is optimizer,
+        "rates": rates,
+        "moved": moved,
+        "calls": calls[:4],
+        "lr 0": torch.equal(frozen, engine.full_master("blocks.0.up.bias")),
+    }
+
+
+def test_the_optimizer_stays_the_users(cluster: Clusters) -> None:
+    for found in cluster(2).run(scheduler_body):
+        assert found["same object"]
+        assert "other parameters than at zero.initialize" in found["refused"]
+        assert found["rates"] == pytest.approx([1.0, 1 / 2, 1 / 3])
+        assert found["moved"][0] > 0.9  # Adam's first step is as long as the learning rate
+        assert found["calls"] == ["pre", "post", "pre", "post"]
+        assert found["lr 0"]
+
+
+def loss_scale_body(context: Context) -> dict[str, Any]:
+    """Dynamic loss scaling: overflow skips the step and halves, a run of good steps doubles."""
+    model = fresh()
+    config = zero.Config(precision="fp16", loss_scale_window=2, timeout=10)
+    engine = zero.initialize(model, adamw(model), config)
+    scales, kept = [], []
+
+    def step(factor: float) -> None:
+        weights = engine.full_master("blocks.0.up.weight")
+        engine.backward(language_loss(model, 0, context.rank) * factor)
+        assert engine.step()
+        assert engine.loss_scale is not None
+        scales.append(engine.loss_scale.item())
+        kept.append(torch.equal(weights, engine.full_master("blocks.0.up.weight")))
+
+    for factor in (1.0, 1.0, 1e30 if context.rank == 0 else 1.0, 1.0, 1.0, 1.0):
+        step(factor)
+    state = engine.full_optimizer_state("blocks.0.up.weight")
+    return {"scales": scales, "kept": kept, "step": state["step"].item(), "steps": engine.steps}
+
+
+def test_dynamic_loss_scale(cluster: Clusters) -> None:
+    """One rank's overflow skips the step on all; skipped steps do not count for Adam."""
+    for found in cluster(2).run(loss_scale_body):
+        scales = found["scales"]
+        skipped = found["kept"]
+        assert skipped[2]
+        for index in range(1, len(scales)):
+            ratio = scales[index] / scales[index - 1]
+            assert ratio == 0.5 if skipped[index] else ratio in (1.0, 2.0)
+        assert any(b == 2 * a for a, b in itertools.pairwise(scales))
+        assert found["step"] == 6 - sum(skipped)
+        assert found["steps"] == 6
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(8)
+        self.quantised = nn.Parameter(torch.arange(12, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.wide = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.ones(7, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.convolution(x))
+        return y.square().mean() + self.wide.sum().float() + self.narrow.square().sum().float()
+
+
+def mixed_dtypes_body(context: Context) -> dict[str, Any]:
+    torch.manual_seed(context.rank)  # rank 0's values win, buffers included
+    model = Buffered()
+    if context.rank:
+        model.flags.fill_(False)
+        model.quantised.data.fill_(9)
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
+    losses = []
+    for step in range(3):
+        x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(step)).to(device_of(model))
+        loss = model(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    with zero.gathered(model):
+        strided = model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+        integers = model.quantised.tolist()
+    dtypes = {n: str(p.dtype) for n, p in model.named_parameters()}
+    return {
+        "losses": losses,
+        "dtypes": dtypes,
+        "channels last": strided,
+        "integers": integers,
+        "flags": model.flags.tolist(),
+    }
+
+
+def test_mixed_dtypes_and_buffers(cluster: Clusters) -> None:
+    results = cluster(3).run(mixed_dtypes_body)
+    for found in results:
+        assert found["losses"] == results[0]["losses"]  # same batch everywhere
+        assert found["losses"][2] < found["losses"][0]
+        assert found["dtypes"]["wide"] == "torch.float64"
+        assert found["dtypes"]["narrow"] == "torch.bfloat16"
+        assert found["dtypes"]["quantised"] == "torch.int8"
+        assert found["channels last"]
+        assert found["integers"] == list(range(12))
+        assert found["flags"] == [True, False]
+
+
+def two_engines_body(context: Context) -> bool:
+    """Two engines in one process are independent: interleaved they train as they do alone."""
+    alone = [
+        train_zero(context, fresh(), language_loss, zero.Config(stage=stage, timeout=10), steps=4).losses
+        for stage in (3, 2)
+    ]
+    models = [fresh(), fresh()]
+    engines = [
+        zero.initialize(m, adamw(m), zero.Config(stage=stage, timeout=10))
+        for m, stage in zip(models, (3, 2), strict=True)
+    ]
+    together: list[list[float]] = [[], []]
+    for step in range(4):
+        losses = [m(tokens(step, context.rank, m))["loss"] for m in models]
+        for engine, loss, record in zip(engines, losses, together, strict=True):
+            engine.backward(loss)
+            engine.step()
+            record.append(loss.item())
+    return together == alone
+
+
+def test_two_engines(cluster: Clusters) -> None:
+    assert all(cluster(2).run(two_engines_body))

@@ -1,0 +1,186 @@
+"""Training runs to compare: with zero, and unsharded with torch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import zero
+from accelz.conformance.cluster import Context
+
+Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, rank) -> loss of that rank's micro-batch
+
+
+@dataclass
+class Run:
+    """losses: one per micro-batch. state: the final whole model (rank 0; {} elsewhere)."""
+
+    losses: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """Two param groups with different weight decay, as users have them."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def train_zero(
+    context: Context,
+    model: nn.Module,
+    loss: Loss,
+    config: zero.Config,
+    optimizer: Callable[[nn.Module], Optimizer] = adamw,
+    steps: int = 10,
+) -> Run:
+    """Train `model` (which is used up) for `steps` micro-batches."""
+    engine = zero.initialize(model, optimizer(model), config)
+    run = Run()
+    for step in range(steps):
+        value = loss(model, step, context.rank)
+        engine.backward(value)
+        if engine.step() and engine.grad_norm is not None:
+            run.norms.append(float(engine.grad_norm))
+        run.losses.append(value.item())
+    run.state = engine.state_dict()
+    return run
+
+
+def train_reference(
+    context: Context,
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Callable[[nn.Module], Optimizer] = adamw,
+    steps: int = 10,
+    accumulation: int = 1,
+    clip: float | None = None,
+) -> Run:
+    """The same with DistributedDataParallel on a copy of `model`."""
+    model = copy.deepcopy(model)
+    wrapped = _Wrapped(model, loss)
+    parallel = DistributedDataParallel(wrapped, find_unused_parameters=True)
+    optimize = optimizer(model)
+    run = Run()
+    for step in range(steps):
+        value = parallel(step, context.rank)
+        (value / accumulation).backward()
+        run.losses.append(value.item())
+        if (step + 1) % accumulation == 0:
+            if clip is not None:
+                run.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+            optimize.step()
+            optimize.zero_grad()
+    run.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return run
+
+
+def train_averaging(
+    context: Context,
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Callable[[nn.Module], Optimizer] = adamw,
+    steps: int = 10,
+) -> Run:
+    """Unsharded data-parallel training in its simplest form, for models that DDP refuses.
+
+    Gradients are averaged after backward; a parameter that no rank used keeps `grad = None`.
+    """
+    model = copy.deepcopy(model)
+    optimize = optimizer(model)
+    run = Run()
+    for step in range(steps):
+        value = loss(model, step, context.rank)
+        value.backward()
+        for parameter in model.parameters():
+            used = torch.tensor(float(parameter.grad is not None))
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.distributed.all_reduce(used)
+            torch.distributed.all_reduce(gradient)
+            parameter.grad = gradient / context.size if used else None
+        optimize.step()
+        optimize.zero_grad()
+        run.losses.append(value.item())
+    run.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    return run
+
+
+def train_mixed_reference(
+    context: Context,
+    model: nn.Module,
+    loss: Loss,
+    optimizer: Callable[[nn.Module], Optimizer],
+    steps: int,
+    dtype: torch.dtype,
+) -> Run:
+    """Unsharded training with 16-bit weights and gradients, fp32 masters and fp32 optimizer state."""
+    narrow = copy.deepcopy(model)
+    for parameter in narrow.parameters():
+        parameter.data = parameter.data.to(dtype)
+    parallel = DistributedDataParallel(_Wrapped(narrow, loss), find_unused_parameters=True)
+    optimize = optimizer(model)  # steps the masters: the model as it came
+    run = Run()
+    for step in range(steps):
+        value = parallel(step, context.rank)
+        value.backward()
+        for master, weight in zip(model.parameters(), narrow.parameters(), strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+            weight.grad = None
+        optimize.step()
+        with torch.no_grad():
+            for master, weight in zip(model.parameters(), narrow.parameters(), strict=True):
+                weight.copy_(master)
+        run.losses.append(value.item())
+    return run
+
+
+class _Wrapped(nn.Module):
+    """DDP wants the loss to come out of its forward."""
+
+    def __init__(self, model: nn.Module, loss: Loss) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        return self._loss(self.model, step, rank)
+
+
+def relative_error(got: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest relative difference of two series."""
+    assert len(got) == len(expected)
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(got, expected, strict=True))
+
+
+def scaled_error(got: Sequence[float], expected: Sequence[float]) -> float:
+    """Largest difference of two series of losses, relative to the first expected one."""
+    assert len(got) == len(expected)
+    return max(abs(a - b) for a, b in zip(got, expected, strict=True)) / abs(expected[0])
+
+
+def state_error(got: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Largest difference of two state dicts, relative to each tensor's largest magnitude."""
+    assert list(got) == list(expected)
+    worst = 0.0
+    for name, value in expected.items():
+        assert got[name].shape == value.shape, name
+        if value.numel():
+            difference = (got[name].double() - value.double()).abs().max()
+            worst = max(worst, float(difference / value.double().abs().max().clamp(min=1e-3)))
+    return worst
+
+
+def same_bits(first: Run, second: Run) -> bool:
+    """Whether two runs agree bit for bit."""
+    return first.losses == second.losses and all(
+        torch.equal(value, second.state[name]) for name, value in first.state.items()
+    )
