@@ -1,7 +1,5 @@
-// What Python sees of the device: accelz_sim._C.
+// What Python sees of the device beyond torch's own view of it: accelz_sim._C.
 #include <torch/csrc/utils/pybind.h>
-
-#include <chrono>
 
 #include "device.h"
 #include "memory.h"
@@ -26,22 +24,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_capacity", [](int device, size_t nbytes) { sim::set_capacity(device, nbytes); });
   m.def("fail_allocation", &sim::fail_allocation);
 
-  py::class_<sim::Event, sim::EventPtr>(m, "Event")
-      .def_property_readonly("passed", [](const sim::Event& event) { return event.passed.load(); })
-      .def_property_readonly("seconds", [](const sim::Event& event) {
-        return std::chrono::duration<double>(event.when.time_since_epoch()).count();
-      });
-  m.def("current_stream", [](int device) { return sim::current_stream(device); });
-  m.def("exchange_stream", [](int device, int64_t stream) {
-    return sim::exchange_stream(device, stream);
-  });
-  m.def("new_stream", &sim::new_stream);
   m.def("set_delays", &sim::set_delays, Unlocked());
-  m.def("record", &sim::record, Unlocked());
-  m.def("wait", &sim::wait, Unlocked());
   m.def("synchronize", [] { sim::synchronize(); }, Unlocked());
-  m.def("synchronize_event", [](const sim::EventPtr& event) { sim::synchronize(event); }, Unlocked());
-  m.def("keep_alive", [](const at::Tensor& tensor, int64_t stream) {
-    sim::submit_behind(stream, [storage = tensor.storage()] {});
-  });
 }

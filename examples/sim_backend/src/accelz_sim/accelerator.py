@@ -1,27 +1,25 @@
-"""The accelerator: what it can do, and its roles put together."""
+"""The accelerator: what the device can do, and the two roles that are not torch's usual ones.
+
+"sim" is a proper device of torch (`torch_device.register`), so memory, streams and random numbers are
+derived from the module `torch.sim`.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
 from accelz.accelerator import Accelerator
-from accelz.capabilities import Capabilities
-from accelz.flat_buffer import CopyAndShrink
 from accelz.kernels import Kernels
-from accelz_sim import _C, torch_device
+from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
+from accelz_sim import NAME, torch_device
 from accelz_sim.collectives import HostStaged
-from accelz_sim.memory import SimMemory
-from accelz_sim.rng import SimRng
-from accelz_sim.streams import SimStreams
 
-CAPABILITIES = Capabilities(
+CAPABILITIES = replace(
+    TORCH_DEVICE,
     asynchronous=False,  # the default stream is not; side streams are
-    streams=True,
-    pinned_host_memory=True,
-    storage_resize=True,
-    host_data_assignment=False,
-    async_collectives=True,
-    exact_memory=True,
+    host_data_assignment=False,  # so flat buffers are made by CopyAndShrink
     shared_device=True,  # each process simulates its own memory: ranks share nothing but the name
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
 )
@@ -33,28 +31,6 @@ class SimKernels(Kernels):
     chunk = 1 << 16
 
 
-class SimAccelerator(Accelerator):
-    def device_count(self) -> int:
-        return _C.DEVICES
-
-    def bind(self, local_rank: int) -> None:
-        index = local_rank % _C.DEVICES
-        _C.exchange_device(index)
-        self.device = torch.device(torch_device.NAME, index)
-        self.flat_buffers.device = self.device
-
-
 def build() -> Accelerator:
     torch_device.register()
-    device = torch.device(torch_device.NAME, _C.current_device())
-    return SimAccelerator(
-        name=torch_device.NAME,
-        device=device,
-        capabilities=CAPABILITIES,
-        memory=SimMemory(),
-        streams=SimStreams(),
-        rng=SimRng(),
-        collectives=HostStaged(),
-        flat_buffers=CopyAndShrink(device),
-        kernels=SimKernels(),
-    )
+    return TorchAccelerator(NAME, collectives=HostStaged(), capabilities=CAPABILITIES, kernels=SimKernels())

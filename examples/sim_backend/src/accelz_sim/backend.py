@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from accelz.hooks import BackendDescriptor, Probe, hookimpl
+from accelz_sim import NAME
 
 if TYPE_CHECKING:
     from accelz.accelerator import Accelerator
@@ -16,7 +17,7 @@ PRIORITY = -100
 
 @hookimpl
 def accelz_backend() -> BackendDescriptor:
-    return BackendDescriptor(name="sim", api_version=1, priority=PRIORITY, probe=_probe, load=_load)
+    return BackendDescriptor(name=NAME, api_version=1, priority=PRIORITY, probe=_probe, load=_load)
 
 
 def _probe() -> Probe:

@@ -1,28 +1,30 @@
-"""The memory role: counters that are exact to the byte, and page-locked host memory."""
+"""torch.sim's memory counters: exact to the byte, of the current device. Nothing is cached."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from accelz.memory import Memory, MemoryStats
 from accelz_sim import _C
 
 
-class SimMemory(Memory):
-    """Nothing is cached, so what is allocated is what tensors hold, and all that is left is free."""
+def memory_allocated() -> int:
+    return _C.counters(_C.current_device())[0]
 
-    def stats(self) -> MemoryStats:
-        allocated, peak, capacity = _C.counters(_C.current_device())
-        return MemoryStats(allocated, peak, capacity, max(capacity - allocated, 0))
 
-    def reset_peak(self) -> None:
-        _C.reset_peak(_C.current_device())
+def max_memory_allocated() -> int:
+    return _C.counters(_C.current_device())[1]
 
-    def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+def mem_get_info() -> tuple[int, int]:
+    """Bytes that are free, and bytes in all."""
+    allocated, _, capacity = _C.counters(_C.current_device())
+    return max(capacity - allocated, 0), capacity
+
+
+def reset_peak_memory_stats() -> None:
+    _C.reset_peak(_C.current_device())
+
+
+def empty_cache() -> None:
+    """There is no cache."""
 
 
 def set_capacity(nbytes: int) -> None:

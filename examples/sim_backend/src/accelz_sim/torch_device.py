@@ -1,7 +1,8 @@
-"""Makes "sim" a device of torch: its name, and the module `torch.sim` that torch's own code looks into.
+"""Makes "sim" a device of torch: its name, and the module `torch.sim`.
 
 torch finds these functions by name: seeding, checkpointed recomputation, autocast and `torch.accelerator`
-call them. Import `register` once before the first tensor.
+call them. `accelz.torch_device` derives the backend's roles from the rest. Call `register` once before the
+first tensor.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from accelz_sim import _C
-
-NAME = "sim"
+from accelz_sim import _C, NAME, memory, streams
 
 
 def register() -> None:
@@ -80,17 +79,27 @@ def _module() -> ModuleType:
         "_initialized": True,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
+        "Event": streams.Event,
+        "Stream": streams.Stream,
         "current_device": _C.current_device,
+        "current_stream": streams.current_stream,
         "device": device,
         "device_count": lambda: _C.DEVICES,
+        "empty_cache": memory.empty_cache,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "get_rng_state": get_rng_state,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "manual_seed": manual_seed,
         "manual_seed_all": manual_seed_all,
+        "max_memory_allocated": memory.max_memory_allocated,
+        "mem_get_info": memory.mem_get_info,
+        "memory_allocated": memory.memory_allocated,
+        "memory_reserved": memory.memory_allocated,
+        "reset_peak_memory_stats": memory.reset_peak_memory_stats,
         "set_device": set_device,
         "set_rng_state": set_rng_state,
+        "stream": streams.stream,
         "synchronize": lambda device=None: _C.synchronize(),
     }
     for name, value in names.items():
