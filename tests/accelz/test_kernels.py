@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelz.kernels import NAMES, Kernels
+from accelz.kernels import LIMITS, NAMES, Kernels
 
 N, STEPS = 301, 12
 
@@ -83,6 +83,34 @@ def test_pieces_change_no_bit() -> None:
         results.append((state["master"], weights))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("block", [32, 64, 256])
+def test_quantising_in_pieces_changes_no_bit(dtype: torch.dtype, block: int) -> None:
+    source = torch.linspace(-3, 5, N)
+    results = []
+    for kernels in (Kernels(), _Tiny()):
+        codes, scales = torch.zeros(N, dtype=dtype), torch.zeros(-(-N // block))
+        back = torch.zeros(N, dtype=torch.bfloat16)
+        kernels.quantise(codes, scales, source, block)
+        kernels.dequantise(back, codes, scales, block)
+        results.append((codes.float(), scales, back))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert torch.allclose(results[0][2].float(), source, atol=5 / 14)
+
+
+def test_quantising_says_what_does_not_fit(kernels: Kernels) -> None:
+    codes, scales, source = torch.zeros(N, dtype=torch.int8), torch.zeros(5), torch.zeros(N)
+    with pytest.raises(ValueError, match="a block of 32 to 4096, a power of two, got 48"):
+        kernels.quantise(codes, scales, source, 48)
+    with pytest.raises(ValueError, match=r"got torch\.float32, torch\.float32 and torch\.int8"):
+        kernels.dequantise(codes, source, scales, 64)
+    with pytest.raises(
+        ValueError, match=r"ceil\(n / 128\) scales.* got shapes \(301,\), \(301,\) and \(5,\)"
+    ):
+        kernels.quantise(codes, scales, source, 128)
 
 
 def test_scale_cast_leaves_an_fp32_source_alone(kernels: Kernels) -> None:

@@ -92,6 +92,41 @@ class Kernels:
         """total += addend, where total is at least as wide: a 16-bit addend is widened on the fly."""
         total.add_(addend)
 
+    def quantise(self, output: Tensor, scales: Tensor, source: Tensor, block: int) -> None:
+        """Symmetric block-wise quantisation: `block` elements share one scale; for gathers in 8 bits.
+
+        output: (n,) int8 or float8_e4m3fn. scales: (ceil(n / block),) fp32. source: (n,), any floating
+        dtype. block: a power of two from 32 to 4096; the last one may be shorter. As in Dettmers et al., 2022
+        (arXiv:2110.02861) and ZeRO++ (Wang et al., 2023, arXiv:2306.10209): scale = absmax / 127 for int8
+        and absmax / 448 for float8, output = source / scale in fp32, rounded to the nearest, ties to even.
+
+        Error after `dequantise` to fp32, in int8: at most 0.501 scale. In float8: at most 1.001 times the
+        larger of |source| / 16 and scale / 1024. A block whose scale would be below 2**-126, the smallest
+        normal fp32, becomes 0 with scale 0. A block with a NaN or an infinity becomes 0 with scale NaN, so
+        that `dequantise` gives NaN for all of it.
+        Raises ValueError where dtypes, sizes or the block do not fit.
+        """
+        check_blocks(output, scales, source, block)
+        for part, rows in self._blocks(source.numel(), block):
+            values = source[part].float().reshape(scales[rows].numel(), -1)
+            scale = values.abs().amax(dim=1, keepdim=True) / LIMITS[output.dtype]
+            scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
+            scale = torch.where(torch.isfinite(scale), scale, math.nan)
+            codes = (values * torch.where(scale > 0, 1 / scale, 0.0)).nan_to_num(0.0)
+            output[part].copy_((codes.round() if output.dtype is torch.int8 else codes).flatten())
+            scales[rows].copy_(scale.flatten())
+
+    def dequantise(self, output: Tensor, source: Tensor, scales: Tensor, block: int) -> None:
+        """output = source × the scale of its block in fp32, rounded once to output's dtype.
+
+        output: (n,), any floating dtype. source, scales, block: as `quantise` wrote them.
+        Raises ValueError where dtypes, sizes or the block do not fit.
+        """
+        check_blocks(source, scales, output, block)
+        for part, rows in self._blocks(source.numel(), block):
+            codes = source[part].float().reshape(scales[rows].numel(), -1)
+            output[part].copy_((codes * scales[rows].unsqueeze(1)).flatten())
+
     def origin(self, name: str) -> str:
         """Who implements the operation `name`: "torch reference" or the overriding class."""
         for cls in type(self).__mro__:
@@ -103,9 +138,45 @@ class Kernels:
         for start in range(0, numel, self.chunk):
             yield slice(start, min(start + self.chunk, numel))
 
+    def _blocks(self, numel: int, block: int) -> Iterator[tuple[slice, slice]]:
+        """Elements and their scales, whole blocks first; a shorter last block comes alone."""
+        whole = numel // block * block
+        step = max(self.chunk // block, 1) * block
+        for start in range(0, whole, step):
+            stop = min(start + step, whole)
+            yield slice(start, stop), slice(start // block, stop // block)
+        if whole < numel:
+            yield slice(whole, numel), slice(whole // block, None)
 
-NAMES = ("adamw", "norm_and_nonfinite", "scale_cast", "accumulate")
+
+NAMES = ("adamw", "norm_and_nonfinite", "scale_cast", "accumulate", "quantise", "dequantise")
 """Every kernel, by the name of its method."""
+
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The dtypes of quantised values, and the value that a block's largest element gets."""
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+"""Scales below the smallest normal fp32 become 0: their reciprocals overflow, and devices may flush them."""
+
+MIN_BLOCK, MAX_BLOCK = 32, 4096
+
+
+def check_blocks(codes: Tensor, scales: Tensor, values: Tensor, block: int) -> None:
+    """Raise ValueError unless codes, scales and values fit together as `Kernels.quantise` says."""
+    if not MIN_BLOCK <= block <= MAX_BLOCK or block & (block - 1):
+        raise ValueError(f"expected a block of {MIN_BLOCK} to {MAX_BLOCK}, a power of two, got {block}")
+    if codes.dtype not in LIMITS or scales.dtype is not torch.float32 or not values.is_floating_point():
+        raise ValueError(
+            "expected int8 or float8_e4m3fn for quantised values, float32 for scales and a floating-point "
+            f"dtype for plain values, got {codes.dtype}, {scales.dtype} and {values.dtype}"
+        )
+    numel = values.numel()
+    shapes = [tuple(t.shape) for t in (values, codes, scales)]
+    if shapes != [(numel,), (numel,), (-(-numel // block),)]:
+        raise ValueError(
+            f"expected n plain and n quantised values and ceil(n / {block}) scales, all one-dimensional, "
+            f"got shapes {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
 
 
 def _bias_correction(beta: float, step: Tensor) -> Tensor:

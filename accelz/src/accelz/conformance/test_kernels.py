@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.conformance.contract import expect, expect_close
+from accelz.conformance.contract import expect, expect_close, expect_raises
 from accelz.conformance.marks import about, over_dtypes
-from accelz.kernels import NAMES
+from accelz.kernels import LIMITS, NAMES, SMALLEST_SCALE
 
 SIZES = (0, 1, 3, 17, 1023, 70_001)
 OFFSETS = (0, 1, 3)
@@ -20,6 +21,8 @@ GUARD = 16
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (float("nan"), float("inf"), -float("inf"))
 EPS32 = torch.finfo(torch.float32).eps
+BLOCKS = (32, 256, 4096)
+over_codes = pytest.mark.parametrize("codes_dtype", LIMITS, ids=lambda d: str(d).removeprefix("torch."))
 
 
 class Guarded:
@@ -269,9 +272,176 @@ class KernelContract:
             expect_close(other.view, addend, where, "addend must not be written")
             total.check(where, "total")
 
+    @about("Kernels.quantise")
+    @pytest.mark.parametrize("numel", SIZES)
+    @over_codes
+    @over_dtypes()
+    def test_quantise(
+        self, accelerator: Accelerator, numel: int, codes_dtype: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        """Scales are absmax over the limit; values are within the stated error; at any alignment."""
+        where = "Kernels.quantise"
+        for block, offset in [(b, o) for b in BLOCKS for o in OFFSETS]:
+            host = _uneven(numel).to(dtype)
+            source = Guarded(host, offset, accelerator.device)
+            output = Guarded(torch.zeros(numel, dtype=codes_dtype), 3 * offset, accelerator.device)
+            scales = Guarded(torch.zeros(_ceil(numel, block)), offset // 2, accelerator.device)
+            accelerator.kernels.quantise(output.view, scales.view, source.view, block)
+            want = _absmax(host, block) / LIMITS[codes_dtype]
+            expect_close(scales.view, want, where, f"absmax over the limit (block {block})", rtol=4 * EPS32)
+            _expect_quantised(output.view, scales.view, host, block, where)
+            expect_close(source.view, host, where, "source must not be written")
+            output.check(where, "output")
+            scales.check(where, "scales")
+
+    @about("Kernels.quantise")
+    @over_codes
+    def test_quantise_rounds_half_to_even(self, accelerator: Accelerator, codes_dtype: torch.dtype) -> None:
+        """With a scale of exactly 1, output is source rounded to the nearest, ties to the even code."""
+        limit = LIMITS[codes_dtype]
+        halves = torch.arange(-126.5, 127.0, 1.0)
+        eighths = torch.arange(1.0, 2.0, 1 / 32)
+        host = torch.cat([halves, eighths, -eighths * 2**-7, eighths * 2**7, torch.tensor([limit])])
+        host = torch.cat([host.clamp(-limit, limit), torch.zeros(512 - len(host))])
+        output = torch.zeros(512, dtype=codes_dtype, device=accelerator.device)
+        scales = torch.zeros(1, device=accelerator.device)
+        accelerator.kernels.quantise(output, scales, host.to(accelerator.device), 512)
+        want = (host.round() if codes_dtype is torch.int8 else host).to(codes_dtype)
+        expect_close(scales, torch.ones(1), "Kernels.quantise", "must be exactly 1")
+        expect_close(output, want, "Kernels.quantise", "must round to the nearest, ties to even")
+
+    @about("Kernels.quantise")
+    @over_codes
+    @pytest.mark.parametrize("special", SPECIAL, ids=str)
+    def test_quantised_nonfinite_blocks_are_nan(
+        self, accelerator: Accelerator, codes_dtype: torch.dtype, special: float
+    ) -> None:
+        """A NaN or an infinity makes its block, and no other, NaN: scale and what comes back."""
+        for place in (0, 255, 256, 600, 999):
+            host = torch.ones(1000)
+            host[place] = special
+            scales, back = _round_trip(accelerator, host, codes_dtype, 256)
+            hit = torch.arange(1000) // 256 == place // 256
+            wanted_scales = torch.full((4,), 1 / LIMITS[codes_dtype])
+            wanted_scales[place // 256] = float("nan")
+            expect_close(
+                scales, wanted_scales, "Kernels.quantise", "NaN for this block alone", rtol=4 * EPS32
+            )
+            want = torch.where(hit, torch.nan, 1.0)
+            expect_close(back, want, "Kernels.dequantise", "must be NaN in this block alone", rtol=4 * EPS32)
+
+    @about("Kernels.quantise")
+    @over_codes
+    def test_quantise_of_very_small_and_very_large_values(
+        self, accelerator: Accelerator, codes_dtype: torch.dtype
+    ) -> None:
+        """Zeros come back as zeros, denormals as next to nothing, the largest values finite."""
+        smallest = SMALLEST_SCALE * LIMITS[codes_dtype]
+        for peak, tolerance in ((0.0, 0.0), (1e-44, smallest), (1e-37, smallest), (1e-30, 0), (3e38, 0)):
+            host = torch.linspace(-1, 1, 64) * peak
+            scales, back = _round_trip(accelerator, host, codes_dtype, 32)
+            expect(bool(torch.isfinite(scales).all()), "Kernels.quantise", "must be finite", repr(scales))
+            error = (back.cpu().double() - host.double()).abs().max().item()
+            bound = tolerance + peak / 15.9
+            expect(error <= bound, "Kernels.dequantise", f"must be within {bound} of {peak}", str(error))
+
+    @about("Kernels.dequantise")
+    @pytest.mark.parametrize("numel", SIZES)
+    @over_codes
+    @over_dtypes()
+    def test_dequantise(
+        self, accelerator: Accelerator, numel: int, codes_dtype: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        """output = source × scale in fp32, rounded once, for every code; at any alignment."""
+        where = "Kernels.dequantise"
+        codes = _every_code(codes_dtype).repeat(_ceil(numel, 256))[:numel]
+        for block, offset in [(b, o) for b in BLOCKS for o in OFFSETS]:
+            scale = torch.rand(_ceil(numel, block), generator=torch.Generator().manual_seed(3)) + 0.1
+            source = Guarded(codes, 3 * offset, accelerator.device)
+            scales = Guarded(scale, offset // 2, accelerator.device)
+            output = Guarded(torch.zeros(numel, dtype=dtype), offset, accelerator.device)
+            accelerator.kernels.dequantise(output.view, source.view, scales.view, block)
+            want = (codes.float() * scale.repeat_interleave(block)[:numel]).to(dtype)
+            expect_close(output.view, want, where, "must be the product rounded once", rtol=EPS32)
+            expect_close(source.view, codes, where, "source must not be written")
+            output.check(where, "output")
+
+    @about("Kernels.quantise")
+    def test_quantise_refuses_what_does_not_fit(self, accelerator: Accelerator) -> None:
+        """Blocks that are no power of two in range, other dtypes and wrong sizes are ValueErrors."""
+        device, kernels = accelerator.device, accelerator.kernels
+        values, scales = torch.ones(100, device=device), torch.ones(2, device=device)
+        codes = torch.zeros(100, dtype=torch.int8, device=device)
+        misfits: list[tuple[Tensor, Tensor, Tensor, int]] = [
+            *((codes, scales, values, block) for block in (0, 1, 16, 48, 8192, -64)),
+            (values, scales, values, 64),
+            (codes, scales.to(torch.float16), values, 64),
+            (codes, scales, codes, 64),
+            (codes, scales[:1], values, 64),
+            (codes[:-1], scales, values, 64),
+            (codes, scales, values.view(10, 10), 64),
+        ]
+        for output, scale, source, block in misfits:
+            what = f"block {block}, {output.dtype}, {tuple(scale.shape)}, {tuple(source.shape)}"
+            for name, arguments in (
+                ("quantise", (output, scale, source, block)),
+                ("dequantise", (source, output, scale, block)),
+            ):
+                call = partial(getattr(kernels, name), *arguments)
+                expect_raises(ValueError, f"Kernels.{name}", f"must refuse {what}", call)
+
 
 class TestKernels(KernelContract):
     pass
+
+
+def _ceil(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _uneven(numel: int) -> Tensor:
+    """Random values whose size changes from block to block, with a stretch of zeros."""
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    values *= 2.0 ** (torch.arange(numel) // 100 % 7 - 3)
+    values[512:1023] = 0
+    return values
+
+
+def _absmax(values: Tensor, block: int) -> Tensor:
+    """(ceil(n / block),) float64."""
+    rows = _ceil(values.numel(), block)
+    padded = torch.zeros(rows * block, dtype=torch.float64)
+    padded[: values.numel()] = values.double().abs()
+    return padded.view(rows, block).amax(dim=1)
+
+
+def _every_code(dtype: torch.dtype) -> Tensor:
+    """The 256 values of an 8-bit dtype, NaN included."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype)
+
+
+def _expect_quantised(codes: Tensor, scales: Tensor, values: Tensor, block: int, where: str) -> None:
+    """Every value is as near to its code as the interface says, in float64."""
+    scale = scales.cpu().double().repeat_interleave(block)[: values.numel()]
+    exact, came = values.double(), codes.cpu().double() * scale
+    half_steps = 0.501 * scale
+    if codes.dtype is torch.float8_e4m3fn:
+        half_steps = 1.001 * torch.maximum(exact.abs() / 16, scale / 1024)
+    worst = ((came - exact).abs() - half_steps).max().item() if values.numel() else 0.0
+    expect(worst <= 0, where, f"must keep the error of {codes.dtype} (block {block})", f"{worst} above it")
+
+
+def _round_trip(
+    accelerator: Accelerator, host: Tensor, codes_dtype: torch.dtype, block: int
+) -> tuple[Tensor, Tensor]:
+    """Scales of `host` and what comes back in fp32."""
+    device, kernels = accelerator.device, accelerator.kernels
+    codes = torch.zeros(len(host), dtype=codes_dtype, device=device)
+    scales = torch.zeros(_ceil(len(host), block), device=device)
+    back = torch.zeros(len(host), device=device)
+    kernels.quantise(codes, scales, host.to(device), block)
+    kernels.dequantise(back, codes, scales, block)
+    return scales, back
 
 
 def _scalar(value: float, device: torch.device) -> Tensor:
