@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks import chart, collectives, kernels, machine, peers, report, step
+from benchmarks import bandwidth, chart, collectives, kernels, machine, peers, report, step
 from benchmarks.job import JobError
 from benchmarks.result import Result
 
@@ -32,6 +32,7 @@ class Size(str, Enum):
     small = "small"
     medium = "medium"
     large = "large"
+    huge = "huge"
 
 
 class Precision(str, Enum):
@@ -48,6 +49,7 @@ class Outputs:
     name: str
 
 
+Device = Annotated[str, typer.Option(help="The accelz backend to run on.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")]
 MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write the tables to this file.")]
 Name = Annotated[str, typer.Option(help="Store as benchmarks/results/<date>-<name>.{json,md,svg}.")]
@@ -65,6 +67,7 @@ def main(context: typer.Context) -> None:
 
 @app.command("step")
 def step_(
+    device: Device = "cpu",
     size: Annotated[Size, typer.Option(help="Model.")] = Size.medium,
     precision: Annotated[Precision, typer.Option()] = Precision.bf16,
     ranks: Ranks = 2,
@@ -82,7 +85,18 @@ def step_(
 ) -> None:
     """A training step of a small Llama-like decoder, by zero and by its peers."""
     options = step.StepOptions(
-        size.value, precision.value, ranks, threads, batch, length, rounds, steps, _peers(peer), memory, limit
+        device,
+        size.value,
+        precision.value,
+        ranks,
+        threads,
+        batch,
+        length,
+        rounds,
+        steps,
+        _peers(peer),
+        memory,
+        limit,
     )
     _report([partial(step.run, options)], Outputs(json, markdown, name))
 
@@ -100,6 +114,22 @@ def optimizer(
     """One AdamW step: the backend's kernel, torch's fused AdamW, a memory copy."""
     options = kernels.OptimizerOptions(elements, threads, rounds, limit=limit)
     _report([partial(kernels.run, options)], Outputs(json, markdown, name))
+
+
+@app.command("bandwidth")
+def bandwidth_(
+    device: Device = "cpu",
+    elements: Annotated[int, typer.Option(min=1, help="Of every buffer.")] = 1 << 24,
+    threads: Threads = 1,
+    rounds: Rounds = 9,
+    limit: Limit = 120.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """Every flat-buffer kernel against a copy on the device."""
+    options = bandwidth.BandwidthOptions(device, elements, threads, rounds, limit=limit)
+    _report([partial(bandwidth.run, options)], Outputs(json, markdown, name))
 
 
 @app.command("collectives")

@@ -28,8 +28,9 @@ SIZES = {
     "small": Shape(layers=4, width=256, heads=4, hidden=688, vocabulary=4096),
     "medium": Shape(layers=8, width=512, heads=8, hidden=1376, vocabulary=8192),
     "large": Shape(layers=12, width=768, heads=12, hidden=2048, vocabulary=8192),
+    "huge": Shape(layers=16, width=2048, heads=16, hidden=5504, vocabulary=32768),
 }
-"""Parameters: 0.1 M (for tests), 5 M, 34 M, 98 M."""
+"""Parameters: 0.1 M (for tests), 5 M, 34 M, 98 M, and 0.94 G for an accelerator."""
 
 
 class Attention(nn.Module):

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import accelz
 import zero
 from benchmarks.model import Decoder
 
@@ -116,7 +117,7 @@ class DeepSpeedPeer(Peer):
     def __init__(self, model: Decoder, setting: Setting) -> None:
         import deepspeed  # type: ignore[import-not-found,unused-ignore]
 
-        deepspeed.init_distributed("gloo", timeout=timedelta(seconds=setting.timeout))
+        deepspeed.init_distributed(_library(), timeout=timedelta(seconds=setting.timeout))
         self._engine, *_ = deepspeed.initialize(model=model, config=_deepspeed_config(setting))
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -127,18 +128,21 @@ class DeepSpeedPeer(Peer):
 
 
 def build_plain(model: Decoder, setting: Setting) -> Peer:
+    _move(model)
     return PlainPeer(model, _torch_optimizer(model, setting))
 
 
 def build_ddp(model: Decoder, setting: Setting) -> Peer:
     _join(setting)
+    _move(model)
     optimizer = _torch_optimizer(model, setting)  # before DDP looks at the dtypes
     return TorchPeer(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer)
 
 
 def build_fsdp2(model: Decoder, setting: Setting) -> Peer:
     _join(setting)
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (setting.ranks,))}
+    device = _move(model)
+    options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (setting.ranks,))}
     if setting.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in model.blocks:
@@ -177,7 +181,20 @@ def prepare(name: str) -> None:
 
 
 def _join(setting: Setting) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=setting.timeout))
+    dist.init_process_group(_library(), timeout=timedelta(seconds=setting.timeout))
+
+
+def _library() -> str:
+    """What torch's own engines communicate through on this device."""
+    accelerator = accelz.current()
+    return "gloo" if accelerator.device.type == "cpu" else accelerator.collectives.spec
+
+
+def _move(model: nn.Module) -> torch.device:
+    """Put the model on the device, as a user of torch would."""
+    device = accelz.current().device
+    model.to(device)
+    return device
 
 
 def _adamw(model: nn.Module) -> torch.optim.AdamW:

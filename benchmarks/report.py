@@ -36,6 +36,10 @@ def _gigabytes(size: float) -> str:
     return f"{size / 1e9:.1f}"
 
 
+def _microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}"
+
+
 def _times(ratio: float) -> str:
     return f"{ratio:.2f}"
 
@@ -85,15 +89,30 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         Column("speedup", "gloo's time ÷ its own", _times),
         Column("right", "right", lambda right: "yes" if right else "NO"),
     ),
+    "bandwidth": (
+        Column("kernel", "kernel"),
+        Column("dtypes", "dtypes"),
+        Column("origin", "by"),
+        Column("bytes", "MB", _megabytes),
+        Column("median", "median ms", _milliseconds),
+        Column("bytes_per_second", "GB/s", _gigabytes),
+        Column("of_copy", "of copy", _times),
+        Column("launch", "host µs", _microseconds),
+    ),
 }
 LEGENDS: dict[Kind, str] = {
     "step": (
         "Milliseconds per step, of the slowest rank. Ratios are taken within each round, then their median. "
         "rank: the largest peak resident set of a rank. node: peak PSS of all ranks. Both are taken during "
-        "steps, above the imported processes, in a launch of their own. moved: a rank's collectives per "
+        "steps, above the imported processes, in a launch of their own; on a device with memory of its own "
+        "they are its allocator's peaks, of a rank and of all. moved: a rank's collectives per "
         "step, as whole buffers, where the peer counts them. loss error: largest relative one, from ddp."
     ),
     "optimizer": "MB: what the case itself reads and writes. error: against torch, after the first step.",
+    "bandwidth": (
+        "MB: what the kernel has to read and write. of copy: its bandwidth over that of a device copy. "
+        "host µs: to start a call on 1,024 elements."
+    ),
     "collectives": "MB: the whole buffer. copy: of a buffer of that size, for comparison.",
 }
 
@@ -103,12 +122,15 @@ def title(result: Result) -> str:
     s = result.settings
     if result.kind == "step":
         return (
-            f"step: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), {s['precision']}, "
-            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}, "
+            f"step on {s['device']}: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), "
+            f"{s['precision']}, {_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}, "
             f"batch {s['batch']} × {s['length']} per rank"
         )
     if result.kind == "optimizer":
         return f"optimizer: {s['elements'] / 1e6:.1f} M elements, {_count(s['threads'], 'thread')}"
+    if result.kind == "bandwidth":
+        millions = s["elements"] / 1e6
+        return f"kernels on {s['device']}: {millions:.1f} M elements, {_count(s['threads'], 'thread')}"
     return f"collectives: bf16, {_count(s['ranks'], 'rank')}"
 
 

@@ -32,8 +32,10 @@ LOSS_REFERENCE = "ddp"
 
 @dataclass(frozen=True)
 class StepOptions:
-    """batch: sequences per rank. steps: timed ones in a turn. limit: seconds that one call may take."""
+    """device: the accelz backend. batch: sequences per rank. steps: timed ones in a turn. limit: seconds
+    that one call may take."""
 
+    device: str = "cpu"
     size: str = "medium"
     precision: Literal["bf16", "fp32"] = "bf16"
     ranks: int = 2
@@ -75,7 +77,7 @@ def run(options: StepOptions) -> Result:
     if options.memory and memory.available():
         for name in names:
             records[name].peak = _measure_memory(name, options)
-    together = _fits(options, names)
+    together = options.device != "cpu" or _fits(options, names)
     for name, job, first in _turns_together(options, names) if together else _turns_apart(options, names):
         records[name].add(job.call("run", FIRST_STEPS if first else 1, 0 if first else options.steps))
         records[name].moved = job.call("traffic")[0]
@@ -90,7 +92,7 @@ def run(options: StepOptions) -> Result:
 
 def _launch(name: str, options: StepOptions) -> Job:
     setting = peers.Setting(options.precision, options.ranks, options.batch, options.limit)
-    args = (name, options.size, options.length, setting)
+    args = (options.device, name, options.size, options.length, setting)
     return Job(StepRank, args, options.ranks, options.threads, options.limit)
 
 
@@ -99,8 +101,10 @@ def _measure_memory(name: str, options: StepOptions) -> memory.Peak:
         base = memory.base(job.pids)
         job.call("build", limit=LAUNCH_LIMIT)
         with memory.PeakMeter(job.pids, base) as meter:
-            job.call("run", MEMORY_STEPS, 0)
-        return meter.peak
+            on_device = job.call("device_peak", MEMORY_STEPS)
+            if None in on_device:
+                job.call("run", MEMORY_STEPS, 0)
+        return meter.peak if None in on_device else memory.Peak(max(on_device), sum(on_device))
 
 
 def _turns_together(options: StepOptions, names: Sequence[str]) -> Iterator[tuple[str, Job, bool]]:

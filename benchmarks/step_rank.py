@@ -9,6 +9,9 @@ import sys
 import time
 from dataclasses import dataclass
 
+from torch import Tensor
+
+import accelz
 from benchmarks import model, peers
 
 POOL = 4  # batches that a rank trains on in turn: few enough that a working peer's loss falls
@@ -25,7 +28,8 @@ class Turn:
 class StepRank:
     """Built empty (imports only), so that the imported process can be measured before the peer is."""
 
-    def __init__(self, name: str, size: str, length: int, setting: peers.Setting) -> None:
+    def __init__(self, device: str, name: str, size: str, length: int, setting: peers.Setting) -> None:
+        self._device = device
         self._name = name
         self._size = size
         self._length = length
@@ -36,22 +40,41 @@ class StepRank:
     def build(self) -> None:
         """Make the model, hand it to the peer, and give back what building left behind."""
         rank = int(os.environ["RANK"])
-        self._batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
+        accelerator = self._accelerator = accelz.use(self._device)
+        accelerator.bind(int(os.environ["LOCAL_RANK"]))
+        batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
+        self._batches = [(x.to(accelerator.device), y.to(accelerator.device)) for x, y in batches]
         self._peer = peers.PEERS[self._name](model.build(self._size, self._length), self._setting)
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
 
     def run(self, warm: int, timed: int) -> Turn:
-        """`warm` steps, then `timed` more that are timed."""
-        seconds, losses = [], []
-        for _ in range(warm + timed):
-            inputs, targets = self._batches[self._steps % POOL]
-            self._steps += 1
+        """`warm` steps, then `timed` more that are timed: one by one, or on an asynchronous device all in
+        one, so that the host may run ahead as it does in training."""
+        losses = [self._step() for _ in range(warm)]
+        together = self._accelerator.capabilities.asynchronous
+        seconds = []
+        for count in [timed] if together and timed else [1] * timed:
+            self._accelerator.streams.synchronize()
             start = time.perf_counter()
-            losses.append(self._peer.step(inputs, targets))
-            seconds.append(time.perf_counter() - start)
-        return Turn(seconds[warm:], [loss.item() for loss in losses])
+            losses += [self._step() for _ in range(count)]
+            self._accelerator.streams.synchronize()
+            seconds.append((time.perf_counter() - start) / count)
+        return Turn(seconds, [loss.item() for loss in losses])
+
+    def device_peak(self, steps: int) -> int | None:
+        """Peak bytes of device memory during `steps` steps; None where the device is the host."""
+        if not self._accelerator.capabilities.exact_memory:
+            return None
+        self._accelerator.memory.reset_peak()
+        self.run(steps, 0)
+        return self._accelerator.memory.stats().peak
+
+    def _step(self) -> Tensor:
+        inputs, targets = self._batches[self._steps % POOL]
+        self._steps += 1
+        return self._peer.step(inputs, targets)
 
     def traffic(self) -> dict[str, float] | None:
         """Bytes per step by kind of collective; None if the peer does not count."""

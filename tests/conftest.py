@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from accelz.conformance.cluster import Clusters
+from accelz.conformance.cluster import Cluster, Clusters
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="the accelz backend that the tests run on")
+    parser.addoption("--max-ranks", type=int, default=8, help="skip distributed tests with more ranks")
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +21,20 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def cluster(device: str) -> Iterator[Clusters]:
+def cluster(request: pytest.FixtureRequest, device: str) -> Iterator[Clusters]:
     """`cluster(size)` gives a `Cluster` of that many ranks; its workers serve the whole session."""
-    clusters = Clusters(device)
+    clusters = LimitedClusters(device)
+    clusters.limit = request.config.getoption("--max-ranks")
     yield clusters
     clusters.stop()
+
+
+class LimitedClusters(Clusters):
+    """Skips tests that need more ranks than a small machine can hold."""
+
+    limit: int
+
+    def __call__(self, size: int) -> Cluster:
+        if size > self.limit:
+            pytest.skip(f"{size} ranks are more than --max-ranks {self.limit}")
+        return super().__call__(size)
