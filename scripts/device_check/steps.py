@@ -17,8 +17,8 @@ TO_PLAIN = 1.02
 """Target: the engine's step at one rank, in plain PyTorch's."""
 
 
-FULL_STEP = "--size huge --length 2048 --batch 2 --rounds 7 --peers plain,fsdp2,zero3,zero2".split()
-QUICK_STEP = "--size tiny --length 16 --batch 1 --rounds 1 --peers plain,zero3 --no-memory".split()
+FULL_STEP = "--size huge --length 2048 --batch 2 --rounds 7 --peers plain,fsdp2,zero3,zero2"
+QUICK_STEP = "--size tiny --length 16 --batch 1 --rounds 1 --peers plain,zero3 --no-memory"
 
 
 @dataclass
@@ -120,7 +120,7 @@ def step(plan: Plan) -> Outcome:
     """A training step at one rank beside plain PyTorch and FSDP2, in equal precision."""
     target = plan.out / "step.json"
     arguments = ["--device", plan.device, "--ranks", "1", "--json", str(target)]
-    arguments += QUICK_STEP if plan.quick else FULL_STEP
+    arguments += (QUICK_STEP if plan.quick else FULL_STEP).split()
     done = plan.run("step", 300, "-m", "benchmarks", "step", *arguments)
     if done.returncode or not target.exists():
         return Outcome("step", False, "failed; see step.log")
