@@ -121,14 +121,17 @@ def check(
     as_json: AsJson = False,
     only: Annotated[str | None, typer.Option("-k", help="Run the tests that match, as pytest -k.")] = None,
 ) -> None:
-    """Run the conformance kit: what the backend declares, proved. Exits with 1 where it fails."""
+    """Run the conformance kit: what the backend declares, proved.
+
+    Exits with 0 where every test passed, with 1 where one failed, with 2 where the kit could not run.
+    """
     from accelz.conformance.runner import run
 
     summary = run(name, only, show=not as_json)
     if as_json:
         _print_json(summary)
     else:
-        _print_check(Console(), summary)
+        _print_check(Console(), summary, only)
     raise typer.Exit(0 if summary["ok"] else 1)
 
 
@@ -178,30 +181,51 @@ def _shown(key: str, value: Any) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _print_check(console: Console, summary: dict[str, Any]) -> None:
-    table = Table("capability", "declared", "result", box=None)
+def _print_check(console: Console, summary: dict[str, Any], only: str | None) -> None:
+    for failure in _grouped(summary["failures"]):
+        console.print(Text(failure), style="red", soft_wrap=True)
+    console.print(_capability_table(summary))
+    counts = ", ".join(f"{summary[k]} {k}" for k in ("passed", "failed", "skipped"))
+    some = f" the tests that match {only!r}" if only else ""
+    verdict = f"passes{some}" if summary["ok"] else "does not conform"
+    text = f"{summary['device']} {verdict}: {counts} in {summary['seconds']} s"
+    console.print(Text(text), style="green" if summary["ok"] else "bold red", soft_wrap=True)
+
+
+def _capability_table(summary: dict[str, Any]) -> Table:
+    table = Table("capability", "declared", "result", "", box=None)
     for row in summary["capabilities"]:
         state = Text(row["state"], style=STYLES.get(row["state"], "dim"))
-        table.add_row(row["name"], "yes" if row["declared"] else "", state)
-    console.print(table)
-    for failure in _grouped(summary["failures"]):
-        console.print(Text(failure, style="red"))
-    counts = ", ".join(f"{summary[k]} {k}" for k in ("passed", "failed", "skipped"))
-    verdict = "passes" if summary["ok"] else "does not conform"
-    text = f"{summary['device']} {verdict}: {counts} in {summary['seconds']} s"
-    console.print(Text(text, style="green" if summary["ok"] else "bold red"))
+        declared = "yes" if row["declared"] else ""
+        table.add_row(row["name"], declared, state, Text(_remark(row, summary["failures"])))
+    return table
+
+
+def _remark(row: dict[str, Any], failures: list[dict[str, Any]]) -> str:
+    """What a capability's state asks for."""
+    if row["state"] == "works undeclared":
+        return "declare it, so that it is used"
+    if row["state"] != "failed":
+        return ""
+    tests = [_test(f) for f in failures if row["name"] in (*f["proves"], *f["needs"])]
+    return f"{tests[0]}{f' and {len(tests) - 1} more' if len(tests) > 1 else ''}"
 
 
 def _grouped(failures: list[dict[str, Any]]) -> list[str]:
-    """One text per distinct message, with how many tests it failed."""
+    """One text per distinct message, with the tests that it failed."""
     tests: dict[str, list[str]] = {}
     for failure in failures:
-        tests.setdefault(failure["detail"], []).append(failure["test"].rpartition("::")[2])
-    return [f"{', '.join(names[:3])}{_more(names)}\n{detail}\n" for detail, names in tests.items()]
+        tests.setdefault(failure["message"], []).append(_test(failure))
+    return [f"{message}\n  in:   {_listed(names)}\n" for message, names in tests.items()]
 
 
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 3} more" if len(names) > 3 else ""
+def _test(failure: dict[str, Any]) -> str:
+    name: str = failure["test"].rpartition("::")[2]
+    return name
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _print_json(value: Any) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from accelz import selection
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
+from accelz.conformance.contract import ContractBroken, checked, unguarded
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 3.0
@@ -50,17 +51,33 @@ class Context:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a body ended on one rank. error: "Type: message"; text: the traceback."""
+    """How a body ended on one rank. error: "Type: message"; text: the traceback.
+
+    A broken contract says all there is to say: its error is its message, and it has a method but no text.
+    """
 
     rank: int
     status: Literal["returned", "raised", "died", "hung"]
     value: Any = None
     error: str = ""
     text: str = ""
+    method: str = ""
 
 
 class ClusterError(AssertionError):
-    """A body did not return on every rank."""
+    """A body did not return on every rank. method: whose contract broke, or ""."""
+
+    def __init__(self, what: str, bad: list[Outcome]) -> None:
+        ranks: dict[tuple[str, str, str], list[int]] = {}
+        for o in bad:
+            ranks.setdefault((o.status, o.error, o.text), []).append(o.rank)
+        said = [f"{_ranks(at)} {how}: {error}\n{text}".rstrip() for (how, error, text), at in ranks.items()]
+        super().__init__("\n".join([what, *said]))
+        self.method = next((o.method for o in bad if o.method), "")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @dataclass
@@ -82,8 +99,7 @@ class Cluster:
         outcomes = self._outcomes(body, arguments, limit, GRACE_SECONDS)
         bad = [o for o in outcomes if o.status != "returned"]
         if bad:
-            lines = [f"rank {o.rank} {o.status}: {o.error}\n{o.text}" for o in bad]
-            raise ClusterError(f"{body.__name__} at {self.size} ranks\n" + "\n".join(lines))
+            raise ClusterError(f"{body.__name__} at {self.size} ranks", bad)
         return [o.value for o in outcomes]
 
     def outcomes(self, body: Callable[..., Any], *, limit: float = 60.0, **arguments: Any) -> list[Outcome]:
@@ -93,7 +109,7 @@ class Cluster:
     def _outcomes(
         self, body: Callable[..., Any], arguments: dict[str, Any], limit: float, grace: float
     ) -> list[Outcome]:
-        self._start()
+        self.start()
         for _, pipe in self._workers:
             with contextlib.suppress(BrokenPipeError):  # that rank is gone: _collect finds it
                 pipe.send((body, arguments))
@@ -112,7 +128,8 @@ class Cluster:
         self._workers.clear()
         self._store = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the ranks where they are not there; raises ClusterError for those that cannot join."""
         if self._workers:
             return
         # The store lives here, so that it outlives any rank.
@@ -129,7 +146,7 @@ class Cluster:
         failed = [o for o in started if o.status != "returned"]
         if failed:
             self.stop()
-            raise ClusterError("\n".join(f"rank {o.rank} did not start: {o.error}\n{o.text}" for o in failed))
+            raise ClusterError(f"{self.size} ranks did not start", failed)
 
     def _collect(self, limit: float, grace: float) -> list[Outcome]:
         deadline = time.monotonic() + limit
@@ -209,14 +226,14 @@ def _serve(
     torch.set_num_threads(threads)
 
     def join() -> Context:
-        accelerator = selection.use(device)
+        accelerator = checked(selection.use(device))
         accelerator.bind(rank)
         store = TCPStore("127.0.0.1", port, is_master=False)
         group = accelerator.collectives.init(timeout, rank, size, store)
-        return Context(accelerator, group)
+        return Context(unguarded(accelerator), group)
 
     outcome, context = _attempt(rank, join)
-    pipe.send(Outcome(rank, outcome.status, None, outcome.error, outcome.text))
+    pipe.send(replace(outcome, value=None))
     while True:
         try:
             body, arguments = pipe.recv()
@@ -231,6 +248,8 @@ def _serve(
 def _attempt(rank: int, call: Callable[[], Any]) -> tuple[Outcome, Any]:
     try:
         value = call()
+    except ContractBroken as broken:
+        return Outcome(rank, "raised", None, str(broken), method=broken.method), None
     except BaseException as error:
         text = traceback.format_exc()
         return Outcome(rank, "raised", None, f"{type(error).__name__}: {error}", text), None

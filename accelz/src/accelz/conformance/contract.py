@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
+from accelz.capabilities import Capabilities
 from accelz.collectives import Collectives, Handle
 from accelz.flat_buffer import FlatBuffer, FlatBufferStrategy
 from accelz.kernels import Kernels
@@ -36,9 +37,25 @@ ROLES: dict[str, type] = {
 
 INTERFACES: tuple[type, ...] = (Accelerator, *ROLES.values(), Stream, Event, Handle, FlatBuffer)
 
+ATTRIBUTES: dict[type, dict[str, type]] = {
+    Accelerator: {"name": str, "device": torch.device, "capabilities": Capabilities},
+    FlatBuffer: {"data": Tensor, "nbytes": int, "materialized": bool},
+}
+"""What is read of an interface without a call, and its type."""
+
+ORDER = (
+    "accelz_backend", "BackendDescriptor", "Accelerator", "Capabilities", "torch", "Streams", "Stream",
+    "Event", "Memory", "Rng", "FlatBufferStrategy", "FlatBuffer", "Collectives", "Group", "Handle", "Kernels",
+)  # fmt: skip
+"""In which order a backend is best written: what comes later is tested with what comes before."""
+
 
 class ContractBroken(AssertionError):
-    """A backend does not do what the interface says."""
+    """A backend does not do what the interface says.
+
+    method: whose contract it is. expected: what the contract asks. came: what the backend did instead.
+    do: how to mend it, where the kit knows.
+    """
 
     def __init__(self, method: str, expected: str, came: str = "", do: str = "") -> None:
         lines = [f"{method}: {expected}"]
@@ -50,6 +67,12 @@ class ContractBroken(AssertionError):
 
 class UndeclaredCapabilityWarning(UserWarning):
     """The device can do something that its backend does not declare, so nobody uses it."""
+
+
+def rank_in_order(method: str) -> int:
+    """Where a method stands in ORDER; what is not in it comes last."""
+    owner = method.partition(".")[0]
+    return ORDER.index(owner) if owner in ORDER else len(ORDER)
 
 
 def expect(ok: bool, method: str, expected: str, came: str = "", do: str = "") -> None:
@@ -105,6 +128,9 @@ class _Checked:
         value = _guarded(method, lambda: getattr(self._raw, name))
         if self._interface is Accelerator and name in ROLES:
             return _Checked(value, ROLES[name])
+        kind = ATTRIBUTES.get(self._interface, {}).get(name)
+        if kind is not None and not isinstance(value, kind):
+            raise ContractBroken(method, f"must be {_article(kind)}", _shown(value))
         declared = getattr(self._interface, name, None)
         if isinstance(declared, types.FunctionType):
             return functools.partial(_call, method, declared, value)
@@ -117,16 +143,33 @@ def _call(method: str, declared: types.FunctionType, bound: Any, *args: Any, **k
     hint = _return_hint(declared)
     if not _matches(value, hint):
         what = getattr(hint, "__name__", str(hint))
-        raise ContractBroken(method, f"must return {what}", f"{type(value).__name__}: {value!r:.200}")
+        raise ContractBroken(method, f"must return {what}", _shown(value))
     return _wrapped(value)
 
 
 def _guarded(method: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
+    except NotImplementedError as error:
+        raise ContractBroken(
+            method, "not implemented yet", _raised_at(error), str(error).split("\n")[0]
+        ) from error
     except Exception as error:
         where = "".join(traceback.format_exception(error)).rstrip()
         raise ContractBroken(method, "must not raise here", f"{_short(error)}\n{where}") from error
+
+
+def _raised_at(error: BaseException) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {frame.filename}:{frame.lineno}"
+
+
+def _article(kind: type) -> str:
+    return f"{'an' if kind.__name__[0] in 'aeiou' else 'a'} {kind.__name__}"
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__}: {value!r:.200}"
 
 
 def _short(error: BaseException) -> str:

@@ -11,8 +11,8 @@ import pytest
 from accelz import selection
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
-from accelz.conformance.cluster import Cluster, Clusters
-from accelz.conformance.contract import UndeclaredCapabilityWarning, checked
+from accelz.conformance.cluster import Cluster, ClusterError, Clusters
+from accelz.conformance.contract import ContractBroken, UndeclaredCapabilityWarning, checked
 from accelz.conformance.marks import declares
 from accelz.errors import AccelzError
 
@@ -27,7 +27,7 @@ def accelerator(request: pytest.FixtureRequest) -> Accelerator:
     try:
         found = selection.use(name)
     except AccelzError as error:
-        pytest.fail(str(error), pytrace=False)
+        raise ContractBroken("BackendDescriptor.load", "must return an Accelerator", str(error)) from None
     guarded = checked(found)
     guarded.bind(own_local_rank(guarded))
     return guarded
@@ -40,16 +40,24 @@ def capabilities(accelerator: Accelerator) -> Capabilities:
 
 
 @pytest.fixture(scope="session")
-def cluster(accelerator: Accelerator) -> Iterator[Callable[[int], Cluster]]:
+def cluster(request: pytest.FixtureRequest, accelerator: Accelerator) -> Iterator[Callable[[int], Cluster]]:
     """`cluster(size)`: that many ranks, one pool of workers per size for the whole session.
 
-    Skips where ranks cannot share a device and there are too few.
+    Skips where ranks cannot share a device and there are too few. Ranks that cannot join are tried once.
     """
-    clusters = Clusters(accelerator.name)
+    clusters = Clusters(request.config.getoption("accelz_device"))
+    failed: dict[int, ClusterError] = {}
 
     def sized(size: int) -> Cluster:
         if size > devices_for_ranks(accelerator) and not accelerator.capabilities.shared_device:
             pytest.skip(f"shared_device is not declared, and {size} ranks need a device each")
+        if size in failed:
+            raise failed[size]
+        try:
+            clusters(size).start()
+        except ClusterError as error:
+            failed[size] = error
+            raise
         return clusters(size)
 
     yield sized

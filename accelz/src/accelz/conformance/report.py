@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Generator
@@ -14,23 +15,29 @@ import pytest
 
 from accelz import selection
 from accelz.conformance.cluster import ClusterError
-from accelz.conformance.contract import ContractBroken
+from accelz.conformance.contract import ContractBroken, rank_in_order
 from accelz.conformance.fixtures import UNDECLARED
 from accelz.conformance.marks import declares, every_capability
 from accelz.errors import AccelzError
+
+MISSING_OPERATOR = re.compile(r"Could not run '(aten::[\w.]+)' with arguments from")
+REGISTER = "register a kernel for it, or one fallback to the host for all (csrc/fallback.cpp of accelz-sim)"
 
 
 @dataclass(frozen=True)
 class Result:
     """How one test ended. methods and contract: what it is about, as its marks and docstring say.
 
-    detail: what came instead.
+    Of a failure: broken is the method whose contract broke, message what was expected and what came (equal
+    for all tests that fail for one reason), detail the whole report.
     """
 
     test: str
     outcome: str
     methods: tuple[str, ...]
     contract: str
+    broken: str
+    message: str
     detail: str
     proves: tuple[str, ...]
     needs: tuple[str, ...]
@@ -54,13 +61,23 @@ class Report:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, Any, Any]:
         report = yield
+        finding = ("", "")
         if report.failed and call.excinfo is not None:
-            report.longrepr = _explained(item, call.excinfo, report.longreprtext)
+            finding = _finding(item, call.excinfo.value, report.longreprtext)
+            report.longrepr = f"{', '.join(_names(item, 'accelz_about'))}: {_contract(item)}\n{finding[1]}"
         if report.failed or report.skipped or report.when == "call":
-            result = _result(item, report)
+            result = _result(item, report, finding)
             self._results[item.nodeid] = result
             self._write({"event": "result", **asdict(result)})
         return report
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:  # a test module that cannot be imported is a failure, not an empty run
+            text = report.longreprtext
+            none: tuple[str, ...] = ()
+            self._results[report.nodeid] = Result(
+                report.nodeid, "failed", none, "the kit can be imported", "", text, text, none, none, None
+            )
 
     def pytest_sessionfinish(self) -> None:
         self._write({"event": "summary", **self.summary()})
@@ -84,8 +101,13 @@ class Report:
             "skipped": outcomes["skipped"],
             "seconds": round(time.monotonic() - self._started, 2),
             "capabilities": self._capabilities(),
-            "failures": [asdict(r) for r in self._results.values() if r.outcome == "failed"],
+            "failures": [asdict(r) for r in self._failures()],
         }
+
+    def _failures(self) -> list[Result]:
+        """In the order in which they are best mended."""
+        failed = [r for r in self._results.values() if r.outcome == "failed"]
+        return sorted(failed, key=lambda r: rank_in_order(r.broken))
 
     def _capabilities(self) -> list[dict[str, Any]]:
         try:
@@ -116,17 +138,25 @@ class Report:
                 file.write(json.dumps(event) + "\n")
 
 
-def _explained(item: pytest.Item, excinfo: pytest.ExceptionInfo[BaseException], text: str) -> str:
-    detail = str(excinfo.value) if isinstance(excinfo.value, (ContractBroken, ClusterError)) else text
-    return f"{', '.join(_names(item, 'accelz_about'))}: {_contract(item)}\n{detail}"
+def _finding(item: pytest.Item, error: BaseException, text: str) -> tuple[str, str]:
+    """The method to blame for an error of a test, and the message. text: pytest's own report of it."""
+    if isinstance(error, (ContractBroken, ClusterError)) and error.method:
+        return error.method, str(error)
+    if missing := MISSING_OPERATOR.search(str(error)):
+        operator = f"torch.{missing[1]}"
+        return operator, f"{operator}: not implemented yet on this device\n  do:   {REGISTER}"
+    about = _names(item, "accelz_about")
+    return (about[0] if about else ""), text
 
 
-def _result(item: pytest.Item, report: Any) -> Result:
+def _result(item: pytest.Item, report: Any, finding: tuple[str, str]) -> Result:
     return Result(
         test=item.nodeid,
         outcome=report.outcome,
         methods=_names(item, "accelz_about"),
         contract=_contract(item),
+        broken=finding[0],
+        message=finding[1],
         detail=report.longreprtext if report.failed else "",
         proves=_names(item, "accelz_proves"),
         needs=_names(item, "accelz_needs"),

@@ -36,7 +36,9 @@ def run(name: str, only: str | None, show: bool) -> dict[str, Any]:
             check=False,
             text=True,
         )
-        if done.returncode in (USAGE, NO_TESTS):
+        if done.returncode == NO_TESTS:
+            raise AccelzError(f"no test of the kit matches {only!r}; -k takes parts of names, as pytest's")
+        if done.returncode == USAGE:
             raise AccelzError(f"the kit did not run: {(done.stdout or '').strip() or 'see above'}")
         return _summary(name, report, done.returncode, done.stdout or "")
 
@@ -55,7 +57,7 @@ def _require(name: str) -> None:
 
 def _command(name: str, only: str | None, report: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", "-q", "--tb=short"]
-    command += ["-p", "accelz.conformance.plugin"]
+    command += ["--no-summary", "-p", "accelz.conformance.plugin"]  # the summary is the caller's to print
     if find_spec("pytest_timeout"):
         command += ["-p", "pytest_timeout", f"--timeout={TEST_SECONDS}"]
     command += ["-k", only] if only else []
@@ -100,7 +102,11 @@ def _crashed(name: str, events: list[dict[str, Any]], code: int, output: str) ->
         "test": test,
         "methods": [],
         "contract": "the process must survive",
+        "broken": "",
+        "message": detail,
         "detail": detail,
+        "proves": [],
+        "needs": [],
     }
     outcomes = [e["outcome"] for e in results]
     return {
