@@ -53,6 +53,13 @@ def test_a_rank_without_a_device_is_told(module: Module) -> None:
     assert shared.device.index == 1
 
 
+def test_a_process_that_sees_no_device_is_told(module: Module) -> None:
+    module.device_count = lambda: 0
+    with pytest.raises(BackendUnavailableError, match=r"no mtia device: this process sees 0"):
+        build(capabilities=replace(TORCH_DEVICE, shared_device=True)).bind(0)
+    assert module.taken == []
+
+
 def test_a_process_that_sees_one_device_takes_it(module: Module) -> None:
     module.device_count = lambda: 1
     accelerator = build()

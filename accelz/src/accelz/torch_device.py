@@ -85,15 +85,16 @@ class TorchAccelerator(Accelerator):
     def bind(self, local_rank: int) -> None:
         """Take device `local_rank`; where the process sees a single device, that one.
 
-        Raises BackendUnavailableError for a local rank without a device, unless ranks may share one.
+        Raises BackendUnavailableError where there is no device, and for a local rank without one of its own
+        unless ranks may share.
         """
         count = self.device_count()
-        if local_rank >= count > 1 and not self.capabilities.shared_device:
+        if not count or (local_rank >= count > 1 and not self.capabilities.shared_device):
             raise BackendUnavailableError(
                 f"local rank {local_rank} has no {self.device.type} device: this process sees {count}. "
                 "Start at most one rank per device (torchrun --nproc-per-node)"
             )
-        index = local_rank % max(count, 1)
+        index = local_rank % count
         self.module.set_device(index)
         self.device = torch.device(self.device.type, index)
         self.flat_buffers.device = self.device
@@ -102,8 +103,8 @@ class TorchAccelerator(Accelerator):
 class TorchMemory(Memory):
     """The device's caching allocator. pinned: whether host memory is to be page-locked."""
 
-    NEEDS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "mem_get_info",
-             "reset_peak_memory_stats", "empty_cache")  # fmt: skip
+    NEEDS: tuple[str, ...] = ("memory_allocated", "max_memory_allocated", "memory_reserved", "mem_get_info",
+                              "reset_peak_memory_stats", "empty_cache")  # fmt: skip
 
     def __init__(self, module: Any, pinned: bool) -> None:
         _require(module, self.NEEDS, "memory")
@@ -170,7 +171,7 @@ class TorchStream(Stream):
 class TorchStreams(Streams):
     """The device module's streams and events."""
 
-    NEEDS = ("Stream", "Event", "current_stream", "stream", "synchronize")
+    NEEDS: tuple[str, ...] = ("Stream", "Event", "current_stream", "stream", "synchronize")
 
     def __init__(self, module: Any) -> None:
         _require(module, self.NEEDS, "streams")
@@ -197,7 +198,7 @@ class TorchStreams(Streams):
 class TorchRng(Rng):
     """The default generator of the current device."""
 
-    NEEDS = ("manual_seed", "get_rng_state", "set_rng_state")
+    NEEDS: tuple[str, ...] = ("manual_seed", "get_rng_state", "set_rng_state")
 
     def __init__(self, module: Any) -> None:
         _require(module, self.NEEDS, "rng")
