@@ -7,6 +7,8 @@ released    the buffer's bytes are dropped; every view stays a tensor of its sha
 materialized the bytes are back (their content undefined until written), under the same views.
 bound       the parameters' `.data` are this buffer's views (several buffers may serve the same
             parameters in different dtypes; one at a time is bound).
+common      the ranks of a group see the same bytes, which are there as long as the buffer is: what one
+            rank writes is everybody's.
 
 How parameters *become* views differs by device, and is the strategy: `StorageSwap` where a device
 Parameter may be given host storage, `CopyAndShrink` where it cannot. Neither needs the model twice, and
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from accelz.collectives import Group
 
 HOST = torch.device("cpu")
 
@@ -57,11 +61,19 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class FlatBuffer:
     """A one-dimensional buffer and the parameters that live in it.
 
-    data: the buffer, shape (numel,). Its storage belongs to it alone.
+    data: the buffer, shape (numel,). Its storage belongs to it alone. common: whether all ranks of a group
+    see its bytes; such a buffer is always materialized, and releasing it changes nothing.
     """
 
-    def __init__(self, data: Tensor, parameters: Sequence[nn.Parameter], slots: Sequence[Slot]) -> None:
+    def __init__(
+        self,
+        data: Tensor,
+        parameters: Sequence[nn.Parameter],
+        slots: Sequence[Slot],
+        common: bool = False,
+    ) -> None:
         self.data = data
+        self.common = common
         self.parameters = tuple(parameters)
         self.slots = tuple(slots)
         self.nbytes = data.numel() * data.element_size()
@@ -80,7 +92,7 @@ class FlatBuffer:
 
     def release(self) -> None:
         """Drop the bytes. Views, also those autograd has saved, stay valid for the next materialize()."""
-        if self.nbytes:
+        if self.nbytes and not self.common:
             self._storage.resize_(0)
 
     def bind(self) -> None:
@@ -131,6 +143,16 @@ class FlatBufferStrategy(ABC):
 
         numel: elements of the buffer; what no slot covers is zero. Values are kept, cast to `dtype`.
         """
+
+    def share(self, buffer: FlatBuffer, group: Group) -> FlatBuffer | None:
+        """Put `buffer` into one memory that all ranks of `group` see; None where they have none in common.
+
+        buffer: bound, with equal values on every rank; on success its own bytes are given back. Returns a
+        bound, common buffer of the same slots. Collective: every rank calls it and gets the same answer.
+        A rank then writes nowhere but to its own slice, at times when no other rank reads; an all-gather of
+        the buffer from its slices is complete as soon as every rank has come to it.
+        """
+        return None
 
     def empty_like(self, buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
         """A released, unbound buffer for the same parameters and slots in another dtype."""

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
-from accelz.flat_buffer import StorageSwap
 from accelz.gloo_lanes import GlooLanes
 from accelz.rng import Rng
 from accelz.streams import NullStreams
+from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory
 
@@ -40,6 +40,6 @@ def build() -> Accelerator:
         streams=NullStreams(),
         rng=CpuRng(),
         collectives=GlooLanes(),
-        flat_buffers=StorageSwap(device),
+        flat_buffers=CommonMemory(device),
         kernels=CpuKernels(),
     )

@@ -123,6 +123,10 @@ class Communicator:
             self._explain_mismatch()
         return bool(ballot[-1])
 
+    def fence(self, what: str) -> None:
+        """Return once every rank has come here, done with all reading and writing before it."""
+        self._exchange(what, torch.zeros(1, dtype=torch.int64))
+
     def any_of(self, flags: Tensor) -> Tensor:
         """Elementwise "or" of host uint8 flags over the ranks, in place."""
         if self.group.size > 1:

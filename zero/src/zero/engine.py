@@ -285,6 +285,7 @@ class Engine:
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
         """Step the optimizer. Interrupted half-way it cannot be repeated: some parameters are updated."""
+        self._whole.begin_write()
         try:
             self._shards.step(self._reducer.all, scale, skip)
         except BaseException:

@@ -5,7 +5,9 @@ Glossary
 home        the flat buffer in the parameters' own dtype.
 cast buffer a flat buffer in an autocast dtype, which an fp32 group travels in under torch.autocast.
 shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). Where the whole
-            buffer stays (stages 0 to 2, one rank, persistent units) it is a view of `home`.
+            buffer stays (stages 0 to 2, one rank, persistent units, ranks with memory in common) it is a
+            view of `home`.
+private     a copy of a common `home` that its user may write to, while a `zero.gathered` block lasts.
 master      fp32 values of the shard, what the optimizer updates. For fp32 groups it *is* the shard.
 """
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from accelz.accelerator import Accelerator
+from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, dense_stride
 from zero import layout
 from zero.communicator import Communicator, NamedHandle
@@ -51,6 +54,7 @@ class FlatGroup:
         self.pieces = self.layout.pieces(shard)
         self._accelerator = accelerator
         self._cast_buffers: dict[torch.dtype, FlatBuffer] = {}
+        self._private: FlatBuffer | None = None
         # Masters start from the values as they were given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
         self.home: FlatBuffer = accelerator.flat_buffers.flatten(
@@ -69,17 +73,27 @@ class FlatGroup:
         assert self.master is not None
         return self.master
 
-    def settle(self, whole: bool) -> None:
-        """After the values are final: make the master, take on `dtype`, keep the whole buffer or drop it."""
+    def settle(self, whole: bool, ranks: Group) -> None:
+        """After the values are final: make the master, take on `dtype`, keep the whole buffer or part with
+        it. ranks: those that the shards are spread over."""
         if self.trainable and self.dtype.itemsize < 4:
             self.master = self.shard.float() if self.home.data.dtype is self.dtype else self.shard.clone()
         if self.home.data.dtype is not self.dtype:
             self._narrow()
         if not whole:
-            self.shard = self.shard.clone()
-            self.home.release()
+            self._part_with_whole(ranks)
         if self.trainable and self.master is None:
             self.master = self.shard
+
+    def _part_with_whole(self, ranks: Group) -> None:
+        """Leave the whole buffer to all ranks in common, or nothing of it but the shard."""
+        common = self._accelerator.flat_buffers.share(self.home, ranks)
+        if common is not None:
+            self.home = common
+            self.shard = common.data[self.window]
+            return
+        self.shard = self.shard.clone()
+        self.home.release()
 
     def _narrow(self) -> None:
         wide, self.home = self.home, self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
@@ -88,6 +102,25 @@ class FlatGroup:
         self.home.bind()
         wide.release()
         self.shard = self.home.data[self.window]
+
+    @property
+    def whole(self) -> Tensor:
+        """The gathered values in the parameters' own dtype, shape (layout.numel,)."""
+        return (self._private or self.home).data
+
+    def isolate(self) -> None:
+        """Let the gathered parameters be this rank's own: no write to them reaches another rank."""
+        if self.home.common and self._private is None:
+            self._private = self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
+            self._private.materialize()
+            self._private.data.copy_(self.home.data)
+            self._private.bind()
+
+    def rejoin(self) -> None:
+        """End isolate()."""
+        if self._private is not None:
+            self._private = None
+            self.home.bind()
 
     def buffer(self, cast: torch.dtype | None) -> FlatBuffer:
         """The buffer to gather into: `home`, or the cast buffer of an fp32 group under autocast."""
@@ -108,6 +141,7 @@ class FlatGroup:
         self._accelerator.kernels.scale_cast(mine, self.shard)
         return communicator.all_gather(self.unit, buffer.data, mine)
 
-    def bytes_whole(self, cast: torch.dtype | None = None) -> int:
-        """Bytes of the gathered buffer."""
-        return self.buffer(cast).nbytes
+    def bind(self, cast: torch.dtype | None) -> None:
+        """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""
+        buffer = self.buffer(cast)
+        (self._private if self._private and buffer is self.home else buffer).bind()

@@ -46,6 +46,7 @@ def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, 
     known = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False)}
     given = {known[n]: value for n, value in state.items() if n in known}
     present = set(whole.share(sorted(given)))
+    whole.begin_write()
     for unit in whole.units:
         for group in unit.groups:
             _load_group(whole, unit, group, given, present)

@@ -19,7 +19,10 @@ from zero.guard import guard, unguard
 
 
 class State(Enum):
-    """What each state holds, in bytes per rank, for a buffer of B bytes over W ranks."""
+    """What each state holds, in bytes per rank, for a buffer of B bytes over W ranks.
+
+    Where the ranks have memory in common it is B for all of them together, in every state.
+    """
 
     SHARDED = "B/W: the shard"
     GATHERING = "B/W + B: the shard, and the whole buffer being filled"
@@ -56,6 +59,11 @@ class ShardedUnit:
         self._gathered: set[torch.dtype | None] = set()
         self._bound: torch.dtype | None = None
         self._castable = any(g.dtype is torch.float32 for g in groups)
+
+    @property
+    def common(self) -> bool:
+        """Whether a rank's shard is part of memory that other ranks read."""
+        return any(group.home.common for group in self.groups)
 
     @property
     def in_use(self) -> bool:
@@ -114,7 +122,7 @@ class ShardedUnit:
     def settle(self) -> None:
         """From freshly flattened to resident, or to SHARDED, where only shards remain."""
         for group in self.groups:
-            group.settle(whole=self.resident)
+            group.settle(self.resident, self._communicator.group)
         if not self.resident:
             self._guard()
 
@@ -133,7 +141,7 @@ class ShardedUnit:
     def _bind(self, cast: torch.dtype | None) -> None:
         if cast != self._bound:
             for group in self.groups:
-                group.buffer(cast).bind()
+                group.bind(cast)
             self._bound = cast
 
     def _guard(self) -> None:

@@ -90,27 +90,38 @@ class WholeValues:
         if problem:
             raise StateError(problem)
 
+    def begin_write(self) -> None:
+        """Before shards change: wait for ranks that may still be reading them in memory held in common."""
+        if any(unit.common for unit in self.units):
+            self.communicator.fence("before a change of the weights")
+
     def hold(self, names: Sequence[str]) -> None:
         """Keep the units of these parameters gathered until unhold()."""
         for unit in self._units_of(names):
             unit.holds += 1
             unit.gather(None)
+            for group in unit.groups:
+                group.isolate()
 
     def unhold(self, names: Sequence[str]) -> None:
         """End a hold()."""
         for unit in self._units_of(names):
             unit.holds -= 1
+            if not unit.holds:
+                for group in unit.groups:
+                    group.rejoin()
             unit.release()
 
     def write_back(self, names: Sequence[str], source: int) -> None:
         """Spread held parameters' values from rank `source` into every rank's shards and masters."""
+        self.begin_write()
         for name in names:
             unit, group, index = self.locate(name)
             slot = group.layout.slots[index]
             if self.communicator.group.size > 1:
-                values = group.home.data[slot.offset : slot.offset + slot.numel]
+                values = group.whole[slot.offset : slot.offset + slot.numel]
                 self.communicator.broadcast(unit.name, values, source)
-            assign(group, index, group.home.data)
+            assign(group, index, group.whole)
 
     def _units_of(self, names: Sequence[str]) -> list[ShardedUnit]:
         return list(dict.fromkeys(self.locate(name)[0] for name in names))

@@ -1,0 +1,141 @@
+"""Flat buffers that the ranks of one node hold in common, so that the node has each weight once.
+
+A buffer is an anonymous file in memory (memfd_create). The group's first rank makes it and tells the others
+its process and descriptor through the group's store; they open it under /proc. It has no name anywhere, so
+nothing is left behind when ranks die, however they die, and no other user can open it.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import warnings
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from accelz.collectives import Group
+from accelz.flat_buffer import FlatBuffer, StorageSwap
+
+
+class CommonMemory(StorageSwap):
+    """StorageSwap whose buffers can be shared by ranks that see each other's processes."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._meetings = 0  # ranks share in the same order, so this numbers their exchanges alike
+        self._apart: set[str] = set()  # groups known to have no memory in common
+
+    def share(self, buffer: FlatBuffer, group: Group) -> FlatBuffer | None:
+        name = group.process_group.group_name
+        if group.size == 1 or not buffer.nbytes or name in self._apart:
+            return None
+        self._meetings += 1
+        meeting = _Meeting(group, f"accelz/common/{name}/{self._meetings}")
+        memory = _map_together(buffer.nbytes, meeting)
+        if memory is None:
+            self._apart.add(name)
+            return None
+        data = torch.frombuffer(memory, dtype=buffer.data.dtype)
+        common = FlatBuffer(data, buffer.parameters, buffer.slots, common=True)
+        own = _slice(data, group)
+        own.copy_(_slice(buffer.data, group))
+        meeting.exchange("filled", "")
+        common.bind()
+        buffer.release()
+        return common
+
+
+class _Meeting:
+    """One exchange of a few words between all ranks of a group, through its store."""
+
+    def __init__(self, group: Group, prefix: str) -> None:
+        self.rank = group.rank
+        self.size = group.size
+        self._store = group.store
+        self._prefix = prefix
+        self._patience = timedelta(seconds=group.timeout)
+
+    def tell(self, what: str, word: str) -> None:
+        self._store.set(f"{self._prefix}/{what}", word)
+
+    def hear(self, what: str) -> str:
+        """Wait for a word; raises RuntimeError when the group's timeout passes."""
+        key = f"{self._prefix}/{what}"
+        self._store.wait([key], self._patience)
+        return str(self._store.get(key).decode())
+
+    def exchange(self, what: str, word: str) -> list[str]:
+        """Every rank's word, by rank."""
+        self.tell(f"{what}/{self.rank}", word)
+        return [self.hear(f"{what}/{rank}") for rank in range(self.size)]
+
+
+def _map_together(nbytes: int, meeting: _Meeting) -> mmap.mmap | None:
+    """One mapping of `nbytes` bytes in every rank, or None on all of them and a warning on the first."""
+    memory, problem = (_offer if meeting.rank == 0 else _accept)(nbytes, meeting)
+    problems = [p for p in meeting.exchange("mapped", problem) if p]
+    if not problems:
+        return memory
+    if meeting.rank == 0 and not all(p == APART for p in problems):
+        warnings.warn(
+            f"the ranks hold each weight once per rank instead of once per node: {problems[0]}", stacklevel=2
+        )
+    return None
+
+
+APART = "the ranks do not see each other's processes"
+
+
+def _offer(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
+    """Make the memory and hold its descriptor until every rank has answered."""
+    try:
+        descriptor = os.memfd_create("accelz")
+    except OSError as error:
+        meeting.tell("offer", "null")
+        return None, f"no memory can be shared here ({error})"
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)  # a lack shows now, and not as a signal at some write
+        identity = os.fstat(descriptor)
+        offer = [os.getpid(), descriptor, identity.st_dev, identity.st_ino]
+        meeting.tell("offer", json.dumps(offer))
+        memory = mmap.mmap(descriptor, nbytes)
+        for rank in range(1, meeting.size):
+            meeting.hear(f"answered/{rank}")
+        return memory, ""
+    except OSError as error:
+        meeting.tell("offer", "null")
+        return None, f"{nbytes} bytes of shared memory cannot be had ({error})"
+    finally:
+        os.close(descriptor)
+
+
+def _accept(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
+    offer = json.loads(meeting.hear("offer"))
+    try:
+        return (_open(offer, nbytes), "") if offer else (None, APART)
+    except OSError:
+        return None, APART
+    finally:
+        meeting.tell(f"answered/{meeting.rank}", "")
+
+
+def _open(offer: list[int], nbytes: int) -> mmap.mmap:
+    """Raises OSError where the offering process is not on this node, or another one has its number."""
+    process, number, device, inode = offer
+    descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+    try:
+        identity = os.fstat(descriptor)
+        if (identity.st_dev, identity.st_ino, identity.st_size) != (device, inode, nbytes):
+            raise OSError("another process has this number")
+        return mmap.mmap(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _slice(data: Tensor, group: Group) -> Tensor:
+    """Rank r's part: every element has exactly one rank that writes it."""
+    numel = data.numel()
+    return data[group.rank * numel // group.size : (group.rank + 1) * numel // group.size]
