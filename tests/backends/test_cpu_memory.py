@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,32 @@ def test_without_a_kernel_peak_the_largest_value_seen_counts(
     assert counters.stats().peak >= before + 60 * MIB
     counters.reset_peak()
     assert counters.stats().peak < before + 32 * MIB
+
+
+_REUSE = """
+import resource
+import torch
+import accelz
+
+memory = accelz.use("cpu").memory
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def touch():
+    torch.ones(100 << 20, dtype=torch.uint8)
+for _ in range(3):
+    touch()
+before = faults()
+for _ in range(4):
+    touch()
+again = faults() - before
+held = memory.stats().allocated
+memory.trim()
+print(again, held - memory.stats().allocated)
+"""
+
+
+def test_freed_memory_is_kept_for_reuse_until_it_is_trimmed() -> None:
+    done = subprocess.run([sys.executable, "-c", _REUSE], capture_output=True, text=True, check=True)
+    faults, given_back = map(int, done.stdout.split())
+    assert faults < 1000, "400 MiB in fresh pages would be 100,000"
+    assert given_back > 90 * MIB

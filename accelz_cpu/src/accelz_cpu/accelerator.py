@@ -12,7 +12,7 @@ from accelz.rng import Rng
 from accelz.streams import NullStreams
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.kernels import CpuKernels
-from accelz_cpu.memory import ProcessMemory
+from accelz_cpu.memory import ProcessMemory, keep_freed_memory
 
 
 class CpuRng(Rng):
@@ -30,6 +30,7 @@ class CpuRng(Rng):
 
 def build() -> Accelerator:
     device = torch.device("cpu")
+    keep_freed_memory()
     return Accelerator(
         name="cpu",
         device=device,
