@@ -1,0 +1,1 @@
+"""The backend of accelz for Intel Gaudi: habana_frameworks and HCCL."""

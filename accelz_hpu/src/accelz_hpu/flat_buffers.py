@@ -1,0 +1,32 @@
+"""Flat buffers in lazy mode: refused with a reason where the bridge cannot drop a storage's bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from accelz.errors import BackendError
+from accelz.flat_buffer import CopyAndShrink, FlatBuffer, Slot
+
+
+class LazyCopyAndShrink(CopyAndShrink):
+    """CopyAndShrink, after trying on a byte whether storages can be resized.
+
+    torch resizes an hpu storage by pointing a tensor at it (`set_`) and resizing that one; a recorded tensor
+    has no storage to be pointed at, and the bridge's `set_` says no. The trial comes before any parameter is
+    changed. Raises BackendError where it fails.
+    """
+
+    def flatten(
+        self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], numel: int, dtype: torch.dtype
+    ) -> FlatBuffer:
+        try:
+            torch.zeros(1, dtype=torch.uint8, device=self.device).untyped_storage().resize_(0)
+        except RuntimeError as error:
+            raise BackendError(
+                f"lazy mode cannot drop the bytes of a storage, which flat buffers need ({error}); "
+                "set PT_HPU_LAZY_MODE=0 for eager mode"
+            ) from error
+        return super().flatten(parameters, slots, numel, dtype)

@@ -1,0 +1,1 @@
+"""The backend of accelz for Intel GPUs: torch.xpu and xccl."""

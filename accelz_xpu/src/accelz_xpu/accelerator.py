@@ -1,0 +1,38 @@
+"""Intel GPUs: roles derived from torch.xpu, collectives over xccl."""
+
+from __future__ import annotations
+
+import torch
+
+from accelz.accelerator import Accelerator
+from accelz.collectives import Collectives
+from accelz.errors import BackendUnavailableError
+from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
+from accelz_xpu.ipex import use_ipex
+from accelz_xpu.memory import XpuMemory
+from accelz_xpu.probe import selection
+
+
+class XpuAccelerator(TorchAccelerator):
+    """torch.xpu as an accelerator. No role touches a device before `bind`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "xpu",
+            Collectives("cpu:gloo,xpu:xccl"),
+            capabilities=TORCH_DEVICE,
+            memory=XpuMemory(torch.xpu, TORCH_DEVICE.pinned_host_memory),
+        )
+
+    def bind(self, local_rank: int) -> None:
+        if not self.device_count():
+            raise BackendUnavailableError(
+                f"torch.xpu sees no device although one is in the machine{selection()}. Check that these "
+                "variables leave a device, and that the Level Zero driver is installed (`sycl-ls` lists it)"
+            )
+        super().bind(local_rank)
+
+
+def build() -> Accelerator:
+    use_ipex()
+    return XpuAccelerator()

@@ -1,0 +1,28 @@
+"""intel-extension-for-pytorch, where it is installed and fits the torch that is running. Never required."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from importlib.util import find_spec
+
+NAME = "intel_extension_for_pytorch"
+
+
+def use_ipex() -> bool:
+    """Import the extension, whose import registers its operators with torch. Returns whether it is in use.
+
+    An installed extension that does not import is reported once, with its reason, and left alone.
+    """
+    if find_spec(NAME) is None:
+        return False
+    try:
+        importlib.import_module(NAME)
+    except (Exception, SystemExit) as error:  # its version check calls os.exit, an AttributeError
+        warnings.warn(
+            f"{NAME} is installed but not used: {type(error).__name__}: {error}. Its last release is for "
+            "torch 2.8; uninstall it to be rid of this warning",
+            stacklevel=2,
+        )
+        return False
+    return True

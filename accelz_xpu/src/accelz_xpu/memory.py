@@ -1,0 +1,35 @@
+"""The memory role: torch.xpu's caching allocator, also where the device does not say what is free."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from accelz.memory import MemoryStats
+from accelz.torch_device import TorchMemory
+
+
+class XpuMemory(TorchMemory):
+    """As `TorchMemory`. Some devices cannot be asked for free memory (integrated ones, or without the
+    driver's system management); there `free` is the capacity less what this process has allocated.
+    """
+
+    def __init__(self, module: Any, pinned: bool) -> None:
+        super().__init__(module, pinned)
+        self._tells_free = True
+
+    def stats(self) -> MemoryStats:
+        if self._tells_free:
+            try:
+                return super().stats()
+            except RuntimeError as error:
+                self._tells_free = False
+                warnings.warn(
+                    f"the device does not tell its free memory ({error}); what other processes use is "
+                    "counted as free",
+                    stacklevel=2,
+                )
+        allocated = int(self._module.memory_allocated())
+        capacity = int(self._module.get_device_properties().total_memory)
+        peak = int(self._module.max_memory_allocated())
+        return MemoryStats(allocated, peak, capacity, max(capacity - allocated, 0))

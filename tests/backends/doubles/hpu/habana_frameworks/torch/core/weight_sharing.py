@@ -1,0 +1,1 @@
+"""Imported where weight sharing is on. The real one replaces the class of every Parameter."""
