@@ -46,7 +46,8 @@ class Kernels:
         (n,) fp32, bf16 or fp16, read only and never widened as a whole. step: 0-dim fp32, the number of
         this step, counted from 1.
         grad_scale: 0-dim fp32 that the gradient is multiplied by (averaging, unscaling, clipping).
-        skip: 0-dim fp32; 1 leaves everything unchanged. weights: (n,) 16-bit copy of master, written.
+        skip: 0-dim fp32; 1 leaves everything unchanged. weights: (n,) 16-bit copy of master, written (with
+        skip, they hold that copy already and need not be).
         decoupled: weight decay as in AdamW (Loshchilov & Hutter, 2019); False adds it to the gradient,
         as in Adam (Kingma & Ba, 2015).
         """

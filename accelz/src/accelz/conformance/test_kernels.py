@@ -451,7 +451,8 @@ def _scalar(value: float, device: torch.device) -> Tensor:
 def _weights(case: AdamCase, device: torch.device) -> Guarded | None:
     if case.weights_dtype is None:
         return None
-    return Guarded(torch.zeros(case.numel, dtype=case.weights_dtype), case.offset, device)
+    before = case.inputs()["master"] if case.skip else torch.zeros(case.numel)
+    return Guarded(before.to(case.weights_dtype), case.offset, device)
 
 
 def _expect_state(got: Tensor, want: Tensor, where: str, name: str, case: AdamCase) -> None:
