@@ -1,0 +1,229 @@
+"""The kernels role on CUDA: one launch for each operation, with the torch references behind it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from accelz.kernels import Kernels, check_blocks
+from accelz_cuda import kernels
+from accelz_cuda.kernels import Entry
+from accelz_cuda.kernels.launcher import Launcher
+
+BLOCKS_PER_MULTIPROCESSOR = 6
+"""Blocks of norm_partials that a multiprocessor holds at a time."""
+
+ANY_ENTRY: dict[str, Entry] = {
+    "adamw": kernels.ADAMW[kernels.F32, None],
+    "norm_and_nonfinite": kernels.NORM_PARTIALS,
+    "scale_cast": kernels.SCALE_CAST[kernels.F32, kernels.F32],
+    "accumulate": kernels.ACCUMULATE[kernels.F32, kernels.F32],
+    "quantise": kernels.QUANTISE[torch.int8, kernels.F32],
+    "dequantise": kernels.DEQUANTISE[kernels.F32, torch.int8],
+}
+"""An entry point of the source that implements an operation."""
+
+
+class CudaKernels(Kernels):
+    """Kernels for contiguous tensors of fp32, bf16, fp16 and, quantised, int8 and float8_e4m3fn.
+
+    What they are not made for (fp64, strided views, operands on several devices) goes to the torch reference,
+    and so does everything where they cannot be compiled or loaded; `origin` tells. They launch on torch's
+    current stream of the tensors' device, allocate only through torch and never wait, so a CUDA graph can
+    capture them once each has run before with the same dtypes. Writes do not move autograd's version
+    counters.
+    """
+
+    def __init__(self, launcher: Launcher | None = None) -> None:
+        self._launcher = launcher or Launcher()
+
+    def adamw(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        step: Tensor,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        decoupled: bool = True,
+        maximize: bool = False,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        entry = kernels.ADAMW.get((grad.dtype, None if weights is None else weights.dtype))
+        state_is_fp32 = master.dtype is exp_avg.dtype is exp_avg_sq.dtype is torch.float32
+        if not (
+            entry is not None
+            and state_is_fp32
+            and self._serves(entry, master, grad, exp_avg, exp_avg_sq, weights)
+            and _are_scalars_on(master.device, step, grad_scale, skip)
+        ):
+            super().adamw(
+                master,
+                grad,
+                exp_avg,
+                exp_avg_sq,
+                step,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                eps=eps,
+                weight_decay=weight_decay,
+                decoupled=decoupled,
+                maximize=maximize,
+                grad_scale=grad_scale,
+                skip=skip,
+                weights=weights,
+            )
+            return
+        arguments = entry.arguments.pack(
+            master.data_ptr(),
+            grad.data_ptr(),
+            exp_avg.data_ptr(),
+            exp_avg_sq.data_ptr(),
+            _pointer(weights),
+            step.data_ptr(),
+            _pointer(grad_scale),
+            _pointer(skip),
+            master.numel(),
+            lr,
+            -1.0 if maximize else 1.0,
+            1.0 - lr * weight_decay if decoupled else 1.0,
+            0.0 if decoupled else weight_decay,
+            beta1,
+            1.0 - beta1,
+            _log(beta1),
+            beta2,
+            1.0 - beta2,
+            _log(beta2),
+            eps,
+        )
+        self._launch(entry, master, entry.blocks(master.numel()), arguments)
+
+    def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
+        filled = [t for t in tensors if t.numel()]
+        if not filled or not all(self._serves_in_norm(t, filled[0]) for t in filled):
+            return super().norm_and_nonfinite(tensors)
+        groups = [filled[i : i + kernels.MAX_SPANS] for i in range(0, len(filled), kernels.MAX_SPANS)]
+        packed = [_pack_spans(group) for group in groups]
+        room = BLOCKS_PER_MULTIPROCESSOR * self._launcher.multiprocessors(filled[0].get_device())
+        blocks = [min(tiles, room) for _, tiles in packed]
+        partials = torch.empty(sum(blocks), dtype=torch.float32, device=filled[0].device)
+        output = torch.empty(2, dtype=torch.float32, device=filled[0].device)
+        start = partials.data_ptr()
+        for group, (spans, tiles), count in zip(groups, packed, blocks, strict=True):
+            arguments = kernels.NORM_PARTIALS.arguments.pack(start, len(group), tiles, spans)
+            self._launch(kernels.NORM_PARTIALS, partials, count, arguments)
+            start += count * partials.itemsize
+        arguments = kernels.NORM_TOTAL.arguments.pack(partials.data_ptr(), output.data_ptr(), len(partials))
+        self._launch(kernels.NORM_TOTAL, partials, 1, arguments)
+        return output
+
+    def scale_cast(self, output: Tensor, source: Tensor, scale: Tensor | None = None) -> None:
+        entry = kernels.SCALE_CAST.get((output.dtype, source.dtype))
+        only_copies = scale is None and output.dtype is source.dtype
+        if (
+            entry is None
+            or only_copies
+            or not self._serves(entry, output, source)
+            or not _are_scalars_on(output.device, scale)
+        ):
+            super().scale_cast(output, source, scale)
+            return
+        numel = output.numel()
+        arguments = entry.arguments.pack(output.data_ptr(), source.data_ptr(), _pointer(scale), numel)
+        self._launch(entry, output, entry.blocks(numel), arguments)
+
+    def accumulate(self, total: Tensor, addend: Tensor) -> None:
+        entry = kernels.ACCUMULATE.get((total.dtype, addend.dtype))
+        if entry is None or not self._serves(entry, total, addend):
+            super().accumulate(total, addend)
+            return
+        arguments = entry.arguments.pack(total.data_ptr(), addend.data_ptr(), total.numel())
+        self._launch(entry, total, entry.blocks(total.numel()), arguments)
+
+    def quantise(self, output: Tensor, scales: Tensor, source: Tensor, block: int) -> None:
+        check_blocks(output, scales, source, block)
+        entry = kernels.QUANTISE.get((output.dtype, source.dtype))
+        if entry is None or not self._serves(entry, output, source) or not self._serves(entry, scales):
+            super().quantise(output, scales, source, block)
+            return
+        self._launch_blockwise(entry, (output, scales, source), source.numel(), block)
+
+    def dequantise(self, output: Tensor, source: Tensor, scales: Tensor, block: int) -> None:
+        check_blocks(source, scales, output, block)
+        entry = kernels.DEQUANTISE.get((output.dtype, source.dtype))
+        if entry is None or not self._serves(entry, output, source) or not self._serves(entry, scales):
+            super().dequantise(output, source, scales, block)
+            return
+        self._launch_blockwise(entry, (output, source, scales), source.numel(), block)
+
+    def origin(self, name: str) -> str:
+        """Who implements the operation `name` on the current device; compiles its kernels to find out."""
+        origin = super().origin(name)
+        entry = ANY_ENTRY.get(name)
+        usable = entry is None or self._launcher.ready(entry, self._launcher.current_device())
+        return origin if usable else "torch reference"
+
+    def _serves(self, entry: Entry, first: Tensor, *others: Tensor | None) -> bool:
+        """Whether the kernel can take these operands: same shape, dense, on one device that it runs on."""
+        device, shape = first.device, first.shape
+        if device.type != self._launcher.device_type or not first.is_contiguous():
+            return False
+        for other in others:
+            if other is not None and (
+                other.shape != shape or other.device != device or not other.is_contiguous()
+            ):
+                return False
+        return self._launcher.ready(entry, first.get_device())
+
+    def _serves_in_norm(self, tensor: Tensor, first: Tensor) -> bool:
+        return (
+            tensor.dtype in kernels.SPAN_FORMATS
+            and tensor.device == first.device
+            and self._serves(kernels.NORM_PARTIALS, tensor)
+        )
+
+    def _launch_blockwise(
+        self, entry: Entry, operands: tuple[Tensor, Tensor, Tensor], numel: int, block: int
+    ) -> None:
+        pointers = (operand.data_ptr() for operand in operands)
+        arguments = entry.arguments.pack(*pointers, numel, block.bit_length() - 1)
+        self._launch(entry, operands[0], entry.blocks(numel), arguments)
+
+    def _launch(self, entry: Entry, on: Tensor, blocks: int, arguments: bytes) -> None:
+        if blocks:
+            self._launcher.launch(entry, on.get_device(), blocks, arguments)
+
+
+def _are_scalars_on(device: torch.device, *scalars: Tensor | None) -> bool:
+    return all(
+        s is None or (s.dtype is torch.float32 and s.numel() == 1 and s.device == device) for s in scalars
+    )
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+def _pack_spans(tensors: Sequence[Tensor]) -> tuple[bytes, int]:
+    """The table of norm_partials, and how many tiles the tensors have."""
+    spans, tiles = [], 0
+    for tensor in tensors:
+        numel = tensor.numel()
+        spans.append(kernels.SPAN.pack(tensor.data_ptr(), numel, tiles, kernels.SPAN_FORMATS[tensor.dtype]))
+        tiles += -(-numel // kernels.norm_tile(tensor.dtype))
+    return b"".join(spans), tiles
