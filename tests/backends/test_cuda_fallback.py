@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,6 +69,14 @@ def test_without_the_compilers_packages(
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     expect_one_warning(launcher, r"compiler is missing \(.*\)\. Install .* pip install 'accelz-cuda\[cu13\]'")
+
+
+@pytest.mark.usefixtures("_fresh_toolchain")
+def test_the_compiler_is_found_where_older_releases_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = SimpleNamespace(Program=object)
+    monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cuda.core.experimental", older)
+    assert compiler.toolchain().core is older
 
 
 @pytest.mark.usefixtures("h200", "_fresh_toolchain")

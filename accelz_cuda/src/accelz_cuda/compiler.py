@@ -70,10 +70,12 @@ def toolchain() -> Toolchain:
     """The compiler of this environment. Raises CompilerMissingError."""
     try:
         core = importlib.import_module("cuda.core")
+        if not hasattr(core, "Program"):  # before cuda-core 0.5
+            core = importlib.import_module("cuda.core.experimental")
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         status, major, minor = nvrtc.nvrtcVersion()
-        if int(status) or not hasattr(core, "Program"):
-            raise RuntimeError(f"NVRTC answers {status!r}, cuda.core {getattr(core, '__version__', '?')}")
+        if int(status):
+            raise RuntimeError(f"NVRTC answers {status!r}")
     except Exception as error:  # import errors of several kinds, and what the loaders raise
         raise CompilerMissingError(f"{type(error).__name__}: {error}") from error
     return Toolchain(core, (major, minor))
