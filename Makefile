@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := accelz accelz_cpu zero
+PACKAGES := accelz accelz_cpu accelz_cuda accelz_xpu accelz_hpu zero
 STAMP := $(VENV)/.installed
 SIM := examples/sim_backend
 SIM_STAMP := $(VENV)/.sim-installed

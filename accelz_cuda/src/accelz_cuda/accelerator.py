@@ -1,0 +1,27 @@
+"""CUDA (and ROCm) devices: roles derived from torch.cuda, NCCL, and kernels of our own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+
+from accelz.accelerator import Accelerator
+from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
+from accelz_cuda.collectives import NcclCollectives
+from accelz_cuda.cuda_kernels import CudaKernels
+
+SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
+"""Set to 1, several ranks may work on one GPU. Slow; for tests on a machine with a single one."""
+
+
+def build() -> Accelerator:
+    shared = os.environ.get(SHARED_DEVICE, "") == "1"
+    dtypes = TORCH_DEVICE.dtypes | {torch.float64}
+    return TorchAccelerator(
+        "cuda",
+        NcclCollectives(shared),
+        capabilities=replace(TORCH_DEVICE, shared_device=shared, dtypes=dtypes),
+        kernels=CudaKernels(),
+    )

@@ -1,0 +1,27 @@
+"""The plugin: a descriptor, with no torch import before the backend is chosen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accelz.hooks import BackendDescriptor, Probe, hookimpl
+
+if TYPE_CHECKING:
+    from accelz.accelerator import Accelerator
+
+
+@hookimpl
+def accelz_backend() -> BackendDescriptor:
+    return BackendDescriptor(name="cuda", api_version=1, priority=100, probe=_probe, load=_load)
+
+
+def _probe() -> Probe:
+    from accelz_cuda.probe import probe
+
+    return probe()
+
+
+def _load() -> Accelerator:
+    from accelz_cuda.accelerator import build
+
+    return build()

@@ -1,0 +1,68 @@
+"""Whether there is a GPU that the installed torch can drive, found out without touching it.
+
+torch is not imported and no context is opened, so that processes forked later can still use the device:
+torch's build is read from its version file, and devices are counted by the driver's management library
+(NVML) or, on ROCm, by the kernel's topology.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accelz.hooks import Probe
+
+KFD = Path("/dev/kfd")
+TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+
+
+def probe() -> Probe:
+    build = torch_build()
+    if build.get("hip"):
+        return _answer(_rocm_devices(), "HIP_VISIBLE_DEVICES", f"ROCm {build['hip']}")
+    if build.get("cuda"):
+        return _answer(_nvidia_devices(), "CUDA_VISIBLE_DEVICES", f"CUDA {build['cuda']}")
+    return Probe(False, f"torch {build.get('__version__', '?')} is built without CUDA and ROCm")
+
+
+def torch_build() -> dict[str, Any]:
+    """The names in torch/version.py: `cuda` and `hip` are version strings or None. Imports nothing."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return {}
+    version = Path(spec.origin).with_name("version.py")
+    return runpy.run_path(str(version)) if version.exists() else {}
+
+
+def _answer(devices: int | str, variable: str, build: str) -> Probe:
+    if isinstance(devices, str):
+        return Probe(False, devices)
+    if devices == 0:
+        return Probe(False, f"no GPU: the driver of {build} sees none")
+    if os.environ.get(variable, "all").strip() in ("", "-1"):
+        return Probe(False, f"{variable} hides all {devices} GPUs; unset it to use them")
+    return Probe(True, f"{devices} GPU{'s' if devices > 1 else ''}, {build}")
+
+
+def _nvidia_devices() -> int | str:
+    """How many GPUs the driver has, or why that cannot be said."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return "no GPU driver: libnvidia-ml.so.1 is not on this machine"
+    if code := library.nvmlInit_v2():
+        return f"the GPU driver does not answer (NVML error {code})"
+    count = ctypes.c_uint()
+    code = library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    library.nvmlShutdown()
+    return f"the GPU driver does not say how many GPUs there are (NVML error {code})" if code else count.value
+
+
+def _rocm_devices() -> int | str:
+    if not KFD.exists():
+        return f"no GPU driver: {KFD} is not on this machine"
+    return sum(1 for node in TOPOLOGY.glob("*/gpu_id") if node.read_text().strip() not in ("", "0"))

@@ -1,0 +1,143 @@
+"""The CUDA backend as far as it goes without a GPU: the probe's answers, and what NCCL is told."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accelz.collectives import Collectives
+from accelz.flat_buffer import StorageSwap
+from accelz_cuda import probe
+from accelz_cuda.accelerator import build
+from accelz_cuda.collectives import NcclCollectives
+
+
+class Nvml:
+    """The driver's management library with `devices` GPUs, or one that answers `error`."""
+
+    def __init__(self, devices: int = 0, error: int = 0) -> None:
+        self.devices = devices
+        self.error = error
+
+    def nvmlInit_v2(self) -> int:
+        return self.error
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = self.devices
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def torch_for(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def build(**versions: str) -> None:
+        monkeypatch.setattr(probe, "torch_build", lambda: {"__version__": "2.13.0", **versions})
+
+    return build
+
+
+def driver(monkeypatch: pytest.MonkeyPatch, library: Nvml) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+
+
+def test_this_build_of_torch_is_read_without_importing_it() -> None:
+    assert set(probe.torch_build()) >= {"__version__", "cuda", "hip"}
+
+
+def test_a_torch_without_cuda_is_told(torch_for: Any) -> None:
+    torch_for()
+    answer = probe.probe()
+    assert (answer.available, answer.reason) == (False, "torch 2.13.0 is built without CUDA and ROCm")
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch, torch_for: Any) -> None:
+    torch_for(cuda="13.0")
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert "libnvidia-ml.so.1 is not on this machine" in probe.probe().reason
+
+
+@pytest.mark.parametrize(
+    ("library", "available", "reason"),
+    [
+        (Nvml(error=9), False, "the GPU driver does not answer (NVML error 9)"),
+        (Nvml(0), False, "no GPU: the driver of CUDA 13.0 sees none"),
+        (Nvml(1), True, "1 GPU, CUDA 13.0"),
+        (Nvml(8), True, "8 GPUs, CUDA 13.0"),
+    ],
+)
+def test_the_drivers_answer(
+    monkeypatch: pytest.MonkeyPatch, torch_for: Any, library: Nvml, available: bool, reason: str
+) -> None:
+    torch_for(cuda="13.0")
+    driver(monkeypatch, library)
+    answer = probe.probe()
+    assert (answer.available, answer.reason) == (available, reason)
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_devices_that_a_variable_hides(monkeypatch: pytest.MonkeyPatch, torch_for: Any, hidden: str) -> None:
+    torch_for(cuda="13.0")
+    driver(monkeypatch, Nvml(4))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    answer = probe.probe()
+    assert not answer.available
+    assert "CUDA_VISIBLE_DEVICES hides all 4 GPUs" in answer.reason
+
+
+def test_rocm_counts_gpus_and_not_cpus(
+    monkeypatch: pytest.MonkeyPatch, torch_for: Any, tmp_path: Path
+) -> None:
+    torch_for(hip="7.0")
+    monkeypatch.setattr(probe, "KFD", tmp_path / "kfd")
+    monkeypatch.setattr(probe, "TOPOLOGY", tmp_path / "nodes")
+    assert "is not on this machine" in probe.probe().reason
+    (tmp_path / "kfd").touch()
+    for node, gpu in enumerate(("0", "4098", "4099")):
+        folder = tmp_path / "nodes" / str(node)
+        folder.mkdir(parents=True)
+        (folder / "gpu_id").write_text(f"{gpu}\n")
+    assert probe.probe().reason == "2 GPUs, ROCm 7.0"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
+    """The watchdog leaves the process alone; ranks that share a GPU seem to be on hosts of their own."""
+    environment: dict[str, str] = {"RANK": "3"}
+    seen: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", environment)
+    monkeypatch.setattr(Collectives, "init", lambda *_: seen.update(environment) or SimpleNamespace())
+    NcclCollectives(shared).init(10.0)
+    assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert seen.get("NCCL_HOSTID", "").endswith("-3") is shared
+
+
+def test_the_accelerator_is_put_together_without_touching_a_device() -> None:
+    """torch.cuda is there in every build of torch, so all of it loads where no GPU is."""
+    accelerator = build()
+    assert accelerator.device == torch.device("cuda", 0)
+    assert accelerator.collectives.spec == "cpu:gloo,cuda:nccl"
+    assert isinstance(accelerator.flat_buffers, StorageSwap)
+    assert not accelerator.capabilities.shared_device
+    assert not torch.cuda.is_initialized()
+
+
+def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELZ_CUDA_SHARED_DEVICE", "1")
+    assert build().capabilities.shared_device
