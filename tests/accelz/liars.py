@@ -1,26 +1,31 @@
-"""Broken doubles of the CPU backend: each lie breaks one promise of the interface.
+"""Broken doubles of sound backends: each lie breaks one promise of the interface.
 
-`ROUNDS` puts many lies into one accelerator, so that a few runs of the kit try them all.
+`ROUNDS` puts many lies into one accelerator, so that a few runs of the kit try them all. Of each kind there
+is at least one for every role: a wrong value, a value of the wrong type, an error, memory that is kept. Lies
+about what only a device can have are told about the simulated one (`SIM_ROUNDS`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
+from accelz.capabilities import Capabilities
 from accelz.collectives import DONE, Collectives, Handle
+from accelz.conformance.test_leaks import NBYTES
+from accelz.errors import BackendUnavailableError
 from accelz.flat_buffer import FlatBuffer, Slot, StorageSwap
-from accelz.memory import MemoryStats
-from accelz.streams import NullEvent, NullStream, NullStreams
-from accelz_cpu.accelerator import CpuKernels, CpuRng, build
+from accelz.memory import Memory, MemoryStats
+from accelz.streams import Event, NullEvent, NullStream, NullStreams, Stream
+from accelz_cpu.accelerator import CpuRng, build
+from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory
-
-CPU = torch.device("cpu")
 
 
 class NotARole:
@@ -31,9 +36,7 @@ class NotARole:
 
 
 class PeakNeverReset(ProcessMemory):
-    def __init__(self) -> None:
-        super().__init__()
-        self._most = 0
+    _most = 0
 
     def stats(self) -> MemoryStats:
         stats = super().stats()
@@ -56,7 +59,39 @@ class HostMemoryRaises(ProcessMemory):
         raise OSError("no pages left to lock")
 
 
+class StatsRaise(ProcessMemory):
+    def stats(self) -> MemoryStats:
+        raise OSError("no driver")
+
+
+class HostMemoryIsAList(ProcessMemory):
+    def empty_host(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        return [0.0]  # type: ignore[return-value]
+
+
+class HostMemoryKept(ProcessMemory):
+    def empty_host(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        return keep(super().empty_host(shape, dtype))
+
+
+class FreeIsCapacity(Memory):
+    def stats(self) -> MemoryStats:
+        stats = super().stats()  # type: ignore[safe-super]
+        return dataclasses.replace(stats, free=stats.capacity)
+
+
 # -- rng
+
+
+class SeedRaises(CpuRng):
+    def seed(self, seed: int) -> None:
+        raise OverflowError("a seed of 16 bits")
+
+
+class StatesKept(CpuRng):
+    def get_state(self) -> Tensor:
+        keep(torch.ones(NBYTES // 4))
+        return super().get_state()
 
 
 class StateIgnored(CpuRng):
@@ -88,9 +123,8 @@ class StreamOfTheUndone(NullStream):
 
 
 class EventsNeverDone(NullStreams):
-    def __init__(self) -> None:
-        super().__init__()
-        self._only = StreamOfTheUndone()
+    def current(self) -> Stream:
+        return StreamOfTheUndone()
 
 
 class KeepAliveOverwrites(NullStreams):
@@ -98,7 +132,69 @@ class KeepAliveOverwrites(NullStreams):
         tensor.zero_()
 
 
+class NewRaises(NullStreams):
+    def new(self, priority: int = 0) -> Stream:
+        raise OSError("no queue left")
+
+
+class CurrentIsNone(NullStreams):
+    def current(self) -> Stream:
+        return None  # type: ignore[return-value]
+
+
+class MillisecondEvent(NullEvent):
+    def seconds_since(self, earlier: Event) -> float:
+        return super().seconds_since(earlier) * 1e3
+
+
+class MillisecondStream(NullStream):
+    def record(self) -> Event:
+        return MillisecondEvent()
+
+
+class Milliseconds(NullStreams):
+    def current(self) -> Stream:
+        return MillisecondStream()
+
+
+class KeptAliveForever(NullStreams):
+    def keep_alive(self, tensor: Tensor, stream: Any) -> None:
+        keep(tensor)
+
+
+class LateEvent(NullEvent):
+    """Passed a while after it was made, as behind work that is still running."""
+
+    def done(self) -> bool:
+        return time.perf_counter() - self._time > 0.05
+
+
+class LateStream(NullStream):
+    def record(self) -> Event:
+        return LateEvent()
+
+
+class LateStreams(NullStreams):
+    def current(self) -> Stream:
+        return LateStream()
+
+
 # -- kernels
+
+
+class KernelRaises(CpuKernels):
+    def scale_cast(self, output: Tensor, source: Tensor, scale: Tensor | None = None) -> None:
+        raise RuntimeError("no kernel image for this device")
+
+
+class NormIsATuple(CpuKernels):
+    def norm_and_nonfinite(self, tensors: Any) -> Tensor:
+        return tuple(super().norm_and_nonfinite(tensors).tolist())  # type: ignore[return-value]
+
+
+class ScratchKept(CpuKernels):
+    def adamw(self, master: Tensor, grad: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().adamw(master, keep(grad.clone()), *args, **kwargs)
 
 
 class SkipIgnored(CpuKernels):
@@ -191,7 +287,73 @@ class BindsWhenNotAsked(StorageSwap):
         return other
 
 
+class RaisingBuffer(FlatBuffer):
+    def materialize(self) -> None:
+        raise MemoryError("fragmented")
+
+
+class MaterializeRaises(StorageSwap):
+    def flatten(self, *args: Any, **kwargs: Any) -> FlatBuffer:
+        made = super().flatten(*args, **kwargs)
+        return RaisingBuffer(made.data, made.parameters, made.slots)
+
+
+class FlattenGivesATuple(StorageSwap):
+    def flatten(self, *args: Any, **kwargs: Any) -> FlatBuffer:
+        made = super().flatten(*args, **kwargs)
+        return made.data, made.views  # type: ignore[return-value]
+
+
+class Hoarder(FlatBuffer):
+    def release(self) -> None:
+        if self.materialized:
+            keep(self.data.clone())
+        super().release()
+
+
+class ReleasedBytesKept(StorageSwap):
+    def flatten(self, *args: Any, **kwargs: Any) -> FlatBuffer:
+        made = super().flatten(*args, **kwargs)
+        return Hoarder(made.data, made.parameters, made.slots)
+
+
+class FurtherBuffersKept(StorageSwap):
+    def empty_like(self, buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
+        return keep(super().empty_like(buffer, dtype))
+
+
+class ModelsKept(StorageSwap):
+    def flatten(self, *args: Any, **kwargs: Any) -> FlatBuffer:
+        return keep(super().flatten(*args, **kwargs))
+
+
 # -- collectives
+
+
+class BroadcastRaises(Collectives):
+    def broadcast(self, tensor: Tensor, source: int, group: Any, async_op: bool = False) -> Handle:
+        raise OSError("no link")
+
+
+class RaisingHandle(Handle):
+    def wait(self) -> None:
+        raise KeyError("sequence number")
+
+
+class WaitRaises(Collectives):
+    def all_reduce(self, tensor: Tensor, group: Any, *args: Any, **kwargs: Any) -> Handle:
+        super().all_reduce(tensor, group, *args, **kwargs).wait()
+        return RaisingHandle()
+
+
+class GroupsAreLists(Collectives):
+    def new_group(self, ranks: Any, timeout: float) -> Any:
+        return [super().new_group(ranks, timeout)]
+
+
+class BuffersKept(Collectives):
+    def all_gather(self, output: Tensor, shard: Tensor, group: Any, async_op: bool = False) -> Handle:
+        return super().all_gather(keep(output), shard, group, async_op)
 
 
 class WrongSlice(Collectives):
@@ -235,11 +397,65 @@ class NoHandle(Collectives):
         return None  # type: ignore[return-value]
 
 
+# -- the accelerator
+
+
+class FlushRaises(Accelerator):
+    def flush(self) -> None:
+        raise AttributeError("mark_step")
+
+
+class FirstRankOnly(Accelerator):
+    def bind(self, local_rank: int) -> None:
+        if local_rank:
+            raise BackendUnavailableError("the device is taken")
+        super().bind(local_rank)
+
+
+class BindingKeeps(Accelerator):
+    def bind(self, local_rank: int) -> None:
+        keep(torch.ones(NBYTES // 4))
+        super().bind(local_rank)
+
+
+class ResizeRefused(Accelerator):
+    """A device whose storages cannot be resized, as without the hook resizePrivateUse1Bytes."""
+
+    def bind(self, local_rank: int) -> None:
+        super().bind(local_rank)
+        torch.UntypedStorage.resize_ = _refuse  # type: ignore[method-assign, assignment]
+
+
+class OneDeviceForAll(Accelerator):
+    def bind(self, local_rank: int) -> None:
+        super().bind(0)
+
+
+class OwnFlush(Accelerator):
+    def flush(self) -> None:
+        super().flush()
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError("Please register PrivateUse1HooksInterface")
+
+
+T = TypeVar("T")
+_kept: list[object] = []
+
+
+def keep(value: T) -> T:
+    """Leak `value`."""
+    _kept.append(value)
+    return value
+
+
 @dataclass(frozen=True)
 class Lie:
     """One broken promise. method: whom the kit must blame. test: in which of its tests.
 
-    role: the attribute of the accelerator that `mixin` spoils; "" where `flags` are declared wrongly.
+    role: the attribute of the accelerator that `mixin` spoils, "" for the accelerator itself. flags: what is
+    declared wrongly.
     """
 
     method: str
@@ -312,26 +528,116 @@ ROUNDS: dict[str, dict[str, Lie]] = {
             flags={"dtypes": frozenset({torch.bfloat16, torch.float16})},
         ),
     },
+    "four": {
+        "stats raise": Lie("Memory.stats", "counters_make_sense", "memory", StatsRaise),
+        "a new stream raises": Lie("Streams.new", "the_interface_holds", "streams", NewRaises),
+        "time in milliseconds": Lie("Event.seconds_since", "events_measure_time", "streams", Milliseconds),
+        "a seed raises": Lie("Rng.seed", "a_seed_repeats", "rng", SeedRaises),
+        "a kernel raises": Lie("Kernels.scale_cast", "test_scale_cast", "kernels", KernelRaises),
+        "materialize raises": Lie(
+            "FlatBuffer.materialize", "repeated_calls", "flat_buffers", MaterializeRaises
+        ),
+        "a broadcast raises": Lie(
+            "Collectives.broadcast", "test_broadcast_from", "collectives", BroadcastRaises
+        ),
+        "a wait raises": Lie("Handle.wait", "async_handles", "collectives", WaitRaises),
+        "ranks cannot share": Lie("Accelerator.bind", "ranks_share_a_device", "", FirstRankOnly),
+        "float8 is declared": Lie(
+            "Capabilities.dtypes",
+            "test_further_dtypes",
+            flags={"dtypes": frozenset({torch.float32, torch.float8_e4m3fn})},
+        ),
+    },
+    "five": {
+        "host memory is a list": Lie("Memory.empty_host", "host_memory_round", "memory", HostMemoryIsAList),
+        "no current stream": Lie("Streams.current", "the_interface_holds", "streams", CurrentIsNone),
+        "a norm is a tuple": Lie("Kernels.norm_and_nonfinite", "test_norm", "kernels", NormIsATuple),
+        "a buffer is a tuple": Lie(
+            "FlatBufferStrategy.flatten", "flatten_keeps_values", "flat_buffers", FlattenGivesATuple
+        ),
+        "groups are lists": Lie("Collectives.new_group", "groups_of_some", "collectives", GroupsAreLists),
+        "flush raises": Lie("Accelerator.flush", "synchronize_waits", "", FlushRaises),
+        "storage resize is declared": Lie(
+            "Capabilities.storage_resize", "a_storage_can_be_resized", "", ResizeRefused
+        ),
+    },
+    "leaks": {
+        "host memory is kept": Lie("Memory.empty_host", "host_memory_comes_back", "memory", HostMemoryKept),
+        "kept alive forever": Lie("Streams.keep_alive", "what_was_kept_alive", "streams", KeptAliveForever),
+        "states are kept": Lie("Rng.get_state", "states_of_generators", "rng", StatesKept),
+        "released bytes are kept": Lie(
+            "FlatBuffer.release", "a_buffer_that_comes_and_goes", "flat_buffers", ReleasedBytesKept
+        ),
+        "further buffers are kept": Lie(
+            "FlatBufferStrategy.empty_like", "forgotten_buffers", "flat_buffers", FurtherBuffersKept
+        ),
+        "models are kept": Lie("FlatBufferStrategy.flatten", "forgotten_models", "flat_buffers", ModelsKept),
+        "scratch is kept": Lie("Kernels.adamw", "scratch_memory", "kernels", ScratchKept),
+        "gathered buffers are kept": Lie(
+            "Collectives.all_gather", "buffers_of_collectives", "collectives", BuffersKept
+        ),
+        "binding keeps memory": Lie("Accelerator.bind", "binding_again", "", BindingKeeps),
+    },
 }
 
-UNDECLARED = {"storage_resize": False, "dtypes": frozenset({torch.float32})}
+SIM_ROUNDS: dict[str, dict[str, Lie]] = {
+    "sim": {
+        "host data is declared": Lie(
+            "Capabilities.host_data_assignment",
+            "takes_host_data",
+            flags={"host_data_assignment": True},
+        ),
+        "all memory is free": Lie("Memory.stats", "free_falls", "memory", FreeIsCapacity),
+        "one device for all": Lie("Accelerator.bind", "bind_gives_a_usable", "", OneDeviceForAll),
+    },
+    "sim, one device": {
+        "one device is declared": Lie(
+            "Accelerator.bind", "a_process_keeps_its", flags={"one_device_per_process": True}
+        ),
+    },
+}
+
+NOTHING = dict.fromkeys(Capabilities().flags(), False) | {"dtypes": frozenset({torch.float32})}
+"""As flags: no capability is declared."""
 
 
 def tell(round_: str) -> Accelerator:
     """The CPU accelerator with all lies of a round in it, under the name "liar"."""
-    accelerator = build()
+    return _spoil(build(), ROUNDS[round_])
+
+
+def tell_on_sim(round_: str) -> Accelerator:
+    """The simulated accelerator with all lies of a round in it, under the name "liar"."""
+    from accelz_sim.accelerator import build as build_sim
+
+    return _spoil(build_sim(), SIM_ROUNDS[round_])
+
+
+def modest(on_sim: bool) -> Accelerator:
+    """An accelerator that declares nothing of what it can do, under the name "liar"."""
+    if on_sim:
+        from accelz_sim.accelerator import build as build_sim
+
+        accelerator, flags = build_sim(), NOTHING
+    else:
+        # Ranks share a CPU, and the kit starts some only where that is declared.
+        accelerator, flags = build(), NOTHING | {"shared_device": True}
+        accelerator.streams.__class__ = LateStreams
+        accelerator.__class__ = OwnFlush
     accelerator.name = "liar"
-    lies = ROUNDS.get(round_, {}).values()
-    for role in {lie.role for lie in lies if lie.role}:
-        mixins = [lie.mixin for lie in lies if lie.role == role]
-        setattr(accelerator, role, _spoiled(getattr(accelerator, role), mixins))
-    flags = {name: value for lie in lies for name, value in lie.flags.items()} if lies else UNDECLARED
-    accelerator.capabilities = dataclasses.replace(accelerator.capabilities, **flags)
+    accelerator.capabilities = Capabilities(**flags)  # type: ignore[arg-type]
     return accelerator
 
 
-def _spoiled(role: Any, mixins: list[type]) -> Any:
-    if NotARole in mixins:
-        return NotARole()
-    kind = type("Spoiled", (*mixins, type(role)), {})
-    return kind(CPU) if isinstance(role, StorageSwap) else kind()
+def _spoil(accelerator: Accelerator, lies: dict[str, Lie]) -> Accelerator:
+    accelerator.name = "liar"
+    for role in {lie.role for lie in lies.values()}:
+        mixins = tuple(lie.mixin for lie in lies.values() if lie.role == role and lie.mixin is not object)
+        target: Any = getattr(accelerator, role) if role else accelerator
+        if NotARole in mixins:
+            setattr(accelerator, role, NotARole())
+        elif mixins:
+            target.__class__ = type("Spoiled", (*mixins, type(target)), {})
+    flags = {name: value for lie in lies.values() for name, value in lie.flags.items()}
+    accelerator.capabilities = dataclasses.replace(accelerator.capabilities, **flags)
+    return accelerator

@@ -10,7 +10,8 @@ import functools
 import traceback
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -106,6 +107,17 @@ def expect_raises(kind: type[Exception], method: str, expected: str, call: Calla
             return came
         raise ContractBroken(method, expected, _short(came or error), f"raise {kind.__name__}") from error
     raise ContractBroken(method, expected, "no error at all", f"raise {kind.__name__}")
+
+
+@contextmanager
+def named(method: str, expected: str) -> Iterator[None]:
+    """Report an exception of torch inside the block as a broken method of the backend."""
+    try:
+        yield
+    except ContractBroken:
+        raise
+    except Exception as error:
+        raise ContractBroken(method, expected, _short(error)) from error
 
 
 def checked(accelerator: Accelerator) -> Accelerator:

@@ -156,10 +156,15 @@ class DescriptorContract:
         expect(count >= 1, "Accelerator.device_count", "must be at least 1 where the probe says available")
         single = accelerator.capabilities.one_device_per_process or not accelerator.capabilities.shared_device
         own = own_local_rank(accelerator)
+        taken = set()
         for local_rank in [own] if single else [*range(count), own]:
             accelerator.bind(local_rank)
+            taken.add(accelerator.device)
             got = torch.full((3,), 2.0, device=accelerator.device).cpu()
             expect_close(got, torch.full((3,), 2.0), "Accelerator.bind", f"device of local rank {local_rank}")
+        own_device = single or len(taken) == count
+        came = f"{len(taken)} of {count} devices taken"
+        expect(own_device, "Accelerator.bind", "must give each local rank a device of its own", came)
 
     @about("Accelerator.bind")
     @proves("one_device_per_process")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelz.accelerator import Accelerator
-from accelz.conformance.contract import expect, expect_close
+from accelz.conformance.contract import expect, expect_close, named
 from accelz.conformance.marks import FLOATS, about, dtype_name, proves
 
 FP32_BOUND = 8 * torch.finfo(torch.float32).eps
@@ -20,6 +20,21 @@ class DtypeContract:
     @about("Capabilities.dtypes")
     def test_matrix_products_and_kernels(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
         """A declared dtype works in a matrix product, its gradient, and the flat-buffer kernels."""
+        self.check(accelerator, dtype)
+
+    @about("Capabilities.dtypes")
+    def test_further_dtypes(self, request: pytest.FixtureRequest, accelerator: Accelerator) -> None:
+        """What a backend declares beyond the usual dtypes works as well."""
+        further = sorted(accelerator.capabilities.dtypes - set(FLOATS), key=str)
+        if not further:
+            pytest.skip("no further dtype is declared")
+        for dtype in further:
+            request.node.add_marker(proves(dtype_name(dtype)))
+        for dtype in further:
+            with named("Capabilities.dtypes", f"{dtype} is declared and must work in a matrix product"):
+                self.check(accelerator, dtype)
+
+    def check(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
         host_a, host_b = torch.rand(7, 5, dtype=torch.float64), torch.rand(5, 3, dtype=torch.float64)
         a = host_a.to(accelerator.device, dtype).requires_grad_()

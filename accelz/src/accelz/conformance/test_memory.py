@@ -69,6 +69,20 @@ class MemoryContract:
         left = self.settled(accelerator).allocated - before
         expect(left == 0, "Memory.stats", "allocated must be what it was before", f"{left} bytes more")
 
+    @about("Memory.stats")
+    @needs("exact_memory")
+    def test_free_falls_with_an_allocation(self, accelerator: Accelerator) -> None:
+        """What is allocated is not free: `free` falls by it, `capacity` stays."""
+        before = self.settled(accelerator)
+        block = self.allocate(accelerator)
+        after = accelerator.memory.stats()
+        fallen = before.free - after.free
+        came = f"by {fallen}"
+        expect(fallen > 0.5 * self.nbytes, "Memory.stats", f"free must fall by {self.nbytes}", came)
+        same = after.capacity == before.capacity
+        expect(same, "Memory.stats", f"capacity must stay {before.capacity}", f"{after.capacity}")
+        del block
+
     @about("Memory.reset_peak", "Memory.stats")
     def test_peak_and_its_reset(self, accelerator: Accelerator) -> None:
         """peak remembers a freed block until reset_peak(), and starts again from what is allocated."""

@@ -1,0 +1,251 @@
+"""Nothing leaks: an operation of any role, done again and again, leaves the memory counters where they were.
+
+An operation of these tests handles `nbytes` at a time. What it may keep for the next call is there after the
+warm-up, so that each further call which keeps its part shows as `nbytes` more. Host memory is watched too:
+page-locked buffers and staging copies are not in a device's counters.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from accelz.accelerator import Accelerator
+from accelz.collectives import Collectives, Group
+from accelz.conformance.cluster import Cluster, Context
+from accelz.conformance.contract import checked, expect
+from accelz.conformance.fixtures import devices_for_ranks, own_local_rank
+from accelz.conformance.marks import about
+from accelz.flat_buffer import FlatBuffer, Slot
+from accelz.kernels import Kernels
+
+MIB = 1 << 20
+NBYTES = 36 * MIB
+"""Above 32 MiB glibc's malloc maps every block on its own: a freed one leaves the resident set at once."""
+WARM_UP = 2
+ROUNDS = 4
+SETTLE_SECONDS = 2.0
+"""A library's thread may drop its last buffer a moment after the wait for it has returned."""
+STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Leaks:
+    """Repeats operations and compares what is held before and after. nbytes: what one of them handles."""
+
+    accelerator: Accelerator
+    nbytes: int = NBYTES
+
+    def check(self, method: str, operation: Callable[[], object]) -> None:
+        """Raise ContractBroken where ROUNDS calls keep memory on the device or on the host."""
+        for _ in range(WARM_UP):
+            operation()
+        before = self.held()
+        for _ in range(ROUNDS):
+            operation()
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (grown := self._grown(before)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        expect(not grown, method, "must not keep memory", grown, "let go of what is done with")
+
+    def _grown(self, before: dict[str, int]) -> str:
+        """What is held beyond `before`, in words; "" where that is less than every second call's part."""
+        exact = self.accelerator.capabilities.exact_memory
+        bounds = {"device": (1 if exact else ROUNDS) * self.nbytes // 2, "host": ROUNDS * self.nbytes // 2}
+        more = {where: after - before[where] for where, after in self.held().items()}
+        found = [f"{more[w] / MIB:.1f} MiB more on the {w}" for w in more if more[w] > bounds[w]]
+        after = f" after {ROUNDS} calls with {self.nbytes // MIB} MiB"
+        return ", ".join(found) + after if found else ""
+
+    def held(self) -> dict[str, int]:
+        """Bytes in use on the device and, where the system tells, by this process on the host."""
+        gc.collect()
+        self.accelerator.flush()
+        self.accelerator.streams.synchronize()
+        self.accelerator.memory.trim()
+        device = {"device": self.accelerator.memory.stats().allocated}
+        if not STATUS.exists():
+            return device
+        line = next(row for row in STATUS.read_text().splitlines() if row.startswith("VmRSS:"))
+        return {**device, "host": int(line.split()[1]) * 1024}
+
+    def block(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`nbytes` on the device, written to."""
+        size = self.nbytes // dtype.itemsize
+        return torch.full((size,), 1, dtype=dtype, device=self.accelerator.device)
+
+
+class LeakContract:
+    @pytest.fixture
+    def leaks(self, accelerator: Accelerator) -> Leaks:
+        return Leaks(accelerator)
+
+    @about("Accelerator.bind", "Accelerator.flush", "Accelerator.device_count")
+    def test_binding_again(self, leaks: Leaks) -> None:
+        """Binding the device again, counting devices and flushing keep no memory."""
+        accelerator, own = leaks.accelerator, own_local_rank(leaks.accelerator)
+        leaks.check("Accelerator.bind", lambda: accelerator.bind(own))
+        leaks.check("Accelerator.device_count", accelerator.device_count)
+        leaks.check("Accelerator.flush", accelerator.flush)
+
+    @about("Memory.stats", "Memory.reset_peak", "Memory.trim")
+    def test_reading_counters(self, leaks: Leaks) -> None:
+        """Reading and resetting counters and trimming keep no memory."""
+        for name in ("stats", "reset_peak", "trim"):
+            leaks.check(f"Memory.{name}", getattr(leaks.accelerator.memory, name))
+
+    @about("Memory.empty_host")
+    def test_host_memory_comes_back(self, leaks: Leaks) -> None:
+        """A host tensor that was copied to the device is given back, or used for the next one."""
+
+        def operation() -> None:
+            host = leaks.accelerator.memory.empty_host((leaks.nbytes // 4,), torch.float32)
+            host.fill_(1.0)
+            host.to(leaks.accelerator.device, non_blocking=True)
+            leaks.accelerator.streams.synchronize()
+
+        leaks.check("Memory.empty_host", operation)
+
+    @about("Streams.keep_alive")
+    def test_what_was_kept_alive(self, leaks: Leaks) -> None:
+        """Memory that was kept for a stream is free once the stream is done."""
+        streams = leaks.accelerator.streams
+        side = streams.new()
+
+        def operation() -> None:
+            block = leaks.block()
+            side.wait(streams.current().record())
+            with streams.use(side):
+                block.add_(1)
+            streams.keep_alive(block, side)
+            del block
+            streams.synchronize()
+
+        leaks.check("Streams.keep_alive", operation)
+
+    @about("Streams.use", "Stream.record", "Stream.wait", "Event.synchronize")
+    def test_work_on_a_stream(self, leaks: Leaks) -> None:
+        """Work on a stream and the events behind it keep nothing once they are done."""
+        streams = leaks.accelerator.streams
+        side = streams.new()
+
+        def operation() -> None:
+            with streams.use(side):
+                block = leaks.block()
+                event = side.record()
+            streams.current().wait(event)
+            block.add_(1)
+            event.synchronize()
+            streams.synchronize()
+
+        leaks.check("Streams.use", operation)
+
+    @about("Rng.seed", "Rng.get_state", "Rng.set_state")
+    def test_states_of_generators(self, leaks: Leaks) -> None:
+        """Seeding, and states that are saved and put back, keep no memory."""
+        rng = leaks.accelerator.rng
+        leaks.check("Rng.seed", lambda: rng.seed(7))
+        leaks.check("Rng.get_state", rng.get_state)
+        state = rng.get_state()
+        leaks.check("Rng.set_state", lambda: rng.set_state(state))
+
+    @about("FlatBuffer.release", "FlatBuffer.materialize", "FlatBuffer.bind")
+    def test_a_buffer_that_comes_and_goes(self, leaks: Leaks) -> None:
+        """Materialized, written, bound and released again and again, a buffer leaves nothing behind."""
+        buffer = self.flatten(leaks)
+        leaks.accelerator.streams.synchronize()
+        buffer.release()
+
+        def operation() -> None:
+            buffer.materialize()
+            buffer.data.fill_(1.0)
+            buffer.bind()
+            leaks.accelerator.streams.synchronize()
+            buffer.release()
+
+        leaks.check("FlatBuffer.release", operation)
+
+    @about("FlatBufferStrategy.flatten")
+    def test_forgotten_models(self, leaks: Leaks) -> None:
+        """A model that was flattened and forgotten is gone, buffer included."""
+        leaks.check("FlatBufferStrategy.flatten", lambda: self.flatten(leaks))
+
+    @about("FlatBufferStrategy.empty_like")
+    def test_forgotten_buffers(self, leaks: Leaks) -> None:
+        """A further buffer that was used and forgotten is gone."""
+        first = self.flatten(leaks)
+
+        def operation() -> None:
+            other = leaks.accelerator.flat_buffers.empty_like(first, torch.float32)
+            other.materialize()
+            other.data.fill_(1.0)
+
+        leaks.check("FlatBufferStrategy.empty_like", operation)
+
+    def flatten(self, leaks: Leaks) -> FlatBuffer:
+        numel = leaks.nbytes // 4
+        slot = Slot(0, (numel,), (1,), numel)
+        parameter = nn.Parameter(torch.ones(numel))
+        return leaks.accelerator.flat_buffers.flatten([parameter], [slot], numel, torch.float32)
+
+    @about("Kernels.adamw", "Kernels.norm_and_nonfinite", "Kernels.scale_cast", "Kernels.accumulate")
+    def test_scratch_memory(self, leaks: Leaks) -> None:
+        """Kernels keep no scratch memory beyond what they use again."""
+        kernels, blocks = leaks.accelerator.kernels, [leaks.block() for _ in range(4)]
+        for name, call in KERNEL_CALLS.items():
+            leaks.check(f"Kernels.{name}", lambda call=call: call(kernels, *blocks))  # type: ignore[misc]
+
+    @about("Collectives.all_gather", "Collectives.reduce_scatter", "Collectives.all_reduce", "Handle.wait")
+    def test_buffers_of_collectives(self, leaks: Leaks, cluster: Callable[[int], Cluster]) -> None:
+        """A collective that was waited for lets go of its buffers."""
+        shared = leaks.accelerator.capabilities.shared_device
+        size = 2 if shared or devices_for_ranks(leaks.accelerator) > 1 else 1
+        cluster(size).run(collectives_body)
+
+
+class TestLeaks(LeakContract):
+    pass
+
+
+def _adamw(kernels: Kernels, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    step = torch.ones((), device=master.device)
+    kernels.adamw(
+        master, grad, exp_avg, exp_avg_sq, step, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1
+    )
+
+
+KERNEL_CALLS: dict[str, Callable[..., object]] = {
+    "adamw": _adamw,
+    "norm_and_nonfinite": lambda kernels, a, b, c, d: kernels.norm_and_nonfinite([a, b, c, d]),
+    "scale_cast": lambda kernels, a, b, *_: kernels.scale_cast(a, b, torch.ones((), device=a.device)),
+    "accumulate": lambda kernels, a, b, *_: kernels.accumulate(a, b),
+}
+
+COLLECTIVE_CALLS: dict[str, Callable[[Collectives, Tensor, Tensor, Group], Any]] = {
+    "all_gather": lambda c, full, shard, group: c.all_gather(full, shard, group, async_op=True),
+    "reduce_scatter": lambda c, full, shard, group: c.reduce_scatter(shard, full, group, async_op=True),
+    "all_reduce": lambda c, full, _, group: c.all_reduce(full, group, async_op=True),
+    "broadcast": lambda c, full, _, group: c.broadcast(full, 0, group, async_op=True),
+}
+
+
+def collectives_body(context: Context) -> None:
+    accelerator = checked(context.accelerator)
+    leaks = Leaks(accelerator)
+    for name, call in COLLECTIVE_CALLS.items():
+
+        def operation(call: Callable[..., Any] = call) -> None:
+            shard = leaks.block()
+            full = torch.cat([shard] * context.size)
+            call(accelerator.collectives, full, shard, context.group).wait()
+            accelerator.streams.synchronize()
+
+        leaks.check(f"Collectives.{name}", operation)
