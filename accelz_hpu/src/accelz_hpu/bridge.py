@@ -39,8 +39,6 @@ def import_bridge() -> Bridge:
     mode = os.environ.get(LAZY_MODE, EAGER)
     if mode not in (EAGER, LAZY):
         raise BackendError(f"{LAZY_MODE}={mode}: expected 0 (eager) or 1 (lazy); set one of them")
-    if PACKAGE in sys.modules:
-        _check_in_force(mode)
     os.environ[LAZY_MODE] = mode
     os.environ[WEIGHT_SHARING] = "0"
     try:

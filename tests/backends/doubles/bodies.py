@@ -53,7 +53,7 @@ class Bodies:
 
 
 def _main(module: str) -> None:
-    import torch.testing  # noqa: F401 (once, for all forks)
+    import torch.distributed.tensor  # noqa: F401 (assert_close wants it: once, for all forks)
 
     bodies: Any = next(v for v in vars(import_module(module)).values() if type(v).__name__ == "Bodies")
     outcomes = {name: _forked(body, environment) for name, (body, environment) in bodies.all.items()}

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 class StandIn(TorchFunctionMode):
     """Every torch function that is given the device `name` gets `other` instead, and tensors that are on
-    `other` say that they are on `name`.
+    `other` say that they are on `name` (not inside of a torch function, where no mode is in force).
 
     at_use: called before each such function. drop: keyword arguments that `other` does not take; those
     that were given are counted in `dropped`.
@@ -21,6 +21,17 @@ class StandIn(TorchFunctionMode):
         super().__init__()
         self._name, self._other, self._at_use, self._drop = name, torch.device(other), at_use, drop
         self.dropped = dict.fromkeys(drop, 0)
+
+    def install(self) -> None:
+        """Be in force for the rest of the process, also in hooks that a backward runs."""
+        self.__enter__()
+        run: Any = torch.autograd._engine_run_backward  # torch leaves the mode before it calls this
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        torch.autograd._engine_run_backward = run_backward
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})

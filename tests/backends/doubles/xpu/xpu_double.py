@@ -140,4 +140,4 @@ def install():
         original[name] = getattr(torch.xpu, name)
         setattr(torch.xpu, name, globals()[name])
     mode = stand_in.StandIn("xpu", "cpu", lambda: None, drop=("pin_memory",))  # page-locking is only counted
-    mode.__enter__()
+    mode.install()

@@ -185,4 +185,4 @@ def manual_seed_all(seed):
 
 
 torch_device.register()
-stand_in.StandIn("hpu", "sim:0", init).__enter__()
+stand_in.StandIn("hpu", "sim:0", init).install()
