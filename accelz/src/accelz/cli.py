@@ -1,4 +1,4 @@
-"""The command line: `accelz list`, `accelz info`, `accelz check`. Listing imports no torch."""
+"""The command line: `accelz list`, `info`, `check`, `new`. Listing imports no torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -135,6 +136,35 @@ def check(
     raise typer.Exit(0 if summary["ok"] else 1)
 
 
+@app.command()
+@clean
+def new(
+    name: Annotated[str, typer.Argument(help="The backend's name, as in ACCELZ_DEVICE=NAME.")],
+    out: Annotated[Path, typer.Option(help="The folder in which accelz_NAME is made.")] = Path(),
+    torch_device: Annotated[
+        bool,
+        typer.Option("--torch-device", help="torch.get_device_module serves the device: derive the roles."),
+    ] = False,
+    device_type: Annotated[
+        str | None,
+        typer.Option(help="torch's name of the device; NAME, or a stand-in without --torch-device."),
+    ] = None,
+    library: Annotated[
+        str | None, typer.Option(help="The module that makes it a device of torch; torch_NAME by default.")
+    ] = None,
+    collectives: Annotated[
+        str | None, typer.Option(help="Its library in torch.distributed; staged through the host without it.")
+    ] = None,
+) -> None:
+    """Write a backend package: it installs, is discovered, and the kit says what to implement next."""
+    from accelz import scaffold
+
+    target = scaffold.write(scaffold.Package(name, torch_device, device_type, library, collectives), out)
+    for path in sorted(p for p in target.rglob("*") if p.is_file()):
+        print(path)
+    print(f"\nnext: pip install -e {target} && accelz check {name}")
+
+
 def _environment() -> dict[str, str]:
     names = ("ACCELZ_DEVICE", "ACCELZ_DISABLE")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
@@ -185,6 +215,8 @@ def _print_check(console: Console, summary: dict[str, Any], only: str | None) ->
     for failure in _grouped(summary["failures"]):
         console.print(Text(failure), style="red", soft_wrap=True)
     console.print(_capability_table(summary))
+    if any(row["state"] == "works undeclared" for row in summary["capabilities"]):
+        console.print("Nobody uses what is not declared: declare what works.", style="yellow", soft_wrap=True)
     counts = ", ".join(f"{summary[k]} {k}" for k in ("passed", "failed", "skipped"))
     some = f" the tests that match {only!r}" if only else ""
     verdict = f"passes{some}" if summary["ok"] else "does not conform"
@@ -202,9 +234,7 @@ def _capability_table(summary: dict[str, Any]) -> Table:
 
 
 def _remark(row: dict[str, Any], failures: list[dict[str, Any]]) -> str:
-    """What a capability's state asks for."""
-    if row["state"] == "works undeclared":
-        return "declare it, so that it is used"
+    """The tests that a capability failed."""
     if row["state"] != "failed":
         return ""
     tests = [_test(f) for f in failures if row["name"] in (*f["proves"], *f["needs"])]

@@ -65,15 +65,21 @@ class Outcome:
 
 
 class ClusterError(AssertionError):
-    """A body did not return on every rank. method: whose contract broke, or ""."""
+    """A body did not return on every rank. method: whose contract broke, or "".
 
-    def __init__(self, what: str, bad: list[Outcome]) -> None:
+    Where every rank broke one contract in one way, the message is that of `ContractBroken` alone.
+    """
+
+    def __init__(self, what: str, size: int, bad: list[Outcome]) -> None:
+        self.method = next((o.method for o in bad if o.method), "")
         ranks: dict[tuple[str, str, str], list[int]] = {}
         for o in bad:
             ranks.setdefault((o.status, o.error, o.text), []).append(o.rank)
+        if self.method and len(ranks) == 1 and len(bad) == size:
+            super().__init__(bad[0].error)
+            return
         said = [f"{_ranks(at)} {how}: {error}\n{text}".rstrip() for (how, error, text), at in ranks.items()]
-        super().__init__("\n".join([what, *said]))
-        self.method = next((o.method for o in bad if o.method), "")
+        super().__init__("\n".join([f"{what} at {size} ranks", *said]))
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -99,7 +105,7 @@ class Cluster:
         outcomes = self._outcomes(body, arguments, limit, GRACE_SECONDS)
         bad = [o for o in outcomes if o.status != "returned"]
         if bad:
-            raise ClusterError(f"{body.__name__} at {self.size} ranks", bad)
+            raise ClusterError(body.__name__, self.size, bad)
         return [o.value for o in outcomes]
 
     def outcomes(self, body: Callable[..., Any], *, limit: float = 60.0, **arguments: Any) -> list[Outcome]:
@@ -146,7 +152,7 @@ class Cluster:
         failed = [o for o in started if o.status != "returned"]
         if failed:
             self.stop()
-            raise ClusterError(f"{self.size} ranks did not start", failed)
+            raise ClusterError("start", self.size, failed)
 
     def _collect(self, limit: float, grace: float) -> list[Outcome]:
         deadline = time.monotonic() + limit

@@ -284,7 +284,8 @@ def late_body(context: Context) -> float:
     output = torch.zeros(2 * context.size, device=device)
     shard = torch.ones(2, device=device)
     calls.all_gather(output, shard, context.group)  # whatever a first use costs
-    context.accelerator.streams.synchronize()
+    streams = checked(context.accelerator).streams
+    streams.synchronize()
     calls.barrier(context.group)
     if context.rank:
         time.sleep(LATE_SECONDS)
@@ -292,7 +293,7 @@ def late_body(context: Context) -> float:
     handle = calls.all_gather(output, shard, context.group, async_op=True)
     seconds = time.perf_counter() - started
     handle.wait()
-    context.accelerator.streams.synchronize()
+    streams.synchronize()
     return seconds
 
 

@@ -1,0 +1,153 @@
+"""`accelz new`: writes a backend package that installs, is discovered, and says what to implement next.
+
+The templates are files below `templates/`, one folder for each part of a package; `$word` in them is a
+value of `_values`. A line that is nothing but a `$word` without a value is left out.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import shutil
+import string
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import accelz
+from accelz import discovery
+from accelz.errors import AccelzError
+
+TEMPLATES = Path(__file__).parent / "templates"
+SUFFIX = ".tmpl"
+RESERVED = frozenset({"cpu", "cuda", "hpu", "sim", "xpu", "zero"})
+"""Names whose distribution, accelz-NAME, is a first-party one."""
+
+
+class ScaffoldError(AccelzError):
+    """A package cannot be written; nothing has been."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """What `accelz new` is asked for.
+
+    name: of the backend, a lower-case identifier. torch_device: whether `torch.get_device_module` serves the
+    device, so that roles need not be written. device_type: torch's name of it; None is the name where
+    torch_device is set, and elsewhere a stand-in on the host. library: the module that makes it a device of
+    torch, with torch_device only. collectives: what its communication library is called in
+    torch.distributed; None stages collectives through the host.
+    """
+
+    name: str
+    torch_device: bool = False
+    device_type: str | None = None
+    library: str | None = None
+    collectives: str | None = None
+
+    @property
+    def module(self) -> str:
+        return f"accelz_{self.name}"
+
+
+def write(package: Package, out: Path) -> Path:
+    """Write the package to the new folder `out`/accelz_NAME and return that folder.
+
+    Raises ScaffoldError, with nothing written, for a name that cannot be had, options that do not fit
+    together, and a folder that is there already or cannot be made.
+    """
+    _check_names(package)
+    target = out / package.module
+    if not out.is_dir():
+        raise ScaffoldError(f"there is no folder {out}; make it, or give another one with --out")
+    if target.exists():
+        raise ScaffoldError(f"{target} is there already; remove it, or give another folder with --out")
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{package.module}-", dir=out) as folder:
+            made = Path(folder, package.module)
+            _fill(made, package)
+            made.rename(target)
+    except OSError as error:
+        raise ScaffoldError(f"{target} cannot be written: {error}") from error
+    return target
+
+
+def _check_names(package: Package) -> None:
+    name = package.name
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name.endswith("_") or keyword.iskeyword(name):
+        raise ScaffoldError(
+            f"{name!r} cannot be a backend's name: it must be a lower-case Python identifier of letters, "
+            "digits and _, such as foo, because it becomes accelz_foo and ACCELZ_DEVICE=foo"
+        )
+    if name in RESERVED:
+        raise ScaffoldError(
+            f"{name!r} is reserved: accelz-{name} is a first-party package; take another name"
+        )
+    if taken := discovery.installed(name):
+        owner = taken[0].dist.name if taken[0].dist else taken[0].value
+        raise ScaffoldError(f"{name!r} is the name of an installed backend, {owner}; take another name")
+    if package.library is not None and not package.torch_device:
+        raise ScaffoldError("--library goes with --torch-device; without it, import the library in _load")
+    for option, value, dotted in (
+        ("--device-type", package.device_type, False),
+        ("--library", package.library, True),
+        ("--collectives", package.collectives, False),
+    ):
+        parts = (value.split(".") if dotted else [value]) if value is not None else []
+        if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+            raise ScaffoldError(f"{option} is {value!r}; it must be an identifier")
+
+
+def _fill(target: Path, package: Package) -> None:
+    values = _values(package)
+    for source, relative in _sources(package):
+        path = target.joinpath(*(package.module if part == "package" else part for part in relative.parts))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == SUFFIX:
+            path.with_suffix("").write_text(_rendered(source.read_text(), values))
+        else:
+            shutil.copyfile(source, path)
+
+
+def _sources(package: Package) -> Iterator[tuple[Path, Path]]:
+    parts = ["common", "torch_device" if package.torch_device else "roles"]
+    parts += [] if package.collectives else ["staged"]
+    for part in parts:
+        for source in sorted(TEMPLATES.joinpath(part).rglob("*")):
+            if source.is_file():
+                yield source, source.relative_to(TEMPLATES / part)
+
+
+def _rendered(text: str, values: dict[str, str]) -> str:
+    empty = "|".join(name for name, value in values.items() if not value)
+    text = re.sub(rf"^ *\$({empty})\n\n?", "", text, flags=re.MULTILINE) if empty else text
+    return string.Template(text).substitute(values)
+
+
+def _values(package: Package) -> dict[str, str]:
+    name, module = package.name, package.module
+    kind = package.device_type or name
+    library = package.library or f"torch_{name}"
+    staged = package.collectives is None
+    major, minor = accelz.__version__.split(".")[:2]
+    stand_in = f'a stand-in: your device\'s name in torch goes here, such as "{name}:0"'
+    return {
+        "name": name,
+        "Name": "".join(part.capitalize() for part in name.split("_")),
+        "package": module,
+        "distribution": module.replace("_", "-"),
+        "accelz_range": f">={major}.{minor},<{major}.{int(minor) + 1}",
+        "api_version": str(accelz.API_VERSION),
+        "device_type": kind,
+        "device": f"{kind}:0" if package.device_type else "cpu",
+        "device_remark": "bind() moves to another one" if package.device_type else stand_in,
+        "library": library,
+        "library_root": library.partition(".")[0],
+        "collectives": "HostStaged()" if staged else f'Collectives("cpu:gloo,{kind}:{package.collectives}")',
+        "collectives_of_accelz": "" if staged else "from accelz.collectives import Collectives",
+        "collectives_of_package": f"from {module}.collectives import HostStaged" if staged else "",
+        "collectives_row": "| `collectives.py` | staged through the host over gloo | works as it is |"
+        if staged
+        else "",
+    }

@@ -1,0 +1,282 @@
+"""`accelz new`: what it writes installs, is found, and is told by the kit what to implement next."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from accelz import cli
+from accelz.conformance.contract import rank_in_order
+from accelz.discovery import installed
+
+from .fake_distribution import environment
+
+BIN = Path(sys.executable).parent
+CORE = "TestMemory or TestRng or TestStreams or TestDtypes or adamw_over_many or repeated_calls or handles"
+
+
+def _new(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(cli.app, ["new", *map(str, arguments)])
+
+
+def _install(source: Path, site: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--no-deps", "--target", str(site), str(source)],
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
+
+
+def _accelz(site: Path, *arguments: str) -> tuple[int, Any]:
+    done = subprocess.run(
+        [BIN / "accelz", *arguments, "--json"],
+        env=environment(site),
+        cwd=site,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def foo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the package that `accelz new foo` writes is installed."""
+    out, site = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("site")
+    assert _new("foo", "--out", out).exit_code == 0
+    _install(out / "accelz_foo", site)
+    return site
+
+
+def test_it_is_discovered_and_never_chosen_unasked(foo: Path) -> None:
+    code, answer = _accelz(foo, "list")
+    row = next(r for r in answer["backends"] if r["name"] == "foo")
+    assert code == 0
+    assert (row["distribution"], row["version"], row["status"]) == ("accelz-foo", "0.1.0", "available")
+    assert row["priority"] < 0
+    assert answer["selected"] != "foo"
+
+
+def test_it_passes_the_tests_of_descriptors(foo: Path) -> None:
+    code, summary = _accelz(foo, "check", "foo", "-k", "test_descriptor")
+    assert summary["failures"] == []
+    assert code == 0
+    assert summary["passed"] >= 8
+
+
+@pytest.fixture(scope="module")
+def failures(foo: Path) -> list[dict[str, Any]]:
+    code, summary = _accelz(foo, "check", "foo", "-k", CORE)
+    assert code == 1
+    return list(summary["failures"])
+
+
+def test_each_failure_says_what_to_implement_next(failures: list[dict[str, Any]]) -> None:
+    for failure in failures:
+        assert failure["message"].startswith(f"{failure['broken']}: not implemented yet\n"), failure
+        assert re.search(r"do:   accelz_foo/\w+\.py, [\w.]+: ", failure["message"]), failure
+    missing = {failure["broken"] for failure in failures}
+    assert {"Streams.current", "Streams.synchronize", "Memory.stats", "Rng.seed", "Rng.get_state"} <= missing
+
+
+def test_failures_come_in_the_order_of_the_work(failures: list[dict[str, Any]]) -> None:
+    order = [rank_in_order(failure["broken"]) for failure in failures]
+    assert order == sorted(order)
+    assert failures[0]["broken"].startswith("Streams.")
+
+
+def test_the_report_for_people_names_each_method_once(foo: Path) -> None:
+    done = subprocess.run(
+        [BIN / "accelz", "check", "foo", "-k", "TestRng"],
+        env=environment(foo),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("Rng.seed: not implemented yet") == 1
+    assert "do:   accelz_foo/rng.py, seed: " in done.stdout
+    assert "in:   test_a_seed_repeats_and_seeds_differ, test_a_state_comes_back" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_the_packages_own_tests_are_the_kits(tmp_path: Path, foo: Path) -> None:
+    assert _new("foo", "--out", tmp_path).exit_code == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "TestDescriptor or TestRng"],
+        env=environment(foo),
+        cwd=tmp_path / "accelz_foo",
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "8 passed" in done.stdout, done.stdout + done.stderr
+    assert "3 failed" in done.stdout
+    assert "accelz conformance: foo" in done.stdout
+
+
+VARIANTS = {
+    "foo": (),
+    "foo_x2": ("--collectives", "fccl", "--device-type", "npu"),
+    "acme": ("--torch-device",),
+    "f": ("--torch-device", "--collectives", "fccl", "--library", "torch_npu.all"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_is_written_is_formatted_linted_and_typed(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    assert _new(name, "--out", tmp_path, *VARIANTS[name]).exit_code == 0
+    folder = tmp_path / f"accelz_{name}"
+    for path in folder.rglob("*"):
+        assert not path.is_file() or "$" not in path.read_text(), path
+    isolated = ("--isolated", "--line-length", "110")
+    cache = tmp_path_factory.getbasetemp() / "mypy"  # of all variants: torch's stubs are read once
+    for command in (
+        ("ruff", "format", "--diff", *isolated, "."),
+        ("ruff", "check", *isolated, "--select", "E,F,I,B,UP,RUF", "."),
+        ("mypy", "--strict", "--cache-dir", str(cache), "src"),
+    ):
+        done = subprocess.run(
+            [BIN / command[0], *command[1:]], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+SIM_EDITS = {
+    "import_module(LIBRARY)": "import_module(LIBRARY).register()",  # sim's library wants to be asked
+    "host_data_assignment=False),  # True for devices of torch's own": (
+        "host_data_assignment=False, asynchronous=False, shared_device=True),"
+    ),
+}
+STAGED = {
+    'Collectives("cpu:gloo,sim:simccl")': "HostStaged()",  # sim has no library: its package stages
+    "from accelz.collectives import Collectives": "from accelz_sim.collectives import HostStaged",
+}
+
+
+def _on_sim(folder: Path, *options: str) -> tuple[Path, Path]:
+    """A package for the device "sim" under the name "acme": its source, and where it is installed."""
+    if not installed("sim"):
+        pytest.skip("accelz-sim is not installed: see examples/sim_backend/README.md")
+    library = ("--library", "accelz_sim.torch_device")
+    done = _new("acme", "--torch-device", "--device-type", "sim", *library, "--out", folder, *options)
+    assert done.exit_code == 0, done.stderr
+    source, site = folder / "accelz_acme", folder / "site"
+    plugin = source / "src/accelz_acme/backend.py"
+    edits = SIM_EDITS | (STAGED if options else {})
+    text = plugin.read_text()
+    for old, new in edits.items():
+        assert old in text
+        text = text.replace(old, new)
+    plugin.write_text(text)
+    _install(source, site)
+    return source, site
+
+
+def test_a_torch_device_passes_the_kit_with_forty_lines(tmp_path: Path) -> None:
+    source, site = _on_sim(tmp_path, "--collectives", "simccl")
+    lines = [line for path in (source / "src").rglob("*.py") for line in path.read_text().splitlines()]
+    code, summary = _accelz(site, "check", "acme")
+    assert summary["failures"] == []
+    assert code == 0
+    states = {row["name"]: row["state"] for row in summary["capabilities"] if row["declared"]}
+    assert set(states.values()) == {"proved"}, states
+    assert len(lines) <= 40
+
+
+def test_collectives_staged_through_the_host_pass_the_kit(tmp_path: Path) -> None:
+    _, site = _on_sim(tmp_path)
+    tests = "all_gather or reduce_scatter or all_reduce or broadcast or host_tensors or outlive or of_coll"
+    code, summary = _accelz(site, "check", "acme", "-k", tests)
+    assert summary["failures"] == []
+    assert code == 0
+    assert summary["passed"] > 30
+
+
+def test_the_short_form_is_forty_lines(tmp_path: Path) -> None:
+    assert _new("foo", "--torch-device", "--collectives", "fccl", "--out", tmp_path).exit_code == 0
+    own = tmp_path.rglob("src/**/*.py")
+    assert sum(len(path.read_text().splitlines()) for path in own) <= 40
+
+
+def test_where_the_library_is_missing_the_list_says_so(tmp_path: Path) -> None:
+    assert _new("foo", "--torch-device", "--out", tmp_path).exit_code == 0
+    _install(tmp_path / "accelz_foo", tmp_path / "site")
+    _, answer = _accelz(tmp_path / "site", "list")
+    row = next(r for r in answer["backends"] if r["name"] == "foo")
+    assert (row["status"], row["reason"]) == ("unavailable", "torch_foo is not installed")
+
+
+def _existing(folder: Path) -> None:
+    (folder / "accelz_foo").mkdir()
+
+
+BAD: dict[str, tuple[list[str], str, Callable[[Path], object]]] = {
+    "a dash": (["foo-bar"], "'foo-bar' cannot be a backend's name.*identifier", lambda _: None),
+    "upper case": (["Foo"], "'Foo' cannot be a backend's name", lambda _: None),
+    "a digit first": (["2foo"], "'2foo' cannot be a backend's name", lambda _: None),
+    "a keyword": (["class"], "'class' cannot be a backend's name", lambda _: None),
+    "a path": (["../foo"], "cannot be a backend's name", lambda _: None),
+    "first-party": (["cuda"], "'cuda' is reserved: accelz-cuda is a first-party", lambda _: None),
+    "the engine's": (["zero"], "'zero' is reserved: accelz-zero is a first-party", lambda _: None),
+    "there already": (["foo"], "accelz_foo is there already", _existing),
+    "a library alone": (["foo", "--library", "x"], "--library goes with --torch-device", lambda _: None),
+    "a device number": (["foo", "--device-type", "npu:0"], "--device-type is 'npu:0'", lambda _: None),
+    "a list": (["foo", "--collectives", "a,b"], "--collectives is 'a,b'", lambda _: None),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_written_is_said_and_nothing_is_left(tmp_path: Path, case: str) -> None:
+    arguments, message, prepare = BAD[case]
+    prepare(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    done = _new(*arguments, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert re.search(message, " ".join(done.stderr.split())), done.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_name_of_an_installed_backend_is_taken(foo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(foo))
+    done = _new("foo", "--out", foo)
+    assert done.exit_code == 2
+    assert "'foo' is the name of an installed backend, accelz-foo" in " ".join(done.stderr.split())
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    done = _new("foo", "--out", tmp_path / "none")
+    assert done.exit_code == 2
+    assert "there is no folder" in done.stderr
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        if path.name == "backend.py":
+            raise OSError(28, "No space left on device")
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    done = _new("foo", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "accelz_foo cannot be written: " in done.stderr
+    assert "No space left on device" in done.stderr
+    assert list(tmp_path.iterdir()) == []
