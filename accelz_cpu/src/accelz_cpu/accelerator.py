@@ -1,4 +1,4 @@
-"""The CPU as an accelerator: plain torch and gloo."""
+"""The CPU as an accelerator: the native library where it is there, plain torch and gloo where not."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from accelz.streams import NullStreams
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory, keep_freed_memory
+from accelz_cpu.native import library
+from accelz_cpu.native_kernels import NativeKernels
+from accelz_cpu.shared_memory import SharedMemoryCollectives
 
 
 class CpuRng(Rng):
@@ -31,6 +34,8 @@ class CpuRng(Rng):
 def build() -> Accelerator:
     device = torch.device("cpu")
     keep_freed_memory()
+    native = library()
+    memory = CommonMemory(device)
     return Accelerator(
         name="cpu",
         device=device,
@@ -40,7 +45,7 @@ def build() -> Accelerator:
         memory=ProcessMemory(),
         streams=NullStreams(),
         rng=CpuRng(),
-        collectives=GlooLanes(),
-        flat_buffers=CommonMemory(device),
-        kernels=CpuKernels(),
+        collectives=SharedMemoryCollectives(native, memory) if native else GlooLanes(),
+        flat_buffers=memory,
+        kernels=NativeKernels(native) if native else CpuKernels(),
     )

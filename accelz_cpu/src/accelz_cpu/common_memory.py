@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import warnings
+import weakref
 from datetime import timedelta
 
 import torch
@@ -27,6 +28,12 @@ class CommonMemory(StorageSwap):
         super().__init__(device)
         self._meetings = 0  # ranks share in the same order, so this numbers their exchanges alike
         self._apart: set[str] = set()  # groups known to have no memory in common
+        self._groups: dict[int, str] = {}  # address of each common buffer -> the group that has it in common
+
+    def has_in_place(self, whole: Tensor, shard: Tensor, group: Group) -> bool:
+        """Whether `whole` is memory that all of `group` see, and `shard` this rank's slice of it."""
+        shared = self._groups.get(whole.untyped_storage().data_ptr()) == group.process_group.group_name
+        return shared and shard.data_ptr() == whole.data_ptr() + group.rank * shard.nbytes
 
     def share(self, buffer: FlatBuffer, group: Group) -> FlatBuffer | None:
         name = group.process_group.group_name
@@ -39,6 +46,9 @@ class CommonMemory(StorageSwap):
             self._apart.add(name)
             return None
         data = torch.frombuffer(memory, dtype=buffer.data.dtype)
+        self._groups[data.data_ptr()] = name
+        # Before the address can belong to another tensor: the mapping ends with the last view of it.
+        weakref.finalize(memory, self._groups.pop, data.data_ptr()).atexit = False
         common = FlatBuffer(data, buffer.parameters, buffer.slots, common=True)
         own = _slice(data, group)
         own.copy_(_slice(buffer.data, group))

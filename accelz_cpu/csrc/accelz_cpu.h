@@ -1,0 +1,108 @@
+/* The C interface of the CPU backend's native library: kernels on flat buffers, and collectives through
+ * shared memory. Plain pointers and integers, so that one binary serves every Python and every torch.
+ *
+ * Unless said otherwise a pointer is to the first element of a contiguous array. threads: how many threads
+ * may work, the caller among them.
+ */
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define ACCELZ_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Changes whenever a signature or a meaning below does; the Python side refuses another. */
+enum { ACCELZ_ABI = 1 };
+
+enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8 };
+enum { ACCELZ_SUM, ACCELZ_MAX, ACCELZ_MIN };
+enum { ACCELZ_ALL_GATHER, ACCELZ_BROADCAST, ACCELZ_REDUCE_SCATTER, ACCELZ_ALL_REDUCE };
+
+ACCELZ_API int accelz_abi(void);
+
+/* The instruction set in use: "avx512", "avx2" or "baseline". */
+ACCELZ_API const char *accelz_isa(void);
+
+/* Use another one, for tests. Returns 0, or -1 where this machine or build does not have it. */
+ACCELZ_API int accelz_use_isa(const char *name);
+
+/* Why the last call on this thread failed. */
+ACCELZ_API const char *accelz_last_error(void);
+
+/* ---- kernels: dtypes FLOAT32, BFLOAT16 and FLOAT16 ---- */
+
+typedef struct {
+    float *master, *exp_avg, *exp_avg_sq; /* read and written */
+    const void *grad;                     /* of grad_dtype */
+    void *weights;                        /* master rounded to weights_dtype, or NULL */
+    const float *step;                    /* one value: the number of this step, from 1 */
+    const float *grad_scale;              /* one value, or NULL for 1 */
+    const float *skip;                    /* one value: other than 0 changes nothing but weights; or NULL */
+    size_t numel;
+    int grad_dtype, weights_dtype;
+    int decoupled, maximize;
+    double lr, beta1, beta2, eps, weight_decay;
+} accelz_adamw_arguments;
+
+ACCELZ_API void accelz_adamw(const accelz_adamw_arguments *arguments, int threads);
+
+/* The sum of squares. Values are squared and first added up in fp32, in an order that depends on numel only. */
+ACCELZ_API double accelz_sum_of_squares(const void *values, int dtype, size_t numel, int threads);
+
+/* output = source * scale, computed in fp32 and rounded once. scale: one value, or NULL for 1. */
+ACCELZ_API void accelz_scale_cast(void *output, int output_dtype, const void *source, int source_dtype,
+                                  const float *scale, size_t numel, int threads);
+
+/* total += addend, computed in fp32 and rounded once. */
+ACCELZ_API void accelz_accumulate(void *total, int total_dtype, const void *addend, int addend_dtype,
+                                  size_t numel, int threads);
+
+/* ---- collectives between the processes of one host ----
+ *
+ * A channel is one rank's end of a group. Ranks create channels, tell each other their process and
+ * descriptor (any way they like), and connect. Movements (all_gather, broadcast) and reductions
+ * (reduce_scatter, all_reduce) are two sequences; within each, all ranks issue the same collectives in the
+ * same order. Functions that can fail return a negative number and leave the reason in accelz_last_error().
+ */
+
+typedef struct accelz_channel accelz_channel;
+
+/* NULL on failure: no shared memory to be had. */
+ACCELZ_API accelz_channel *accelz_channel_create(int rank, int size);
+ACCELZ_API int accelz_channel_descriptor(const accelz_channel *channel);
+
+/* Map the channels of all ranks, given by rank: process ids and their descriptors. */
+ACCELZ_API int accelz_channel_connect(accelz_channel *channel, const int64_t *processes, const int *descriptors);
+
+/* Publish this rank's part of a collective, without waiting for anyone (but for ranks that are more than a hundred
+ * collectives behind). Returns its ticket.
+ *
+ * op, reduce, dtype: as above; for movements dtype UINT8 carries anything. count: elements of the shard
+ * (all_gather, reduce_scatter) or of the tensor. source: the rank that broadcasts. input and output must stay
+ * as they are until accelz_finish; in broadcast and all_reduce they are one and the same. An all_gather without
+ * input is one whose output is memory that the ranks have in common, with every shard at its place: nothing is
+ * copied, and it is complete when all ranks have started it. timeout_seconds: how long accelz_finish may wait.
+ */
+ACCELZ_API int64_t accelz_start(accelz_channel *channel, int op, int reduce, int dtype, size_t count, int source,
+                                void *output, const void *input, double timeout_seconds, int threads);
+
+/* Wait for the other ranks' parts and write the output, unless that was done already: once many collectives are
+ * under way, accelz_start completes the oldest. After a failure the group is of no further use. */
+ACCELZ_API int accelz_finish(accelz_channel *channel, int64_t ticket, int threads);
+
+/* Give a ticket up: its output stays as it is. */
+ACCELZ_API void accelz_abandon(accelz_channel *channel, int64_t ticket);
+
+/* Bytes of shared memory that this rank holds for the group now. */
+ACCELZ_API size_t accelz_channel_bytes(const accelz_channel *channel);
+
+/* Leave: wait until the others have read what this rank published, at most linger_seconds, and free all. */
+ACCELZ_API void accelz_channel_close(accelz_channel *channel, double linger_seconds);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,72 @@
+#include "blocks.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace accelz {
+namespace {
+
+constexpr size_t SMALLEST = size_t(1) << 14;  // bytes
+constexpr uint64_t TRIM_EVERY = 256;          // blocks give back what none of these many collectives needed
+
+// Steps of about an eighth, so that sizes that differ little share a block.
+size_t rounded_up(size_t bytes) {
+    size_t step = SMALLEST;
+    while (step * 16 <= bytes) step *= 2;
+    return (bytes + step - 1) / step * step;
+}
+
+}  // namespace
+
+Blocks::Blocks(Mailbox &mailbox, std::function<uint64_t(int)> consumed)
+    : mailbox_(mailbox), consumed_(std::move(consumed)) {
+    blocks_.reserve(BLOCKS);
+}
+
+uint32_t Blocks::acquire(size_t bytes, int stream, uint64_t number) {
+    if (++acquired_ % TRIM_EVERY == 0) trim();
+    Block *block = find(bytes);
+    if (!block->segment || block->segment->capacity() < bytes) resize(*block, bytes);
+    block->segment->reserve(bytes);
+    block->stream = stream;
+    block->number = number;
+    block->needed = std::max(block->needed, bytes);
+    return uint32_t(block - blocks_.data());
+}
+
+Blocks::Block *Blocks::find(size_t bytes) {
+    Block *fitting = nullptr, *largest = nullptr;
+    for (Block &block : blocks_) {
+        if (!is_free(block)) continue;
+        const size_t capacity = block.segment->capacity();
+        if (capacity >= bytes && (!fitting || capacity < fitting->segment->capacity())) fitting = &block;
+        if (!largest || capacity > largest->segment->capacity()) largest = &block;
+    }
+    if (fitting || largest) return fitting ? fitting : largest;
+    return &blocks_.emplace_back();
+}
+
+void Blocks::resize(Block &block, size_t bytes) {
+    block.segment.reset(new Segment(rounded_up(bytes)));
+    BlockEntry &entry = mailbox_.blocks[&block - blocks_.data()];
+    entry.descriptor = block.segment->descriptor();
+    entry.generation++;
+    entry.capacity = block.segment->capacity();
+}
+
+void Blocks::trim() {
+    for (Block &block : blocks_) {
+        if (is_free(block)) block.segment->trim(block.needed);
+        block.needed = 0;
+    }
+}
+
+size_t Blocks::bytes() const {
+    size_t total = 0;
+    for (const Block &block : blocks_)
+        if (block.segment) total += block.segment->reserved();
+    return total;
+}
+
+}  // namespace accelz

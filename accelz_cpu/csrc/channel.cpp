@@ -1,0 +1,410 @@
+#include "channel.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <thread>
+
+#include "accelz_cpu.h"
+#include "errors.h"
+#include "isa.h"
+#include "pool.h"
+
+namespace accelz {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t PIECE = size_t(1) << 18;  // bytes that a thread works on at a time
+constexpr uint64_t MANY = 16;              // collectives of a stream, all under way
+constexpr double LOOK_SECONDS = 0.005;     // between looks at whether the others still live
+constexpr auto SPIN = std::chrono::microseconds(100);
+constexpr auto SPIN_WHEN_CROWDED = std::chrono::microseconds(2);
+
+// Another rank's failure: it has told everyone already.
+struct GaveUp : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+Mailbox &make_mailbox(Segment &segment, int rank, int size) {
+    segment.reserve(sizeof(Mailbox));
+    Mailbox &mailbox = *new (segment.data()) Mailbox{};
+    mailbox.magic = MAGIC;
+    mailbox.rank = rank;
+    mailbox.size = size;
+    return mailbox;
+}
+
+// Waiting in place is fast only where nobody needs the processor.
+Clock::duration spin_time(int ranks) {
+    cpu_set_t processors;
+    const bool known = sched_getaffinity(0, sizeof(processors), &processors) == 0;
+    return known && CPU_COUNT(&processors) >= ranks ? SPIN : SPIN_WHEN_CROWDED;
+}
+
+void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+void copy(char *output, const char *source, size_t bytes, int threads) {
+    if (output == source) return;
+    run_pieces(bytes, PIECE, threads, [&](size_t begin, size_t end) {
+        std::memcpy(output + begin, source + begin, end - begin);
+    });
+}
+
+}  // namespace
+
+Channel::Channel(int rank, int size)
+    : rank_(rank),
+      size_(size),
+      own_(sizeof(Mailbox)),
+      mine_(make_mailbox(own_, rank, size)),
+      peers_(size_t(size)),
+      spin_(spin_time(size)),
+      blocks_(mine_, [this](int stream) { return consumed_by_others(stream); }) {}
+
+void Channel::connect(const int64_t *processes, const int *descriptors) {
+    for (int r = 0; r < size_; r++)
+        if (r != rank_) peers_[size_t(r)].reset(new Peer(r, size_, processes[r], descriptors[r]));
+}
+
+int64_t Channel::start(const Request &request, int threads) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return or_fail([&] {
+        check_usable();
+        make_room(lock, request, threads);
+        const int stream = request.call.stream();
+        const uint64_t number = next_[stream];
+        publish(request, number, threads);
+        tickets_[stream][number % RING] = {request, PENDING};
+        next_[stream]++;
+        return int64_t(number * STREAMS + uint64_t(stream));
+    });
+}
+
+void Channel::finish(int64_t ticket, int threads) {
+    const int stream = int(ticket % STREAMS);
+    const uint64_t number = uint64_t(ticket) / STREAMS;
+    Request request;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        Ticket &mine = tickets_[stream][number % RING];
+        if (number <= mine_.consumed[stream].load() || mine.state == DONE) return;
+        mine.state = FINISHING;
+        request = mine.request;
+    }
+    or_fail([&] {
+        wait_for_all(request, number);
+        collect(request, number, threads);
+    });
+    std::lock_guard<std::mutex> lock(mutex_);
+    consume(stream, number);
+}
+
+void Channel::abandon(int64_t ticket) {
+    const int stream = int(ticket % STREAMS);
+    const uint64_t number = uint64_t(ticket) / STREAMS;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (number > mine_.consumed[stream].load()) consume(stream, number);
+}
+
+size_t Channel::bytes() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return own_.reserved() + blocks_.bytes();
+}
+
+void Channel::leave(double linger) {
+    mine_.leaving.store(1);
+    ring_others();
+    const auto deadline = Clock::now() + std::chrono::duration<double>(linger);
+    while (!mine_.failed.load() && !all_read() && Clock::now() < deadline)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+// ---- publishing ----
+
+// Only where a rank runs ahead of the others by a whole ring of collectives does it have to wait for them.
+void Channel::make_room(std::unique_lock<std::mutex> &lock, const Request &request, int threads) {
+    const int stream = request.call.stream();
+    const auto deadline = Clock::now() + std::chrono::duration<double>(request.timeout);
+    for (;;) {
+        complete_forgotten(stream, threads);
+        if (next_[stream] - consumed_by_all(stream) <= RING) return;
+        check_others();
+        const uint64_t number = next_[stream];
+        if (const Peer *gone = find_gone(stream, number - 1)) throw gone_error(request.call, number, *gone);
+        if (Clock::now() >= deadline)
+            throw std::runtime_error(text("waited ", request.timeout, " s to start ", place(stream, number), ", ",
+                                          request.call.words(size_), ": the ranks have not finished those ", RING,
+                                          " places before it"));
+        lock.unlock();  // another thread of this rank may be about to finish one
+        std::this_thread::sleep_for(std::chrono::duration<double>(LOOK_SECONDS));
+        lock.lock();
+    }
+}
+
+void Channel::publish(const Request &request, uint64_t number, int threads) {
+    const int stream = request.call.stream();
+    Post &post = mine_.posts[stream][number % RING];
+    post.call = request.call;
+    const size_t bytes = published_bytes(request.call);
+    if (bytes && bytes <= SMALL) {
+        copy_part(request, post.small, 1);
+    } else if (bytes) {
+        post.block = blocks_.acquire(bytes, stream, number);
+        copy_part(request, blocks_.data(post.block), threads);
+    }
+    post.number.store(number, std::memory_order_release);
+    mine_.posted[stream].store(number, std::memory_order_release);
+    ring_others();
+}
+
+size_t Channel::published_bytes(const Call &call) const {
+    const bool nothing = size_ == 1 || call.common || (call.op == ACCELZ_BROADCAST && call.source != rank_);
+    return nothing ? 0 : call.published_bytes(size_);
+}
+
+// What others need of a reduce-scatter is all but this rank's own slice.
+void Channel::copy_part(const Request &request, char *to, int threads) const {
+    const size_t bytes = request.call.bytes();
+    if (request.call.op != ACCELZ_REDUCE_SCATTER) return copy(to, request.input, bytes, threads);
+    const size_t before = bytes * size_t(rank_), after = bytes * size_t(size_ - 1 - rank_);
+    copy(to, request.input, before, threads);
+    copy(to + before, request.input + before + bytes, after, threads);
+}
+
+// ---- waiting ----
+
+void Channel::wait_for_all(const Request &request, uint64_t number) {
+    const Call &call = request.call;
+    const auto began = Clock::now();
+    const auto deadline = began + std::chrono::duration<double>(request.timeout);
+    for (bool patient = false;;) {
+        const uint32_t bell = mine_.bell.load();
+        // First who is gone, then who has posted: a rank may do both in between.
+        const Peer *gone = patient ? find_gone(call.stream(), number) : nullptr;
+        if (all_posted(call, number)) return;
+        check_others();
+        if (gone && !gone->post(call.stream(), number)) throw gone_error(call, number, *gone);
+        const auto now = Clock::now();
+        if (now >= deadline) throw timeout_error(request, number);
+        patient = now - began > spin_;
+        if (patient)
+            sleep_on_bell(mine_, bell, LOOK_SECONDS);
+        else
+            pause();
+    }
+}
+
+bool Channel::all_posted(const Call &call, uint64_t number) const {
+    bool all = true;
+    for (const auto &peer : peers_) {
+        if (!peer) continue;
+        const Post *post = peer->post(call.stream(), number);
+        all = all && post;
+        if (post && !(post->call == call))
+            throw std::runtime_error(text("ranks issued different collectives: ", place(call.stream(), number), " is ",
+                                          call.words(size_), " on rank ", rank_, ", but ", post->call.words(size_),
+                                          " on rank ", peer->mailbox().rank,
+                                          ". All ranks must issue the same ones in the same order"));
+    }
+    return all;
+}
+
+void Channel::check_others() const {
+    for (const auto &peer : peers_)
+        if (peer && peer->failed())
+            throw GaveUp(text("rank ", peer->mailbox().rank, " gave up: ", peer->mailbox().reason));
+}
+
+Peer *Channel::find_gone(int stream, uint64_t number) const {
+    for (const auto &peer : peers_)
+        if (peer && !peer->post(stream, number) && peer->gone()) return peer.get();
+    return nullptr;
+}
+
+std::runtime_error Channel::gone_error(const Call &call, uint64_t number, const Peer &peer) const {
+    return std::runtime_error(text("rank ", peer.mailbox().rank, " (process ", peer.process(),
+                                   ") ended before the others had its part of ", place(call.stream(), number), ", ",
+                                   call.words(size_), "; its last was ", place(call.stream(), peer.posted(call.stream()))));
+}
+
+std::runtime_error Channel::timeout_error(const Request &request, uint64_t number) const {
+    const int stream = request.call.stream();
+    std::string late;
+    for (const auto &peer : peers_)
+        if (peer && !peer->post(stream, number))
+            late += text("; rank ", peer->mailbox().rank, " did not come, its last was ",
+                         place(stream, peer->posted(stream)));
+    return std::runtime_error(text("rank ", rank_, " waited ", request.timeout, " s in ", place(stream, number), ", ",
+                                   request.call.words(size_), late));
+}
+
+// ---- reading ----
+
+void Channel::collect(const Request &request, uint64_t number, int threads) {
+    const Call &call = request.call;
+    if (call.count == 0 || call.common) return;
+    if (call.op == ACCELZ_ALL_GATHER) return collect_shards(request, number, threads);
+    if (call.op != ACCELZ_BROADCAST) return collect_sum(request, number, threads);
+    if (call.source == rank_) return;
+    copy(request.output, data_of(call.source, call.stream(), number), call.bytes(), threads);
+}
+
+void Channel::collect_shards(const Request &request, uint64_t number, int threads) {
+    const size_t bytes = request.call.bytes();
+    for (int r = 0; r < size_; r++) {
+        const char *shard = r == rank_ ? request.input : data_of(r, request.call.stream(), number);
+        copy(request.output + bytes * size_t(r), shard, bytes, threads);
+    }
+}
+
+void Channel::collect_sum(const Request &request, uint64_t number, int threads) {
+    const Call &call = request.call;
+    std::vector<const char *> parts;
+    for (int r = 0; r < size_; r++) {
+        const char *part = r == rank_ ? request.input : data_of(r, call.stream(), number);
+        // Rank r has left its own slice out of its block.
+        const int slice = call.op == ACCELZ_ALL_REDUCE ? 0 : r < rank_ ? rank_ - 1 : rank_;
+        parts.push_back(part + call.bytes() * size_t(slice));
+    }
+    if (size_ == 1) return copy(request.output, parts[0], call.bytes(), threads);
+    const size_t element = element_size(call.dtype);
+    run_pieces(call.count, PIECE / element, threads, [&](size_t begin, size_t end) {
+        std::vector<const void *> from;
+        for (const char *part : parts) from.push_back(part + begin * element);
+        isa().reduce(request.output + begin * element, from.data(), size_, call.dtype, call.reduce, end - begin);
+    });
+}
+
+const char *Channel::data_of(int rank, int stream, uint64_t number) {
+    Peer &peer = *peers_[size_t(rank)];
+    const Post &post = *peer.post(stream, number);
+    try {
+        return peer.data(post, size_);
+    } catch (const std::runtime_error &) {
+        if (peer.gone()) throw gone_error(post.call, number, peer);
+        throw;
+    }
+}
+
+// ---- bookkeeping ----
+
+void Channel::consume(int stream, uint64_t number) {
+    tickets_[stream][number % RING].state = DONE;
+    uint64_t done = mine_.consumed[stream].load();
+    while (done + 1 < next_[stream] && tickets_[stream][(done + 1) % RING].state == DONE) done++;
+    mine_.consumed[stream].store(done, std::memory_order_release);
+}
+
+// A handle that is kept but never waited for would hold up the blocks of all ranks. Once many collectives are
+// under way, the oldest are completed here as far as that is possible without waiting.
+void Channel::complete_forgotten(int stream, int threads) {
+    while (next_[stream] - mine_.consumed[stream].load() > MANY) {
+        const uint64_t oldest = mine_.consumed[stream].load() + 1;
+        const Ticket &ticket = tickets_[stream][oldest % RING];
+        if (ticket.state != PENDING || !all_posted(ticket.request.call, oldest)) return;
+        collect(ticket.request, oldest, threads);
+        consume(stream, oldest);
+    }
+}
+
+uint64_t Channel::consumed_by_others(int stream) const {
+    uint64_t least = UINT64_MAX;
+    for (const auto &peer : peers_)
+        if (peer) least = std::min(least, peer->consumed(stream));
+    return least;
+}
+
+uint64_t Channel::consumed_by_all(int stream) const {
+    return std::min(consumed_by_others(stream), mine_.consumed[stream].load());
+}
+
+bool Channel::all_read() const {
+    for (const auto &peer : peers_) {
+        if (!peer || peer->failed() || peer->gone()) continue;
+        for (int stream = 0; stream < STREAMS; stream++)
+            if (peer->consumed(stream) + 1 < next_[stream]) return false;
+    }
+    return true;
+}
+
+void Channel::ring_others() {
+    for (const auto &peer : peers_)
+        if (peer) ring(peer->mailbox());
+}
+
+void Channel::check_usable() const {
+    if (mine_.failed.load())
+        throw std::runtime_error(text("no collective is possible after an earlier failure: ", mine_.reason));
+    check_others();
+}
+
+// Run body; where it fails, the other ranks learn that this one has given up, and why.
+template <class Body>
+auto Channel::or_fail(Body &&body) -> decltype(body()) {
+    try {
+        return body();
+    } catch (const GaveUp &) {
+        throw;
+    } catch (const std::exception &error) {
+        if (!gave_up_.exchange(true)) {
+            std::strncpy(mine_.reason, error.what(), sizeof(mine_.reason) - 1);
+            mine_.failed.store(1, std::memory_order_release);
+            ring_others();
+        }
+        throw;
+    }
+}
+
+}  // namespace accelz
+
+struct accelz_channel {
+    accelz::Channel channel;
+};
+
+extern "C" {
+
+accelz_channel *accelz_channel_create(int rank, int size) {
+    return accelz::guarded<accelz_channel *>(nullptr, [&] { return new accelz_channel{{rank, size}}; });
+}
+
+int accelz_channel_descriptor(const accelz_channel *channel) { return channel->channel.descriptor(); }
+
+int accelz_channel_connect(accelz_channel *channel, const int64_t *processes, const int *descriptors) {
+    return accelz::guarded(-1, [&] { return channel->channel.connect(processes, descriptors), 0; });
+}
+
+int64_t accelz_start(accelz_channel *channel, int op, int reduce, int dtype, size_t count, int source, void *output,
+                     const void *input, double timeout_seconds, int threads) {
+    accelz::Call call;
+    call.count = count;
+    call.op = uint8_t(op);
+    call.dtype = uint8_t(dtype);
+    if (call.stream() == 1) call.reduce = uint8_t(reduce);
+    if (op == ACCELZ_BROADCAST) call.source = source;
+    call.common = op == ACCELZ_ALL_GATHER && !input && count;
+    const accelz::Request request{call, static_cast<char *>(output), static_cast<const char *>(input),
+                                  timeout_seconds};
+    return accelz::guarded<int64_t>(-1, [&] { return channel->channel.start(request, threads); });
+}
+
+int accelz_finish(accelz_channel *channel, int64_t ticket, int threads) {
+    return accelz::guarded(-1, [&] { return channel->channel.finish(ticket, threads), 0; });
+}
+
+void accelz_abandon(accelz_channel *channel, int64_t ticket) { channel->channel.abandon(ticket); }
+
+size_t accelz_channel_bytes(const accelz_channel *channel) { return channel->channel.bytes(); }
+
+void accelz_channel_close(accelz_channel *channel, double linger_seconds) {
+    channel->channel.leave(linger_seconds);
+    delete channel;
+}
+
+}

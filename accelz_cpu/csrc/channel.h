@@ -1,0 +1,93 @@
+// Collectives through shared memory, from one rank's side.
+//
+// A rank that starts a collective copies its part into a block of its own and posts a note in its mailbox; it
+// waits for nobody. When it finishes the collective it waits for the others' notes and reads their blocks. A
+// block is free again once every other rank has consumed what was in it. No step of a rank depends on another
+// rank's finishing anything, so collectives may be finished in any order.
+//
+// Sums are made by the rank that needs them, over all ranks' parts in rank order.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+#include "blocks.h"
+#include "call.h"
+#include "mailbox.h"
+#include "peer.h"
+#include "segment.h"
+
+namespace accelz {
+
+struct Request {
+    Call call;
+    char *output = nullptr;
+    const char *input = nullptr;
+    double timeout = 0;  // seconds
+};
+
+// Functions throw std::runtime_error; a failed collective ends the group, and the other ranks are told.
+class Channel {
+   public:
+    Channel(int rank, int size);
+
+    int descriptor() const { return own_.descriptor(); }
+    void connect(const int64_t *processes, const int *descriptors);
+    int64_t start(const Request &request, int threads);
+    void finish(int64_t ticket, int threads);
+    void abandon(int64_t ticket);
+    size_t bytes() const;
+    void leave(double linger);
+
+   private:
+    enum State { PENDING, FINISHING, DONE };
+    struct Ticket {
+        Request request;
+        State state = DONE;
+    };
+
+    void make_room(std::unique_lock<std::mutex> &lock, const Request &request, int threads);
+    void publish(const Request &request, uint64_t number, int threads);
+    size_t published_bytes(const Call &call) const;
+    void copy_part(const Request &request, char *to, int threads) const;
+
+    void wait_for_all(const Request &request, uint64_t number);
+    bool all_posted(const Call &call, uint64_t number) const;
+    void check_others() const;
+    Peer *find_gone(int stream, uint64_t number) const;
+    std::runtime_error gone_error(const Call &call, uint64_t number, const Peer &peer) const;
+    std::runtime_error timeout_error(const Request &request, uint64_t number) const;
+
+    void collect(const Request &request, uint64_t number, int threads);
+    void collect_shards(const Request &request, uint64_t number, int threads);
+    void collect_sum(const Request &request, uint64_t number, int threads);
+    const char *data_of(int rank, int stream, uint64_t number);
+
+    void consume(int stream, uint64_t number);
+    void complete_forgotten(int stream, int threads);
+    uint64_t consumed_by_others(int stream) const;
+    uint64_t consumed_by_all(int stream) const;
+    bool all_read() const;
+    void ring_others();
+    void check_usable() const;
+    template <class Body>
+    auto or_fail(Body &&body) -> decltype(body());
+
+    const int rank_, size_;
+    Segment own_;
+    Mailbox &mine_;
+    std::vector<std::unique_ptr<Peer>> peers_;  // by rank; none at this rank's own place
+    std::chrono::steady_clock::duration spin_;
+    std::atomic<bool> gave_up_{false};
+    mutable std::mutex mutex_;  // guards what follows
+    Blocks blocks_;
+    Ticket tickets_[STREAMS][RING];
+    uint64_t next_[STREAMS] = {1, 1};
+};
+
+}  // namespace accelz

@@ -1,0 +1,42 @@
+// What isa_kernels.cpp provides once per instruction set, and the choice between them at run time.
+#pragma once
+
+#include <cstddef>
+
+namespace accelz {
+
+// An Adam step with everything that is the same for all elements computed beforehand.
+struct AdamStep {
+    float *master, *exp_avg, *exp_avg_sq;
+    const void *grad;
+    void *weights;
+    int grad_dtype, weights_dtype;
+    bool decoupled;
+    float grad_factor;       // grad_scale, with the sign of maximize
+    float decay;             // decoupled: what master is multiplied by; else what of it joins the gradient
+    float weight1;           // 1 - beta1
+    float beta2, weight2;    // weight2: 1 - beta2
+    float step_size;         // lr / (1 - beta1 ** step)
+    float inverse_root;      // 1 / sqrt(1 - beta2 ** step)
+    float eps;
+};
+
+struct IsaKernels {
+    const char *name;
+    void (*adamw)(const AdamStep &step, size_t begin, size_t end);
+    double (*sum_of_squares)(const void *values, int dtype, size_t numel);
+    void (*scale_cast)(void *output, int output_dtype, const void *source, int source_dtype, float scale,
+                       size_t numel);
+    void (*accumulate)(void *total, int total_dtype, const void *addend, int addend_dtype, size_t numel);
+    // output[i] = inputs[0][i] op inputs[1][i] op …, in this order; 16-bit values are added up in fp32.
+    // output may be one of the inputs. max and min keep NaN.
+    void (*reduce)(void *output, const void *const *inputs, int count, int dtype, int op, size_t numel);
+    // A copy that goes past the cache: for data that nobody reads soon.
+    void (*stream)(void *output, const void *source, size_t bytes);
+};
+
+const IsaKernels &isa();
+
+size_t element_size(int dtype);
+
+}  // namespace accelz

@@ -1,0 +1,360 @@
+// The inner loops, compiled once per instruction set (ACCELZ_ISA names it, the compiler's flags choose it).
+//
+// Loops are plain, over tiles that stay in the first-level cache, and are vectorised by the compiler. No
+// operation is fused or reordered (-ffp-contract=off), so every instruction set gives the same bits.
+// Nothing here may instantiate an inline function of the standard library: the linker could keep this
+// copy, with instructions that other processors lack, for the whole library.
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "accelz_cpu.h"
+#include "isa.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace accelz {
+namespace ACCELZ_ISA {
+namespace {
+
+constexpr size_t TILE = 128;       // elements: scratch of 512 bytes, and short turns between the streams of memory
+constexpr size_t AHEAD = 4 * TILE;  // adamw reads and writes in up to five places, too many for hardware prefetch
+constexpr size_t LINE = 64;        // bytes
+constexpr size_t LANES = 64;       // sums that a norm is added up in, on every instruction set
+constexpr size_t NORM_BLOCK = 4096;  // elements whose squares are added up in fp32 before they join a double
+
+struct bf16 { uint16_t bits; };
+struct fp16 { uint16_t bits; };
+
+template <class To, class From>
+inline To bit_cast(From from) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To to;
+    __builtin_memcpy(&to, &from, sizeof(to));
+    return to;
+}
+
+template <class T> inline T smaller(T a, T b) { return a < b ? a : b; }
+
+// ---- conversions ----
+
+inline float widened(bf16 value) { return bit_cast<float>(uint32_t(value.bits) << 16); }
+
+inline bf16 rounded(float value) {
+    const uint32_t bits = bit_cast<uint32_t>(value);
+    const uint32_t even = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return {uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : even)};
+}
+
+// fp16 has 10 bits of fraction and an exponent bias of 15, against 23 and 127 in fp32.
+inline float widened(fp16 value) {
+    const uint32_t sign = uint32_t(value.bits & 0x8000u) << 16, rest = value.bits & 0x7fffu;
+    const uint32_t normal = (rest << 13) + ((127 - 15) << 23);
+    const uint32_t special = (rest << 13) | 0x7f800000u | (rest > 0x7c00u ? 0x400000u : 0u);
+    const uint32_t subnormal = bit_cast<uint32_t>(float(int32_t(rest)) * 0x1p-24f);
+    return bit_cast<float>(sign | (rest < 0x400u ? subnormal : rest < 0x7c00u ? normal : special));
+}
+
+inline fp16 rounded_to_fp16(float value) {
+    const uint32_t bits = bit_cast<uint32_t>(value), sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
+    const uint32_t even = (rest - ((127 - 15) << 23) + 0xfffu + ((rest >> 13) & 1u)) >> 13;
+    // Next to 0.5 one unit in the last place of fp32 is the smallest fp16: the addition rounds.
+    const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3f000000u;
+    const uint32_t special = rest > 0x7f800000u ? 0x7e00u | ((rest >> 13) & 0x3ffu) : 0x7c00u;
+    const uint32_t small = rest < 0x38800000u ? subnormal : even;
+    return {uint16_t(sign | (rest >= 0x47800000u ? special : small))};
+}
+
+// widen: n values as fp32, in `scratch` or, where they are fp32 already, where they stand.
+inline const float *widen(const float *source, float *, size_t) { return source; }
+
+inline const float *widen(const bf16 *__restrict source, float *__restrict scratch, size_t n) {
+    for (size_t i = 0; i < n; i++) scratch[i] = widened(source[i]);
+    return scratch;
+}
+
+inline const float *widen(const fp16 *__restrict source, float *__restrict scratch, size_t n) {
+    size_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(scratch + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(source + i))));
+#endif
+    for (; i < n; i++) scratch[i] = widened(source[i]);
+    return scratch;
+}
+
+inline void narrow(float *__restrict output, const float *__restrict values, size_t n) {
+    __builtin_memcpy(output, values, n * sizeof(float));
+}
+
+inline void narrow(bf16 *__restrict output, const float *__restrict values, size_t n) {
+    for (size_t i = 0; i < n; i++) output[i] = rounded(values[i]);
+}
+
+inline void narrow(fp16 *__restrict output, const float *__restrict values, size_t n) {
+    size_t i = 0;
+#if defined(__F16C__)
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(output + i),
+                         _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < n; i++) output[i] = rounded_to_fp16(values[i]);
+}
+
+// Call body with a null pointer of the dtype's type.
+template <class Body>
+inline void with_type(int dtype, Body body) {
+    if (dtype == ACCELZ_FLOAT32) body((float *)nullptr);
+    if (dtype == ACCELZ_BFLOAT16) body((bf16 *)nullptr);
+    if (dtype == ACCELZ_FLOAT16) body((fp16 *)nullptr);
+}
+
+// ---- adamw ----
+
+// exp_avg moves towards the gradient by weight1, computed from the nearer end as torch.lerp does.
+template <bool decoupled, bool near>
+inline void adam_tile(const AdamStep &s, float *__restrict w, const float *__restrict grad, float *__restrict m,
+                      float *__restrict v, size_t n) {
+    const float factor = s.grad_factor, decay = s.decay, beta2 = s.beta2, weight2 = s.weight2;
+    const float blend = near ? s.weight1 : s.weight1 - 1.0f;
+    const float step_size = s.step_size, inverse_root = s.inverse_root, eps = s.eps;
+    for (size_t i = 0; i < n; i++) {
+        float g = grad[i] * factor;
+        if (!decoupled) g = g + w[i] * decay;
+        const float kept = decoupled ? w[i] * decay : w[i];
+        const float average = (near ? m[i] : g) + blend * (g - m[i]);
+        const float square = v[i] * beta2 + weight2 * g * g;
+        const float denominator = __builtin_sqrtf(square) * inverse_root + eps;
+        w[i] = kept - step_size * average / denominator;
+        m[i] = average;
+        v[i] = square;
+    }
+}
+
+template <class T>
+inline void prefetch_tile(const T *from) {
+    for (size_t i = 0; i < TILE; i += LINE / sizeof(T)) __builtin_prefetch(from + i);
+}
+
+template <class Grad>
+void adam_range(const AdamStep &s, const Grad *grad, size_t begin, size_t end) {
+    alignas(64) float scratch[TILE];
+    const bool near = s.weight1 < 0.5f;
+    const auto tile = s.decoupled ? (near ? adam_tile<true, true> : adam_tile<true, false>)
+                                  : (near ? adam_tile<false, true> : adam_tile<false, false>);
+    for (size_t at = begin; at < end; at += TILE) {
+        const size_t n = smaller(TILE, end - at);
+        prefetch_tile(s.master + at + AHEAD);
+        prefetch_tile(s.exp_avg + at + AHEAD);
+        prefetch_tile(s.exp_avg_sq + at + AHEAD);
+        prefetch_tile(grad + at + AHEAD);
+        if (s.weights) prefetch_tile((const uint16_t *)s.weights + at + AHEAD);
+        tile(s, s.master + at, widen(grad + at, scratch, n), s.exp_avg + at, s.exp_avg_sq + at, n);
+        if (!s.weights) continue;
+        with_type(s.weights_dtype, [&](auto *type) { narrow((decltype(type))s.weights + at, s.master + at, n); });
+    }
+}
+
+void adamw(const AdamStep &s, size_t begin, size_t end) {
+    with_type(s.grad_dtype, [&](auto *type) { adam_range(s, (const decltype(type))s.grad, begin, end); });
+}
+
+// ---- norm, casts, sums ----
+
+#if defined(__AVX512F__)
+constexpr size_t WIDTH = 16;  // fp32 values in a register
+#elif defined(__AVX2__)
+constexpr size_t WIDTH = 8;
+#else
+constexpr size_t WIDTH = 4;
+#endif
+typedef float Register __attribute__((vector_size(WIDTH * sizeof(float))));
+
+// n: a multiple of LANES
+inline double block_squares(const float *values, size_t n) {
+    Register sums[LANES / WIDTH] = {};
+    for (size_t i = 0; i < n; i += LANES)
+        for (size_t k = 0; k < LANES / WIDTH; k++) {
+            Register x;
+            __builtin_memcpy(&x, values + i + k * WIDTH, sizeof(x));
+            sums[k] += x * x;
+        }
+    float lanes[LANES];
+    __builtin_memcpy(lanes, sums, sizeof(lanes));
+    double total = 0;
+    for (size_t i = 0; i < LANES; i++) total += double(lanes[i]);
+    return total;
+}
+
+template <class T>
+double squares(const T *values, size_t numel) {
+    alignas(64) float scratch[NORM_BLOCK];
+    double total = 0;
+    for (size_t at = 0; at < numel; at += NORM_BLOCK) {
+        const size_t n = smaller(NORM_BLOCK, numel - at);
+        const float *wide = widen(values + at, scratch, n);
+        const size_t padded = (n + LANES - 1) / LANES * LANES;
+        if (padded != n) {
+            if (wide != scratch) __builtin_memcpy(scratch, wide, n * sizeof(float));
+            for (size_t i = n; i < padded; i++) scratch[i] = 0;
+            wide = scratch;
+        }
+        total += block_squares(wide, padded);
+    }
+    return total;
+}
+
+double sum_of_squares(const void *values, int dtype, size_t numel) {
+    double total = 0;
+    with_type(dtype, [&](auto *type) { total = squares((const decltype(type))values, numel); });
+    return total;
+}
+
+template <class To, class From>
+void scaled(To *output, const From *source, float scale, size_t numel) {
+    alignas(64) float wide[TILE], product[TILE];
+    for (size_t at = 0; at < numel; at += TILE) {
+        const size_t n = smaller(TILE, numel - at);
+        const float *values = widen(source + at, wide, n);
+        for (size_t i = 0; i < n; i++) product[i] = values[i] * scale;
+        narrow(output + at, product, n);
+    }
+}
+
+void scale_cast(void *output, int output_dtype, const void *source, int source_dtype, float scale, size_t numel) {
+    with_type(output_dtype, [&](auto *to) {
+        with_type(source_dtype, [&](auto *from) {
+            scaled((decltype(to))output, (const decltype(from))source, scale, numel);
+        });
+    });
+}
+
+template <class To, class From>
+void added(To *total, const From *addend, size_t numel) {
+    alignas(64) float left[TILE], right[TILE], sum[TILE];
+    for (size_t at = 0; at < numel; at += TILE) {
+        const size_t n = smaller(TILE, numel - at);
+        const float *a = widen(total + at, left, n), *b = widen(addend + at, right, n);
+        for (size_t i = 0; i < n; i++) sum[i] = a[i] + b[i];
+        narrow(total + at, sum, n);
+    }
+}
+
+void accumulate(void *total, int total_dtype, const void *addend, int addend_dtype, size_t numel) {
+    with_type(total_dtype, [&](auto *to) {
+        with_type(addend_dtype, [&](auto *from) { added((decltype(to))total, (const decltype(from))addend, numel); });
+    });
+}
+
+// ---- reduction over ranks ----
+
+struct Sum {
+    template <class T> static T of(T a, T b) { return T(a + b); }
+};
+struct Max {
+    template <class T> static T of(T a, T b) { return a > b || a != a ? a : b; }
+};
+struct Min {
+    template <class T> static T of(T a, T b) { return a < b || a != a ? a : b; }
+};
+
+template <class T>
+inline const T *widen(const T *source, T *, size_t) { return source; }
+
+template <class T>
+inline void narrow(T *output, const T *values, size_t n) { __builtin_memcpy(output, values, n * sizeof(T)); }
+
+// Sum: in what values of a type are added up.
+template <class T> struct Wide { using type = T; };
+template <> struct Wide<bf16> { using type = float; };
+template <> struct Wide<fp16> { using type = float; };
+
+template <class Op, class A>
+inline void combine(A *__restrict result, const A *__restrict addend, size_t n) {
+    for (size_t i = 0; i < n; i++) result[i] = Op::of(result[i], addend[i]);
+}
+
+template <class Op, class A>
+inline void combine_first(A *__restrict result, const A *__restrict a, const A *__restrict b, size_t n) {
+    for (size_t i = 0; i < n; i++) result[i] = Op::of(a[i], b[i]);
+}
+
+template <class Op, class T>
+void reduce_as(T *output, const void *const *inputs, int count, size_t numel) {
+    using A = typename Wide<T>::type;
+    alignas(64) A total[TILE], first[TILE], next[TILE];
+    for (size_t at = 0; at < numel; at += TILE) {
+        const size_t n = smaller(TILE, numel - at);
+        const auto values = [&](int k, A *scratch) { return widen((const T *)inputs[k] + at, scratch, n); };
+        combine_first<Op>(total, values(0, first), values(1, next), n);
+        for (int k = 2; k < count; k++) combine<Op>(total, values(k, next), n);
+        narrow(output + at, total, n);
+    }
+}
+
+template <class T>
+void reduce_typed(void *output, const void *const *inputs, int count, int op, size_t numel) {
+    if (op == ACCELZ_SUM) reduce_as<Sum>((T *)output, inputs, count, numel);
+    if (op == ACCELZ_MAX) reduce_as<Max>((T *)output, inputs, count, numel);
+    if (op == ACCELZ_MIN) reduce_as<Min>((T *)output, inputs, count, numel);
+}
+
+void reduce(void *output, const void *const *inputs, int count, int dtype, int op, size_t numel) {
+    switch (dtype) {
+        case ACCELZ_FLOAT32: return reduce_typed<float>(output, inputs, count, op, numel);
+        case ACCELZ_BFLOAT16: return reduce_typed<bf16>(output, inputs, count, op, numel);
+        case ACCELZ_FLOAT16: return reduce_typed<fp16>(output, inputs, count, op, numel);
+        case ACCELZ_FLOAT64: return reduce_typed<double>(output, inputs, count, op, numel);
+        // Unsigned: sums wrap, as torch's do, where signed overflow would be undefined.
+        case ACCELZ_INT64: return op == ACCELZ_SUM ? reduce_typed<uint64_t>(output, inputs, count, op, numel)
+                                                   : reduce_typed<int64_t>(output, inputs, count, op, numel);
+        case ACCELZ_INT32: return op == ACCELZ_SUM ? reduce_typed<uint32_t>(output, inputs, count, op, numel)
+                                                   : reduce_typed<int32_t>(output, inputs, count, op, numel);
+        case ACCELZ_UINT8: return reduce_typed<uint8_t>(output, inputs, count, op, numel);
+    }
+}
+
+// ---- a copy past the cache ----
+
+void stream(void *output, const void *source, size_t bytes) {
+#if defined(__AVX512F__)
+    using Line = __m512i;
+    const auto move = [](char *to, const char *from) { _mm512_stream_si512((Line *)to, _mm512_loadu_si512(from)); };
+#elif defined(__AVX2__)
+    using Line = __m256i;
+    const auto move = [](char *to, const char *from) {
+        _mm256_stream_si256((Line *)to, _mm256_loadu_si256((const Line *)from));
+    };
+#elif defined(__SSE2__)
+    using Line = __m128i;
+    const auto move = [](char *to, const char *from) {
+        _mm_stream_si128((Line *)to, _mm_loadu_si128((const Line *)from));
+    };
+#else
+    __builtin_memcpy(output, source, bytes);
+    return;
+#endif
+#if defined(__SSE2__)
+    constexpr size_t STEP = sizeof(Line);
+    char *to = (char *)output;
+    const char *from = (const char *)source;
+    const size_t head = smaller(bytes, (STEP - (uintptr_t)to % STEP) % STEP);
+    __builtin_memcpy(to, from, head);
+    size_t i = head;
+    for (; i + STEP <= bytes; i += STEP) move(to + i, from + i);
+    __builtin_memcpy(to + i, from + i, bytes - i);
+    _mm_sfence();  // or the data could become visible after the note that it is there
+#endif
+}
+
+}  // namespace
+
+extern const IsaKernels kernels;
+#define ACCELZ_TEXT(name) #name
+#define ACCELZ_NAME(name) ACCELZ_TEXT(name)
+const IsaKernels kernels = {ACCELZ_NAME(ACCELZ_ISA), adamw, sum_of_squares, scale_cast, accumulate, reduce, stream};
+
+}  // namespace ACCELZ_ISA
+}  // namespace accelz

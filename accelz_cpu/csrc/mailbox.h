@@ -1,0 +1,59 @@
+// What the ranks of a group see of each other: one mailbox per rank, in a segment of that rank.
+//
+// Only a mailbox's owner writes to it, except for the bell, which others ring. An entry of the ring of posts is
+// written in full before its number; who reads the number reads the rest behind it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "call.h"
+
+namespace accelz {
+
+constexpr uint64_t RING = 128;                 // collectives of a stream that can be under way
+constexpr uint32_t BLOCKS = STREAMS * RING;    // one for each of them
+constexpr size_t SMALL = 448;                  // bytes that a note carries itself
+constexpr uint64_t MAGIC = 0x616363656c7a0001;  // changes with what follows
+
+// One collective, as a rank announces it.
+struct alignas(64) Post {
+    std::atomic<uint64_t> number;  // place in its stream, from 1; 0: never used
+    Call call;
+    uint32_t block;                // where this rank's data are, as an index into blocks
+    // Data of up to SMALL bytes. Who has a mailbox mapped can read them even when the owner has just ended: ranks
+    // may leave after a barrier without looking back.
+    alignas(64) char small[SMALL];
+};
+
+// A segment that others read data from. generation grows when another segment takes the place.
+struct BlockEntry {
+    int32_t descriptor;
+    uint32_t generation;
+    uint64_t capacity;
+};
+
+struct Mailbox {
+    uint64_t magic;
+    int32_t rank, size;
+    std::atomic<uint32_t> failed;   // no further collective: `reason` says why
+    std::atomic<uint32_t> leaving;  // nothing will be posted any more
+    char reason[1024];
+    alignas(64) std::atomic<uint32_t> bell;  // a futex: changes when another rank has done something
+    std::atomic<uint32_t> sleepers;          // threads of the owner that wait for the bell
+    alignas(64) std::atomic<uint64_t> posted[STREAMS];
+    alignas(64) std::atomic<uint64_t> consumed[STREAMS];  // collectives whose data this rank needs no more
+    BlockEntry blocks[BLOCKS];
+    Post posts[STREAMS][RING];
+};
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free, "atomics must work between processes");
+
+// Tell the mailbox's owner that something has changed.
+void ring(Mailbox &mailbox);
+
+// Sleep until the bell is no longer `seen`, at most `seconds`. May return early.
+void sleep_on_bell(Mailbox &mailbox, uint32_t seen, double seconds);
+
+}  // namespace accelz

@@ -1,0 +1,124 @@
+"""One rank's end of a group that shares memory: the native channel (csrc/channel.cpp) as an object."""
+
+from __future__ import annotations
+
+import os
+from ctypes import CDLL, c_int, c_int64
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accelz_cpu.native import DTYPES, last_error
+
+ALL_GATHER, BROADCAST, REDUCE_SCATTER, ALL_REDUCE = range(4)
+LINGER_SECONDS = 10.0
+"""How long a rank that leaves waits for others to read what it has published."""
+
+
+class Channel:
+    """Raises RuntimeError where something goes wrong; after a failed collective it is of no further use."""
+
+    def __init__(self, library: CDLL, rank: int, size: int) -> None:
+        self._library = library
+        self._process = os.getpid()
+        self._native: int | None = library.accelz_channel_create(rank, size)
+        if self._native is None:
+            raise RuntimeError(last_error(library))
+
+    def descriptor(self) -> int:
+        """Of the file that the other ranks map to see this one."""
+        return int(self._library.accelz_channel_descriptor(self._open()))
+
+    def connect(self, processes: list[int], descriptors: list[int]) -> None:
+        """Map what the other ranks show; process ids and descriptors by rank."""
+        size = len(processes)
+        arguments = (c_int64 * size)(*processes), (c_int * size)(*descriptors)
+        self._check(self._library.accelz_channel_connect(self._open(), *arguments))
+
+    def start(
+        self,
+        op: int,
+        output: Tensor,
+        source: Tensor | None,
+        count: int,
+        timeout: float,
+        reduction: int = 0,
+        root: int = 0,
+    ) -> SharedWork:
+        """Publish this rank's part without waiting for the others. timeout: seconds that `wait` may take.
+
+        count: elements of the shard, or of the tensor that is broadcast or reduced on all ranks. source: None
+        in an all-gather whose output all ranks have in common.
+        """
+        code = DTYPES.get(output.dtype)
+        if code is None:  # only copied, never summed
+            code, count = DTYPES[torch.uint8], count * output.element_size()
+        address = None if source is None else source.data_ptr()
+        ticket = self._library.accelz_start(
+            self._open(),
+            op,
+            reduction,
+            code,
+            count,
+            root,
+            output.data_ptr(),
+            address,
+            timeout,
+            torch.get_num_threads(),
+        )
+        self._check(ticket)
+        return SharedWork(self, ticket)
+
+    def finish(self, ticket: int) -> None:
+        """Wait for the others and write the output."""
+        self._check(self._library.accelz_finish(self._open(), ticket, torch.get_num_threads()))
+
+    def abandon(self, ticket: int) -> None:
+        """Nobody will finish it."""
+        if self._usable():
+            self._library.accelz_abandon(self._native, ticket)
+
+    def nbytes(self) -> int:
+        """Shared memory that this rank holds for the group now."""
+        return int(self._library.accelz_channel_bytes(self._open()))
+
+    def close(self) -> None:
+        """Wait until the others have read everything, at most LINGER_SECONDS, and free the memory."""
+        if self._usable():
+            self._library.accelz_channel_close(self._native, LINGER_SECONDS)
+        self._native = None
+
+    def _open(self) -> int:
+        if self._native is None:
+            raise RuntimeError("this group was destroyed")
+        if os.getpid() != self._process:
+            raise RuntimeError("a forked process cannot use its parent's groups: it is none of their ranks")
+        return self._native
+
+    def _usable(self) -> bool:
+        return self._native is not None and os.getpid() == self._process
+
+    def _check(self, result: int) -> None:
+        if result < 0:
+            raise RuntimeError(last_error(self._library))
+
+
+class SharedWork(dist.Work):
+    """A collective under way. `wait` writes the output, once; where the handle is dropped nobody may."""
+
+    def __init__(self, channel: Channel, ticket: int) -> None:
+        super().__init__()
+        self._channel = channel
+        self._ticket: int | None = ticket
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._ticket is not None:
+            self._channel.finish(self._ticket)
+            self._ticket = None
+        return True
+
+    def __del__(self) -> None:
+        if self._ticket is not None:
+            self._channel.abandon(self._ticket)

@@ -1,0 +1,106 @@
+"""The native library (csrc/accelz_cpu.h), loaded with ctypes: calls run without the interpreter's lock."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_size_t, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accelz_cpu
+
+ABI = 1
+LIBRARY = "libaccelz_cpu.so"
+DTYPES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.uint8: 6,
+}
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""The dtypes that the kernels take."""
+
+
+class AdamWArguments(Structure):
+    """accelz_adamw_arguments of the header."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "weights")),
+        *((name, c_void_p) for name in ("step", "grad_scale", "skip")),
+        ("numel", c_size_t),
+        *((name, c_int) for name in ("grad_dtype", "weights_dtype", "decoupled", "maximize")),
+        *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
+    )
+
+
+_P, _I, _N = c_void_p, c_int, c_size_t
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "accelz_isa": (c_char_p, ()),
+    "accelz_use_isa": (_I, (c_char_p,)),
+    "accelz_last_error": (c_char_p, ()),
+    "accelz_adamw": (None, (POINTER(AdamWArguments), _I)),
+    "accelz_sum_of_squares": (c_double, (_P, _I, _N, _I)),
+    "accelz_scale_cast": (None, (_P, _I, _P, _I, _P, _N, _I)),
+    "accelz_accumulate": (None, (_P, _I, _P, _I, _N, _I)),
+    "accelz_channel_create": (_P, (_I, _I)),
+    "accelz_channel_descriptor": (_I, (_P,)),
+    "accelz_channel_connect": (_I, (_P, POINTER(c_int64), POINTER(c_int))),
+    "accelz_start": (c_int64, (_P, _I, _I, _I, _N, _I, _P, _P, c_double, _I)),
+    "accelz_finish": (_I, (_P, c_int64, _I)),
+    "accelz_abandon": (None, (_P, c_int64)),
+    "accelz_channel_bytes": (_N, (_P,)),
+    "accelz_channel_close": (None, (_P, c_double)),
+}
+
+
+@cache
+def library() -> CDLL | None:
+    """The library, or None with one warning where it was not built or does not load."""
+    path = _find()
+    if path is None:
+        _warn(f"{LIBRARY} is not there: the package was installed without a C++ compiler")
+        return None
+    try:
+        return _load(path)
+    except OSError as error:
+        _warn(str(error))
+        return None
+
+
+def last_error(lib: CDLL) -> str:
+    """Why the last call on this thread failed."""
+    return bytes(lib.accelz_last_error()).decode(errors="replace")
+
+
+def _find() -> Path | None:
+    # An editable install has two folders: the sources, and what was built from them.
+    found = [path for folder in accelz_cpu.__path__ if (path := Path(folder, LIBRARY)).exists()]
+    return found[0] if found else None
+
+
+def _load(path: Path) -> CDLL:
+    lib = ctypes.CDLL(str(path))
+    if lib.accelz_abi() != ABI:
+        raise OSError(
+            f"{path} has interface {lib.accelz_abi()}, expected {ABI}: it was built from other sources"
+        )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(
+        f"accelz-cpu runs on plain torch and gloo, which is slower: {reason}. "
+        "Install it again where a C++ compiler and CMake are found",
+        RuntimeWarning,
+        stacklevel=4,
+    )
