@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -135,6 +137,13 @@ class KeepAliveOverwrites(NullStreams):
 class NewRaises(NullStreams):
     def new(self, priority: int = 0) -> Stream:
         raise OSError("no queue left")
+
+
+class EnteringRaises(NullStreams):
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        raise OSError("not a queue of this context")
+        yield
 
 
 class CurrentIsNone(NullStreams):
@@ -285,6 +294,14 @@ class BindsWhenNotAsked(StorageSwap):
         other = super().empty_like(buffer, dtype)
         other.bind()
         return other
+
+
+class CommonAlone(StorageSwap):
+    def share(self, buffer: FlatBuffer, group: Any) -> FlatBuffer | None:
+        mine = FlatBuffer(buffer.data.clone(), buffer.parameters, buffer.slots, common=True)
+        mine.bind()
+        buffer.release()
+        return mine
 
 
 class RaisingBuffer(FlatBuffer):
@@ -479,6 +496,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "release keeps the bytes": Lie(
             "FlatBuffer.release", "drops_the_bytes", "flat_buffers", ReleaseKeepsBytes
         ),
+        "common to nobody": Lie("FlatBufferStrategy.share", "buffers_in_common", "flat_buffers", CommonAlone),
         "reduce_scatter is wrong": Lie(
             "Collectives.reduce_scatter", "test_reduce_scatter", "collectives", WrongSlice
         ),
@@ -493,6 +511,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "keep_alive overwrites": Lie(
             "Streams.keep_alive", "keep_alive_is_harmless", "streams", KeepAliveOverwrites
         ),
+        "a stream cannot be entered": Lie("Streams.use", "use_puts_the_stream", "streams", EnteringRaises),
         "weights are forgotten": Lie("Kernels.adamw", "test_adamw", "kernels", WeightsForgotten),
         "bytes never come back": Lie(
             "FlatBuffer.materialize", "repeated_calls", "flat_buffers", MaterializeForgets

@@ -162,7 +162,8 @@ def new(
     target = scaffold.write(scaffold.Package(name, torch_device, device_type, library, collectives), out)
     for path in sorted(p for p in target.rglob("*") if p.is_file()):
         print(path)
-    print(f"\nnext: pip install -e {target} && accelz check {name}")
+    place = target if target.is_absolute() else f"./{target}"
+    print(f"\nnext: pip install -e {place} && accelz check {name}")
 
 
 def _environment() -> dict[str, str]:

@@ -11,7 +11,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -156,7 +156,23 @@ def _call(method: str, declared: types.FunctionType, bound: Any, *args: Any, **k
     if not _matches(value, hint):
         what = getattr(hint, "__name__", str(hint))
         raise ContractBroken(method, f"must return {what}", _shown(value))
+    if _kind(hint) is AbstractContextManager:
+        return _CheckedContext(method, value)
     return _wrapped(value)
+
+
+class _CheckedContext:
+    """A context manager of the backend: entering and leaving it are part of the method."""
+
+    def __init__(self, method: str, raw: AbstractContextManager[Any]) -> None:
+        self._method = method
+        self._raw = raw
+
+    def __enter__(self) -> Any:
+        return _guarded(self._method, self._raw.__enter__)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return cast("bool | None", _guarded(self._method, lambda: self._raw.__exit__(*error)))
 
 
 def _guarded(method: str, call: Callable[[], Any]) -> Any:
@@ -198,6 +214,10 @@ def _return_hint(function: types.FunctionType) -> Any:
     return typing.get_type_hints(function).get("return")
 
 
+def _kind(hint: Any) -> Any:
+    return typing.get_origin(hint) or hint
+
+
 def _matches(value: Any, hint: Any) -> bool:
     if hint in (None, type(None), Any):
         return True
@@ -206,5 +226,5 @@ def _matches(value: Any, hint: Any) -> bool:
         return any(value is None if h is type(None) else _matches(value, h) for h in typing.get_args(hint))
     if hint is float:
         return isinstance(value, (int, float))
-    kind = origin or hint
+    kind = _kind(hint)
     return not isinstance(kind, type) or isinstance(value, kind)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accelz.accelerator import Accelerator
-from accelz.conformance.contract import expect, expect_close, named
+from accelz.conformance.cluster import Cluster, Context
+from accelz.conformance.contract import checked, expect, expect_close, named
 from accelz.conformance.marks import about, needs, over_dtypes, proves
 from accelz.flat_buffer import FlatBuffer, Slot, dense_stride, rebind
 
@@ -288,6 +289,11 @@ class FlatBufferContract:
             parameter.grad = None
         self.release(accelerator, buffer)
 
+    @about("FlatBufferStrategy.share")
+    def test_buffers_in_common(self, accelerator: Accelerator, cluster: Callable[[int], Cluster]) -> None:
+        """All ranks get one memory, and see what each writes to its slice; or all get None."""
+        cluster(2).run(common_body)
+
     @about("FlatBufferStrategy.flatten", "Memory.stats")
     @needs("exact_memory")
     @pytest.mark.parametrize("on_device", [False, True], ids=["from the host", "from the device"])
@@ -343,6 +349,33 @@ class FlatBufferContract:
 
 class TestFlatBuffers(FlatBufferContract):
     pass
+
+
+def common_body(context: Context) -> None:
+    accelerator, where = checked(context.accelerator), "FlatBufferStrategy.share"
+    numel = 12 * context.size
+    parameter, slot = nn.Parameter(torch.arange(float(numel))), Slot(0, (numel,), (1,), numel)
+    private = accelerator.flat_buffers.flatten([parameter], [slot], numel, torch.float32)
+    common = accelerator.flat_buffers.share(private, context.group)
+    answers = torch.tensor([0 if common is None else 1])
+    accelerator.collectives.all_reduce(answers, context.group)
+    told = f"{answers.item()} of {context.size} ranks got a buffer"
+    expect(answers.item() in (0, context.size), where, "every rank must get the same answer", told)
+    expect_close(parameter, torch.arange(float(numel)), where, "values must survive")
+    if common is None:
+        return
+    expect(common.common, where, "the buffer must say that it is common")
+    expect(not private.materialized, where, "the private bytes must be given back")
+    _expect_view(parameter, common, slot, where)
+    accelerator.collectives.barrier(context.group)  # nobody writes while others read
+    common.data[12 * context.rank :][:12] = float(context.rank)
+    accelerator.streams.synchronize()
+    accelerator.collectives.barrier(context.group)
+    want = torch.arange(float(context.size)).repeat_interleave(12)
+    expect_close(parameter, want, where, "each rank must see what the others write to their slices")
+    common.release()
+    expect(common.materialized, "FlatBuffer.release", "must change nothing on a common buffer")
+    accelerator.collectives.barrier(context.group)  # nobody leaves either
 
 
 def _on_device(model: nn.Module, accelerator: Accelerator) -> nn.Module:

@@ -1,0 +1,84 @@
+"""The vendor guide, to the letter: its files are written and its commands run, on the simulated device."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelz.discovery import installed
+
+from .fake_distribution import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs/vendor-guide.md").read_text()
+WHOLE_KIT = "accelz check acme\n"  # the same package passes it in test_new.py, derived from torch.sim
+PIP = """
+set -e
+pip() {  # into a folder of its own, without an index
+    python -m pip install -q --no-index --no-build-isolation --no-deps --disable-pip-version-check \\
+        --target "$SITE" "${@: -1}"
+}
+"""
+
+
+@pytest.fixture
+def vendor(tmp_path: Path) -> Path:
+    if not installed("sim"):
+        pytest.skip("accelz-sim is not installed: see examples/sim_backend/README.md")
+    return tmp_path
+
+
+def _bash(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    site, source = folder / "site", folder / "accelz_acme/src"  # the source comes first: `pip install -e`
+    paths = {"PYTHONPATH": f"{source}:{site}", "SITE": str(site)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", PIP + script],
+        env=environment(folder) | paths | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def _write(folder: Path, block: str) -> None:
+    head, _, text = block.partition("\n")
+    target = folder / head.removeprefix("# ")
+    assert target.exists(), f"{head} is not a file that `accelz new` writes"
+    target.write_text(text)
+
+
+def test_the_guide_leads_to_a_green_kit(vendor: Path) -> None:
+    blocks = re.findall(r"^```(sh|python|text)\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
+    assert len(blocks) > 10
+    for kind, block in blocks:
+        if kind == "python":
+            _write(vendor, block)
+        elif kind == "text":
+            command, _, shown = block.removeprefix("$ ").partition("\n")
+            done = _bash(vendor, command)
+            for line in shown.splitlines():
+                assert line.removeprefix("  came: NotImplementedError at ") in done.stdout, done.stdout
+        elif block != WHOLE_KIT:
+            done = _bash(vendor, block)
+            assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
+
+
+def test_the_whole_kit_is_the_one_command_left_out() -> None:
+    assert f"```sh\n{WHOLE_KIT}```" in GUIDE
+
+
+def test_what_it_names_is_there() -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[\w-]+)?\)", GUIDE):
+        assert (ROOT / "docs" / target).exists(), target
+    headings = {
+        re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", GUIDE, re.M)
+    }
+    assert set(re.findall(r"\(#([\w-]+)\)", GUIDE)) <= headings
