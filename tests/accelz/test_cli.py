@@ -136,6 +136,34 @@ def test_check_prints_a_table_of_failures(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout
 
 
+def test_check_says_what_a_capability_failed_and_what_a_selection_is(tmp_path: Path) -> None:
+    boast = "accelerator.capabilities = accelz.Capabilities(lazy_graph=True, storage_resize=False)"
+    install(
+        tmp_path,
+        "foo",
+        "import accelz\n" + good("foo").replace("return accelerator", f"{boast}; return accelerator"),
+    )
+    command = [sys.executable, "-m", "accelz.cli", "check", "foo", "-k"]
+    options = {
+        "env": environment(tmp_path, COLUMNS="120"),
+        "capture_output": True,
+        "text": True,
+        "timeout": 100,
+    }
+    done = subprocess.run([*command, "flush_runs or storage_can"], check=False, **options)
+    assert done.returncode == 1
+    row = _line(done.stdout, "lazy_graph  ").split()
+    assert row == ["lazy_graph", "yes", "failed", "test_flush_runs_recorded_work"]
+    assert "works undeclared" in _line(done.stdout, "storage_resize  ")
+    assert "Nobody uses what is not declared" in done.stdout
+    done = subprocess.run([*command, "TestRng"], check=False, **options)
+    assert done.returncode == 0
+    assert "foo passes the tests that match 'TestRng': 3 passed" in done.stdout
+    done = subprocess.run([*command, "nothing_of_that_name"], check=False, **options)
+    assert done.returncode == 2
+    assert "no test of the kit matches 'nothing_of_that_name'" in done.stderr
+
+
 def test_the_installed_command(tmp_path: Path) -> None:
     command = Path(sys.executable).with_name("accelz")
     done = subprocess.run(

@@ -220,6 +220,33 @@ def test_a_crash_of_the_device_is_a_failure_of_its_test(tmp_path: Path) -> None:
     assert "test_a_seed_repeats" in summary["failures"][-1]["test"]
 
 
+def test_a_missing_operator_is_named_once(tmp_path: Path) -> None:
+    """What torch says where a device has no kernel and no fallback for an operator."""
+    missing = (
+        "    import torch\n    def missing(*args, **options):\n        raise NotImplementedError("
+        "\"Could not run 'aten::randn' with arguments from the 'liar' backend. This could be\")\n"
+        "    torch.randn = missing\n"
+    )
+    install(
+        tmp_path, "liar", good("liar").replace("    return accelerator", f"{missing}    return accelerator")
+    )
+    code, summary = _check(tmp_path, "-k", "a_seed_repeats or a_state_comes_back or several_tensors")
+    messages = {f["message"] for f in summary["failures"]}
+    assert code == 1
+    assert len(summary["failures"]) == 3
+    assert len(messages) == 1
+    assert messages.pop().startswith(
+        "torch.aten::randn: not implemented yet on this device\n  do:   register"
+    )
+
+
+def test_ranks_that_fail_alike_are_one_message(round_report: Any) -> None:
+    failures = round_report("tell('four')")["failures"]
+    alone = {f["message"] for f in failures if "test_broadcast_from" in f["test"] and "1 ranks" in f["test"]}
+    assert len(alone) == 1
+    assert alone.pop().startswith("Collectives.broadcast: must not raise here\n  came: OSError: no link")
+
+
 VENDOR_TEST = """
 from accelz.conformance.contract import expect
 from accelz.conformance.test_rng import RngContract
