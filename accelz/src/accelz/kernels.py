@@ -56,17 +56,78 @@ class Kernels:
         step_size = lr / correction1
         for part in self._parts(master.numel()):
             new = master[part].mul(1 - lr * weight_decay) if decoupled else master[part].clone()
-            g = grad[part].to(master.dtype)
-            g = g if grad_scale is None else g * grad_scale
-            g = g.neg() if maximize else g
+            g = _gradient(grad[part], master, grad_scale, maximize)
             g = g if decoupled or not weight_decay else g.add(new, alpha=weight_decay)
             m = torch.lerp(exp_avg[part], g, 1 - beta1)
             v = (exp_avg_sq[part] * beta2).addcmul_(g, g, value=1 - beta2)
             new.sub_(m / (v.sqrt() / correction2_sqrt).add_(eps) * step_size)
-            for old, value in ((master[part], new), (exp_avg[part], m), (exp_avg_sq[part], v)):
-                old.copy_(value if skip is None else torch.where(skip.bool(), old, value))
+            _write([(master[part], new), (exp_avg[part], m), (exp_avg_sq[part], v)], skip)
             if weights is not None:
                 weights[part].copy_(master[part])
+
+    def sgd(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        momentum_buffer: Tensor | None,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool = False,
+        maximize: bool = False,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """One step of stochastic gradient descent on a flat shard, in one pass over it.
+
+        momentum_buffer: (n,) fp32, updated in place, zero before the first step; None without momentum.
+        weight_decay is added to the gradient; momentum and nesterov as in torch.optim.SGD (Sutskever et al.,
+        2013) without dampening. The other arguments as in `adamw`.
+        """
+        for part in self._parts(master.numel()):
+            old = master[part]
+            g = _gradient(grad[part], old, grad_scale, maximize)
+            g = g.add(old, alpha=weight_decay) if weight_decay else g
+            results = []
+            if momentum_buffer is not None:
+                buffer = momentum_buffer[part] * momentum + g
+                results.append((momentum_buffer[part], buffer))
+                g = g.add(buffer, alpha=momentum) if nesterov else buffer
+            results.append((old, old.sub(g, alpha=lr)))
+            _write(results, skip)
+            if weights is not None:
+                weights[part].copy_(old)
+
+    def lion(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        maximize: bool = False,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """One Lion step (Chen et al., 2023, arXiv:2302.06675) on a flat shard, in one pass over it.
+
+        The step goes by lr against the sign of beta1 × exp_avg + (1 - beta1) × gradient; weight decay is
+        decoupled. exp_avg: (n,) fp32, updated in place. The other arguments as in `adamw`.
+        """
+        for part in self._parts(master.numel()):
+            old, m = master[part], exp_avg[part]
+            g = _gradient(grad[part], old, grad_scale, maximize)
+            direction = torch.lerp(m, g, 1 - beta1).sign_()
+            new = old.mul(1 - lr * weight_decay).sub_(direction, alpha=lr)
+            _write([(old, new), (m, torch.lerp(m, g, 1 - beta2))], skip)
+            if weights is not None:
+                weights[part].copy_(old)
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sum of squares of all elements, and whether any is NaN or infinite, in one pass.
@@ -150,7 +211,7 @@ class Kernels:
             yield slice(whole, numel), slice(whole // block, None)
 
 
-NAMES = ("adamw", "norm_and_nonfinite", "scale_cast", "accumulate", "quantise", "dequantise")
+NAMES = ("adamw", "sgd", "lion", "norm_and_nonfinite", "scale_cast", "accumulate", "quantise", "dequantise")
 """Every kernel, by the name of its method."""
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -178,6 +239,19 @@ def check_blocks(codes: Tensor, scales: Tensor, values: Tensor, block: int) -> N
             f"expected n plain and n quantised values and ceil(n / {block}) scales, all one-dimensional, "
             f"got shapes {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
+
+
+def _gradient(grad: Tensor, master: Tensor, scale: Tensor | None, maximize: bool) -> Tensor:
+    """What the step goes against, in the master's precision."""
+    g = grad.to(master.dtype)
+    g = g if scale is None else g * scale
+    return g.neg() if maximize else g
+
+
+def _write(results: Sequence[tuple[Tensor, Tensor]], skip: Tensor | None) -> None:
+    """(target, new value) each, unless `skip` is 1."""
+    for target, value in results:
+        target.copy_(value if skip is None else torch.where(skip.bool(), target, value))
 
 
 def _bias_correction(beta: float, step: Tensor) -> Tensor:

@@ -2,18 +2,17 @@
 
 The optimizer object stays: schedulers, hooks and hyper-parameters keep working on its param_groups. Its
 parameters become *pieces*: views of the fp32 master shards, one for each model parameter that this rank
-owns a part of (in the parameter's shape where it owns the whole). Adam and AdamW run as one kernel call
-per flat shard, straight from the 16-bit gradient; their per-piece state is views of the flat state, so
+owns a part of (in the parameter's shape where it owns the whole). Adam, AdamW, SGD and Lion run as one kernel
+call per flat shard, straight from the 16-bit gradient; their per-piece state is views of the flat state, so
 `optimizer.state` looks as torch's does. Every other optimizer steps the pieces itself.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +20,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelz.accelerator import Accelerator
-from accelz.kernels import Kernels
 from zero.errors import OptimizerError, UsageError
 from zero.flat_group import FlatGroup
 from zero.gradients import GroupGradients
+from zero.kernel_rules import Rule, rule_for
 from zero.layout import Piece
 from zero.room import room_for
 
 NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
 WHOLE_PARAMETERS = {"Adafactor", "Muon"}
-KERNEL_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass
@@ -44,23 +42,22 @@ class OwnedPiece:
 
 
 @dataclass
-class AdamState:
-    """Flat state for the kernel. exp_avg, exp_avg_sq: (shard_numel,) fp32. steps: (pieces,) fp32, each
-    piece's own number of steps. All on the device. window: steps that the group took part in."""
+class FlatState:
+    """State for the kernel, on the device. moments: the rule's, each (shard_numel,) fp32. steps: (pieces,)
+    fp32, each piece's own number of steps. window: steps that the group took part in."""
 
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: tuple[Tensor, ...]
     steps: Tensor
     window: int = 0
 
 
 @dataclass
 class OwnedGroup:
-    """A trainable group with this rank's pieces; adam: where the kernel serves."""
+    """A trainable group with this rank's pieces; flat: where a kernel serves."""
 
     group: FlatGroup
     pieces: list[OwnedPiece] = field(default_factory=list)
-    adam: AdamState | None = None
+    flat: FlatState | None = None
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, sharded: bool) -> dict[nn.Parameter, int]:
@@ -125,7 +122,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._accelerator = accelerator
         self._kernels = accelerator.kernels
-        self._uses_kernel = _kernel_serves(optimizer)
+        self._rule = rule_for(optimizer)
         self.owned = {group: _own(group, param_group_of) for group in groups}
         self._stepping = False
         self._install()
@@ -136,7 +133,7 @@ class ShardedOptimizer:
         """One optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim, 1.0 changes nothing."""
         self._stepping = True
         try:
-            if self._uses_kernel:
+            if self._rule is not None:
                 _hooked_kernel_step(self.optimizer, self, gradients, scale, skip)
                 setattr(self.optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
             else:
@@ -187,53 +184,45 @@ class ShardedOptimizer:
                     )
         for group, parameters in zip(self.optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
-        if self._uses_kernel:
+        if self._rule is not None:
             for owned in self.owned.values():
                 with self._room("for the optimizer state of", owned.group):
-                    self._make_state(owned)
+                    self._make_state(owned, self._rule)
 
-    def _make_state(self, owned: OwnedGroup) -> None:
+    def _make_state(self, owned: OwnedGroup, rule: Rule) -> None:
         master = owned.group.master_shard
         steps = torch.zeros(len(owned.pieces), dtype=torch.float32, device=master.device)
-        adam = owned.adam = AdamState(torch.zeros_like(master), torch.zeros_like(master), steps)
+        flat = owned.flat = FlatState(tuple(torch.zeros_like(master) for _ in rule.moments), steps)
         for index, piece in enumerate(owned.pieces):
-            self.optimizer.state[piece.parameter] = {
-                "step": steps[index],
-                "exp_avg": _shaped(adam.exp_avg, owned.group, piece.piece),
-                "exp_avg_sq": _shaped(adam.exp_avg_sq, owned.group, piece.piece),
-            }
+            state = {"step": steps[index]} if rule.counts else {}
+            for name, moment in zip(rule.moments, flat.moments, strict=True):
+                state[name] = _shaped(moment, owned.group, piece.piece)
+            self.optimizer.state[piece.parameter] = state
 
     def _step_group(
         self, owned: OwnedGroup, have: GroupGradients, scale: Tensor | None, skip: Tensor | None
     ) -> None:
-        group, adam, gradient = owned.group, owned.adam, have.shard
-        assert adam is not None
+        rule, group, flat, gradient = self._rule, owned.group, owned.flat, have.shard
+        assert rule is not None
+        assert flat is not None
         assert gradient is not None
-        _count_step(owned, adam, have.used, skip)
+        kernel = rule.function(self._kernels, group.master_shard.dtype)
+        _count_step(owned, flat, have.used, skip)
         for first, window in _runs(owned, have.used):
             options = self.optimizer.param_groups[owned.pieces[first].param_group]
-            beta1, beta2 = options["betas"]
-            self._adamw(group.master_shard.dtype)(
+            kernel(
                 group.master_shard[window],
                 gradient[window],
-                adam.exp_avg[window],
-                adam.exp_avg_sq[window],
-                adam.steps[first],
+                *(moment[window] for moment in flat.moments),
+                *([flat.steps[first]] if rule.counts else []),
+                **rule.options(self.optimizer, options),
                 lr=float(options["lr"]),
-                beta1=float(beta1),
-                beta2=float(beta2),
-                eps=options["eps"],
                 weight_decay=options["weight_decay"],
-                decoupled=_decoupled(self.optimizer, options),
                 maximize=options["maximize"],
                 grad_scale=scale,
                 skip=skip,
                 weights=None if group.master is group.shard else group.shard[window],
             )
-
-    def _adamw(self, dtype: torch.dtype) -> Callable[..., None]:
-        """The backend's kernel; for fp64 masters, which no kernel has to know, the torch reference."""
-        return self._kernels.adamw if dtype is torch.float32 else partial(Kernels.adamw, self._kernels)
 
     def _step_pieces(
         self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
@@ -276,16 +265,6 @@ def _hooked(
 _hooked_kernel_step = Optimizer.profile_hook_step(_hooked)
 
 
-def _kernel_serves(optimizer: Optimizer) -> bool:
-    return type(optimizer) in KERNEL_OPTIMIZERS and not any(
-        g["amsgrad"] or g["differentiable"] or isinstance(g["lr"], Tensor) for g in optimizer.param_groups
-    )
-
-
-def _decoupled(optimizer: Optimizer, options: dict[str, Any]) -> bool:
-    return bool(options.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-
-
 def _own(group: FlatGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedGroup:
     owned = OwnedGroup(group)
     for piece in group.pieces:
@@ -322,18 +301,18 @@ def _sliced(state: dict[str, Any], group: FlatGroup, piece: Piece) -> dict[str, 
     return result
 
 
-def _count_step(owned: OwnedGroup, adam: AdamState, used: set[int], skip: Tensor | None) -> None:
-    adam.window += 1
+def _count_step(owned: OwnedGroup, flat: FlatState, used: set[int], skip: Tensor | None) -> None:
+    flat.window += 1
     increment = 1 if skip is None else 1 - skip
     missed = [i for i, p in enumerate(owned.pieces) if p.piece.index not in used]
     if not missed:
-        adam.steps.add_(increment)
+        flat.steps.add_(increment)
         return
     mask = torch.ones(len(owned.pieces))
     mask[missed] = 0
-    adam.steps.add_(mask.to(adam.steps.device) * increment)
+    flat.steps.add_(mask.to(flat.steps.device) * increment)
     for index in missed:
-        owned.pieces[index].history = hash((owned.pieces[index].history, adam.window))
+        owned.pieces[index].history = hash((owned.pieces[index].history, flat.window))
 
 
 def _runs(owned: OwnedGroup, used: set[int]) -> Iterator[tuple[int, slice]]:

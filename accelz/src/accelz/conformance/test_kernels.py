@@ -123,6 +123,72 @@ ADAM_CASES = {
 }
 
 
+@dataclass(frozen=True)
+class SgdCase:
+    """One call of `Kernels.sgd`. buffer: whether there is a momentum buffer."""
+
+    numel: int = 1023
+    offset: int = 0
+    grad_dtype: torch.dtype = torch.float32
+    buffer: bool = True
+    momentum: float = 0.9
+    weight_decay: float = 0.1
+    nesterov: bool = False
+    maximize: bool = False
+    lr: float = 1e-2
+
+    def options(self) -> dict[str, Any]:
+        names = ("lr", "momentum", "weight_decay", "nesterov", "maximize")
+        return {name: getattr(self, name) for name in names}
+
+    def step(self, w: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and momentum after the step, as in the paper."""
+        g = g * (-1 if self.maximize else 1) + self.weight_decay * w
+        if not self.buffer:
+            return w - self.lr * g, m
+        m = self.momentum * m + g
+        return w - self.lr * (g + self.momentum * m if self.nesterov else m), m
+
+
+@dataclass(frozen=True)
+class LionCase:
+    """One call of `Kernels.lion`."""
+
+    numel: int = 1023
+    offset: int = 0
+    grad_dtype: torch.dtype = torch.float32
+    buffer: bool = True
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.1
+    maximize: bool = False
+    lr: float = 1e-2
+
+    def options(self) -> dict[str, Any]:
+        names = ("lr", "beta1", "beta2", "weight_decay", "maximize")
+        return {name: getattr(self, name) for name in names}
+
+    def step(self, w: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and momentum after the step, as in the paper."""
+        g = g * (-1 if self.maximize else 1)
+        direction = (self.beta1 * m + (1 - self.beta1) * g).sign()
+        return w - self.lr * (direction + self.weight_decay * w), self.beta2 * m + (1 - self.beta2) * g
+
+
+MOMENTUM_CASES: dict[str, SgdCase | LionCase] = {
+    **{f"sgd, {n} elements at offset {o}": SgdCase(n, o) for n in SIZES for o in OFFSETS},
+    **{f"sgd, gradient {d}": SgdCase(grad_dtype=d, offset=1) for d in GRADIENTS},
+    "sgd, nesterov": SgdCase(nesterov=True),
+    "sgd, maximize": SgdCase(maximize=True),
+    "sgd, no weight decay": SgdCase(weight_decay=0.0),
+    "sgd, no momentum": SgdCase(buffer=False, momentum=0.0),
+    **{f"lion, {n} elements at offset {o}": LionCase(n, o) for n in SIZES for o in OFFSETS},
+    **{f"lion, gradient {d}": LionCase(grad_dtype=d, offset=1) for d in GRADIENTS},
+    "lion, maximize": LionCase(maximize=True),
+    "lion, no weight decay": LionCase(weight_decay=0.0),
+}
+
+
 class KernelContract:
     @about("Kernels.origin")
     def test_every_kernel_has_an_origin(self, accelerator: Accelerator) -> None:
@@ -191,6 +257,45 @@ class KernelContract:
                 **case.options(),
             )
         expect_close(state["master"], master, "Kernels.adamw", "30 steps", rtol=1e-5, atol=1e-6)
+
+    @about("Kernels.sgd", "Kernels.lion")
+    @pytest.mark.parametrize("case", MOMENTUM_CASES.values(), ids=MOMENTUM_CASES.keys())
+    def test_one_moment(self, accelerator: Accelerator, case: SgdCase | LionCase) -> None:
+        """A step equals float64 within fp32 rounding, with a scale, with weights in 16 bits, and skipped."""
+        if not {case.grad_dtype, torch.bfloat16} <= accelerator.capabilities.dtypes:
+            pytest.skip(f"not declared: {case.grad_dtype} or bfloat16")
+        self.check_one_moment(accelerator, case, scale=None, skip=None)
+        self.check_one_moment(accelerator, case, scale=0.125, skip=0.0)
+        self.check_one_moment(accelerator, case, scale=0.125, skip=1.0)
+
+    def check_one_moment(
+        self, accelerator: Accelerator, case: SgdCase | LionCase, scale: float | None, skip: float | None
+    ) -> None:
+        device, method = accelerator.device, "sgd" if isinstance(case, SgdCase) else "lion"
+        rows = torch.randn(3, case.numel, generator=torch.Generator().manual_seed(case.numel))
+        rows[2] += 4 * rows[2].sign()  # no direction is close to zero, where rounding decides the sign
+        host = {"master": rows[0], "grad": rows[1].to(case.grad_dtype), "momentum": rows[2]}
+        placed = {name: Guarded(value, case.offset, device) for name, value in host.items()}
+        weights = Guarded(rows[0].bfloat16(), case.offset, device)
+        getattr(accelerator.kernels, method)(
+            placed["master"].view,
+            placed["grad"].view,
+            placed["momentum"].view if case.buffer else None,
+            grad_scale=None if scale is None else _scalar(scale, device),
+            skip=None if skip is None else _scalar(skip, device),
+            weights=weights.view,
+            **case.options(),
+        )
+        accelerator.streams.synchronize()
+        w, g, m = (value.double() for value in host.values())
+        want = (w, m) if skip else case.step(w, g * (1.0 if scale is None else scale), m)
+        for name, value in zip(("master", "momentum"), want, strict=True):
+            text = f"{name} must equal float64 ({case}, scale {scale}, skip {skip})"
+            expect_close(placed[name].view, value, f"Kernels.{method}", text, rtol=1e-5, atol=1e-6)
+        narrow = placed["master"].view.cpu().bfloat16()
+        expect_close(weights.view, narrow, f"Kernels.{method}", "weights must be master rounded once")
+        for name, guarded in {**placed, "weights": weights}.items():
+            guarded.check(f"Kernels.{method}", name)
 
     @about("Kernels.norm_and_nonfinite")
     @pytest.mark.parametrize("numel", SIZES)
