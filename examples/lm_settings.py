@@ -34,7 +34,7 @@ class Settings:
     clip: float = _flag(1.0, "largest gradient norm; 0 does not clip", least=0)
     seed: int = _flag(0, "of the weights, the batches and the sample", least=0)
     out: Path = _flag(_OUT, "directory of the run")  # noqa: RUF009 (a Path is immutable)
-    resume: bool = _flag(False, "go on from the checkpoint in --out")
+    resume: bool = _flag(False, "go on from the newest checkpoint in --out")
     stop_at: int = _flag(0, "end after this step, to be resumed; 0: after the last", least=0)
     eval_every: int = _flag(100, "steps between validations; 0: at the end only", least=0)
     eval_bytes: int = _flag(65536, "validation text to look at", least=1)
@@ -55,7 +55,7 @@ class Settings:
                 f"--width {self.width} does not divide into --heads {self.heads} with an even number of "
                 f"features each: use a multiple of {2 * self.heads}"
             )
-        if self.resume and not self.checkpoint.is_dir():
+        if self.resume and not self.checkpoints.is_dir():
             raise ValueError(f"--resume: there is no checkpoint in {self.out}; start without --resume")
         if not self.prompt and self.sample_bytes:
             raise ValueError("--prompt must not be empty: the sample goes on from it")
@@ -79,8 +79,8 @@ class Settings:
         return min(self.stop_at or self.steps, self.steps)
 
     @property
-    def checkpoint(self) -> Path:
-        return self.out / "checkpoint"
+    def checkpoints(self) -> Path:
+        return self.out / "checkpoints"
 
 
 def parse(arguments: Sequence[str], description: str) -> Settings:

@@ -31,6 +31,7 @@ WARMUP = 20  # steps
 FINAL_RATE = 0.05  # of the peak learning rate
 WEIGHT_DECAY = 0.1
 TEMPERATURE = 0.7  # of the sample: below 1 prefers likely bytes
+KEPT = 2  # checkpoints
 TIMEOUT = 120.0  # seconds a rank waits for the others
 
 
@@ -69,11 +70,12 @@ class Run:
                     self.save(step)
         loss = self.validate()
         self.write_weights()
+        self.engine.wait_for_checkpoint()
         self.report.say(
             f"validation loss {loss:.4f} nats per byte ({loss / math.log(2):.3f} bits) after {stop} steps "
             f"and {time.perf_counter() - began:.0f} s; peak memory {mebibytes(self.ranks.memory())}"
         )
-        self.report.say(f"weights and checkpoint: {settings.out}")
+        self.report.say(f"weights and checkpoints: {settings.out}")
         if settings.sample_bytes:
             self.report.say("sample:\n" + self.sample())
 
@@ -110,17 +112,20 @@ class Run:
         return self.ranks.mean(torch.stack(losses).mean())
 
     def save(self, step: int) -> None:
-        """A checkpoint to go on from: the engine's own state, and what only this script knows."""
-        extra = {"step": step, "shape": vars(self.settings.shape), "scheduler": self.scheduler.state_dict()}
-        self.engine.save_checkpoint(self.settings.checkpoint, extra)
+        """A checkpoint to go on from: the engine's own state, and what only this script knows. The batches
+        are a function of the seed and the step, so the step is all there is to the order of the data."""
+        state = {"step": step, "shape": vars(self.settings.shape), "scheduler": self.scheduler}
+        path = self.settings.checkpoints / f"step-{step}"
+        self.engine.save_checkpoint(path, state, keep_last=KEPT, async_=True)
 
     def restore(self) -> int:
-        """Load the checkpoint; returns the step it was made after."""
-        extra = self.engine.load_checkpoint(self.settings.checkpoint)
-        if extra["shape"] != vars(self.settings.shape):
-            raise ValueError(f"the checkpoint's model is {extra['shape']}, not {vars(self.settings.shape)}")
-        self.scheduler.load_state_dict(extra["scheduler"])
-        return int(extra["step"])
+        """Load the newest checkpoint; returns the step it was made after."""
+        loaded = self.engine.load_checkpoint(self.settings.checkpoints, restore={"scheduler": self.scheduler})
+        if loaded.state["shape"] != vars(self.settings.shape):
+            raise ValueError(
+                f"the checkpoint's model is {loaded.state['shape']}, not {vars(self.settings.shape)}"
+            )
+        return int(loaded.state["step"])
 
     def write_weights(self) -> None:
         """The whole model in one file, for use without zero; tied weights under their first name."""

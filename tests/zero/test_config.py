@@ -175,10 +175,13 @@ def test_bad_input_changes_nothing(cluster: Clusters, size: int, device: str) ->
 
 def test_the_public_face_is_frozen() -> None:
     assert zero.__all__ == [
+        "CheckpointError",
         "CommunicationError",
         "Config",
         "ConfigError",
+        "CorruptCheckpointError",
         "Engine",
+        "Lion",
         "ModelError",
         "OptimizerError",
         "OutOfMemoryError",
@@ -210,6 +213,7 @@ def test_the_public_face_is_frozen() -> None:
         "full_optimizer_state",
         "save_checkpoint",
         "load_checkpoint",
+        "wait_for_checkpoint",
     ]
     assert list(zero.Config.model_fields) == [
         "stage",

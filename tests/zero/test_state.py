@@ -1,13 +1,10 @@
-"""Whole values in and out: gathered(), zero.init(), state dicts, checkpoints, optimizer state."""
+"""Whole values in and out: gathered(), zero.init(), state dicts, optimizer state."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -333,90 +330,6 @@ def test_full_optimizer_state(cluster: Clusters, stage: int, amsgrad: bool) -> N
     for found in cluster(3).run(optimizer_state_body, stage=stage, amsgrad=amsgrad):
         assert {"step", "exp_avg", "exp_avg_sq"} <= set(found)
         assert max(found.values()) < 1e-4, found
-
-
-def checkpoint_body(context: Context, path: str, part: str, **settings: Any) -> list[float]:
-    """`part` "first" trains four steps and saves; "second" loads and trains four more; "all" trains eight."""
-    model = LanguageModel() if part == "second" else fresh()
-    optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    engine = zero.initialize(model, optimizer, zero.Config(timeout=10, clip_norm=0.5, **settings))
-    start, stop = {"first": (0, 4), "second": (4, 8), "all": (0, 8)}[part]
-    if part == "second":
-        extra = engine.load_checkpoint(path)
-        assert extra["note"] == [1, "two"]
-        assert engine.steps == 4
-        schedule.load_state_dict(extra["schedule"])
-    losses = []
-    for step in range(start, stop):
-        loss = language_loss(model, step, context.rank)
-        engine.backward(loss)
-        engine.step()
-        schedule.step()
-        losses.append(loss.item())
-    if part == "first":
-        engine.save_checkpoint(path, extra={"schedule": schedule.state_dict(), "note": [1, "two"]})
-    return losses
-
-
-@pytest.mark.parametrize("settings", [{"stage": 3}, {"stage": 3, "precision": "bf16"}, {"stage": 1}])
-def test_resume_is_exact(cluster: Clusters, tmp_path: Path, settings: dict[str, Any]) -> None:
-    path = str(tmp_path / "runs" / "step-4")
-    ranks = cluster(2)
-    straight = ranks.run(checkpoint_body, path=path, part="all", **settings)
-    first = ranks.run(checkpoint_body, path=path, part="first", **settings)
-    second = ranks.run(checkpoint_body, path=path, part="second", **settings)
-    for rank in range(2):
-        assert first[rank] + second[rank] == straight[rank]
-
-
-def test_a_checkpoint_loads_at_another_world_size_and_stage(cluster: Clusters, tmp_path: Path) -> None:
-    path = str(tmp_path / "step-4")
-    cluster(3).run(checkpoint_body, path=path, part="first", stage=3)
-    one = cluster(1).run(checkpoint_body, path=path, part="second", stage=0)
-    again = cluster(1).run(checkpoint_body, path=path, part="second", stage=3)
-    assert one == again
-    assert all(math.isfinite(x) for x in one[0])
-
-
-def broken_checkpoint_body(context: Context, path: str) -> dict[str, str]:
-    model = fresh()
-    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
-    messages = {}
-    cases: dict[str, Callable[[], Any]] = {
-        "missing": lambda: engine.load_checkpoint(path + "-nowhere"),
-        "truncated": lambda: engine.load_checkpoint(path + "-truncated"),
-        "json": lambda: engine.load_checkpoint(path + "-json"),
-        "file in the way": lambda: engine.save_checkpoint(path + "-file/inside"),
-        "not json": lambda: engine.save_checkpoint(path, extra={"x": torch.ones(1)}),
-    }
-    for name, call in cases.items():
-        try:
-            call()
-            messages[name] = "nothing raised"
-        except zero.ZeroError as error:
-            messages[name] = f"{type(error).__name__}: {error}"
-    engine.load_checkpoint(path)
-    return messages
-
-
-def test_broken_checkpoints(cluster: Clusters, tmp_path: Path) -> None:
-    path = tmp_path / "c"
-    cluster(2).run(checkpoint_body, path=str(path), part="first", stage=3)
-    truncated, garbled = tmp_path / "c-truncated", tmp_path / "c-json"
-    shutil.copytree(path, truncated)
-    data = (truncated / "optimizer.safetensors").read_bytes()
-    (truncated / "optimizer.safetensors").write_bytes(data[: len(data) // 2])
-    shutil.copytree(path, garbled)
-    (garbled / "state.json").write_text(json.dumps({"format": 99}))
-    (tmp_path / "c-file").write_text("a file where a directory should be")
-    for found in cluster(2).run(broken_checkpoint_body, path=str(path)):
-        assert found["missing"].startswith("StateError"), found
-        assert "is no complete checkpoint" in found["truncated"], found
-        assert "format 99" in found["json"], found
-        assert "could not be written" in found["file in the way"], found
-        assert found["not json"].startswith("UsageError: extra must hold JSON values"), found
-    assert sorted(p.name for p in path.parent.iterdir()) == ["c", "c-file", "c-json", "c-truncated"]
 
 
 def scheduler_body(context: Context) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from zero.config import Config
 from zero.deferred_init import init
 from zero.engine import Engine
 from zero.errors import (
+    CheckpointError,
     CommunicationError,
     ConfigError,
+    CorruptCheckpointError,
     ModelError,
     OptimizerError,
     OutOfMemoryError,
@@ -24,12 +26,16 @@ from zero.errors import (
     ZeroError,
 )
 from zero.initialize import initialize
+from zero.lion import Lion
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "Config",
     "ConfigError",
+    "CorruptCheckpointError",
     "Engine",
+    "Lion",
     "ModelError",
     "OptimizerError",
     "OutOfMemoryError",

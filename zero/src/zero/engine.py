@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelz.accelerator import Accelerator
-from zero import checkpoint, model_state
+from zero import model_state
 from zero.access import WHOLE_ATTRIBUTE
+from zero.checkpoint.checkpoints import Checkpoints
+from zero.checkpoint.engine_state import EngineParts
+from zero.checkpoint.load import Loaded, Options
+from zero.checkpoint.names import Rename
 from zero.communicator import Communicator, Traffic
 from zero.config import DTYPES, Config
 from zero.errors import CommunicationError, UsageError
@@ -56,7 +60,7 @@ class Engine:
         self.units = tuple(units)
         self._communicator = communicator
         self._micro_steps = 0
-        self._interrupted = False  # in the middle of an optimizer step
+        self._interrupted = False  # in the middle of an optimizer step or a load
         self._phase = Phase()
         self._schedule = Schedule(units, config.prefetch)
         trainable = [g for u in units for g in u.groups if g.trainable]
@@ -64,6 +68,17 @@ class Engine:
         self._loss_scale = _make_loss_scale(config, accelerator.device)
         self._whole = WholeValues(units, communicator)
         self._optimizer_state = OptimizerState(self._whole, self._shards)
+        parts = EngineParts(
+            module,
+            config,
+            accelerator,
+            communicator,
+            self.units,
+            self._shards,
+            param_group_of,
+            self._loss_scale,
+        )
+        self._checkpoints = Checkpoints(parts)
         device_type = accelerator.device.type
         self._hooks = {
             unit: UnitHooks(unit, self._schedule, self._phase, device_type, self._backward_over)
@@ -219,20 +234,69 @@ class Engine:
         """The whole optimizer state of parameter `name` (for Adam: step, exp_avg, exp_avg_sq), fp32."""
         return self._optimizer_state.of(name)
 
-    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write model, optimizer and counters to the directory `path`, replacing it as a whole.
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: Mapping[str, Any] | None = None,
+        *,
+        rank_state: Mapping[str, Any] | None = None,
+        keep_last: int | None = None,
+        async_: bool = False,
+    ) -> None:
+        """Write everything that training needs to go on to the directory `path`, e.g. "runs/a/step-100".
 
-        extra: JSON values of the caller's, e.g. a scheduler's state dict; load_checkpoint returns them.
+        Every rank writes its share; the checkpoint then takes its name in one step, in place of an older
+        one of that name, and `latest` beside it points to it.
+
+        state: rank 0's values to get back from load_checkpoint: JSON values, tuples, tensors, and objects
+        with state_dict(), such as schedulers. rank_state: the same, each rank's own. keep_last: afterwards
+        remove all but this many of the checkpoints in the directory that were saved with keep_last. async_:
+        return once the state has been copied, into host memory of its size that is kept for the next time,
+        and write it beside training; an error is then logged, and raised by the next save_checkpoint,
+        load_checkpoint or wait_for_checkpoint.
+
+        Raises, on every rank, UsageError for what cannot be saved and CheckpointError where writing fails;
+        checkpoints that were there stay as they were.
         """
-        meta = {"counters": self._counters(), "extra": dict(extra or {})}
-        checkpoint.save(Path(path), self.module, self._whole, self._optimizer_state, meta)
+        self._check_complete()
+        if self._micro_steps:
+            raise UsageError(
+                "save_checkpoint between the micro-batches of an optimizer step: their gradients would be "
+                "lost; save after engine.step(), or call engine.zero_grad() first"
+            )
+        self._checkpoints.save(path, self.steps, state or {}, rank_state or {}, keep_last, async_)
 
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Restore what save_checkpoint wrote, at any world size and stage; returns its `extra`."""
-        meta = checkpoint.load(Path(path), self.module, self._whole, self._optimizer_state)
-        self._restore_counters(meta["counters"])
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        *,
+        restore: Mapping[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool = False,
+        rename: Rename | None = None,
+    ) -> Loaded:
+        """Restore what save_checkpoint wrote, at any world size, stage and device.
+
+        path: a checkpoint, or the directory of several, whose `latest` is taken. restore: objects with
+        load_state_dict(), by their key in `state`. strict: refuse names that are missing or unexpected.
+        weights_only: parameters and buffers alone. rename: a mapping or function from names in the
+        checkpoint to the model's, None for those to leave out. Generators of random numbers are restored
+        on ranks that saved them.
+
+        Raises, on every rank: CheckpointError if there is no complete checkpoint, StateError with all names
+        that do not fit, both before anything changes; CorruptCheckpointError where bytes are damaged. The
+        engine then refuses to go on until a checkpoint has been loaded.
+        """
+        options = Options(restore or {}, strict, weights_only, rename)
+        loaded = self._checkpoints.load(path, options, self._begin_load)
+        if not weights_only:
+            self.steps = loaded.steps
         self._interrupted = False
-        return dict(meta["extra"])
+        return loaded
+
+    def wait_for_checkpoint(self) -> None:
+        """Return once a save in the background is complete; raises its error."""
+        self._checkpoints.wait()
 
     # -- inside -----------------------------------------------------------------------------------------
 
@@ -240,27 +304,13 @@ class Engine:
     def _accumulates(self) -> bool:
         return self.config.gradient_accumulation_steps > 1
 
-    def _counters(self) -> dict[str, Any]:
-        """Numbers that a checkpoint needs besides tensors."""
-        scale = self._loss_scale
-        return {
-            "steps": self.steps,
-            "loss_scale": None if scale is None else [scale.scale.item(), scale.good_steps.item()],
-            "param_groups": [
-                {k: v for k, v in g.items() if isinstance(v, (int, float, bool, str, tuple, type(None)))}
-                for g in self.optimizer.param_groups
-            ],
-        }
-
-    def _restore_counters(self, counters: Mapping[str, Any]) -> None:
+    def _begin_load(self) -> None:
+        if any(unit.holds for unit in self.units):
+            raise UsageError("load_checkpoint inside zero.gathered: leave the block first")
         self.zero_grad()
-        self.steps = int(counters["steps"])
-        if self._loss_scale is not None and counters["loss_scale"] is not None:
-            scale, good = counters["loss_scale"]
-            self._loss_scale.scale.fill_(scale)
-            self._loss_scale.good_steps.fill_(good)
-        for group, saved in zip(self.optimizer.param_groups, counters["param_groups"], strict=True):
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
+        self._release_all()
+        self._interrupted = True
+        self._whole.begin_write()
 
     def _begin_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -303,15 +353,18 @@ class Engine:
             raise UsageError(f"backward() needs a tensor of one element, the loss; got {what}")
         if not loss.requires_grad:
             raise UsageError("backward(): the loss does not depend on any parameter that requires a gradient")
-        if self._interrupted:
-            raise UsageError(
-                "an optimizer step was interrupted and some parameters are updated, others not: "
-                "restore a checkpoint with engine.load_checkpoint, or build model and engine anew"
-            )
+        self._check_complete()
         if self.is_boundary:
             raise UsageError(
                 f"backward() was called more than gradient_accumulation_steps="
                 f"{self.config.gradient_accumulation_steps} times: call engine.step() first"
+            )
+
+    def _check_complete(self) -> None:
+        if self._interrupted:
+            raise UsageError(
+                "an optimizer step or a load was interrupted and some values are new, others old: "
+                "restore a checkpoint with engine.load_checkpoint, or build model and engine anew"
             )
 
     def _gradient_factor(self) -> tuple[Tensor | None, Tensor | None]:

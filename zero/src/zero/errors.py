@@ -28,7 +28,15 @@ class UsageError(ZeroError):
 
 
 class StateError(ZeroError):
-    """A state dict or checkpoint does not fit the model."""
+    """A state dict or checkpoint does not fit the model or the optimizer."""
+
+
+class CheckpointError(ZeroError):
+    """A checkpoint is not there, is not complete, or could not be written."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Bytes of a checkpoint are not those that were written. The message names the file and the tensor."""
 
 
 class OutOfMemoryError(ZeroError, torch.OutOfMemoryError):

@@ -1,0 +1,217 @@
+"""What an engine's state is made of: the stretches of its tensors that this rank writes.
+
+Sharded groups are written by the ranks that own them. Of a replicated group (stage 0) every rank writes a
+slice, cut as if it were sharded. Module buffers, and optimizer state that is not one value per element
+(Adam's `step`), are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelz.accelerator import Accelerator
+from zero import layout
+from zero.checkpoint import random_state, user_state
+from zero.checkpoint.dtypes import name_of
+from zero.checkpoint.manifest import model_key, state_key
+from zero.checkpoint.rank_file import Part
+from zero.communicator import Communicator
+from zero.config import Config
+from zero.errors import StateError
+from zero.flat_group import FlatGroup
+from zero.layout import ParameterSpec
+from zero.optimizer import OwnedPiece, ShardedOptimizer
+from zero.optimizer_state import in_memory_order, is_elementwise
+from zero.precision import LossScale
+from zero.sharded_unit import ShardedUnit
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """The parts of an engine that have state. param_groups: index of each parameter's group."""
+
+    module: nn.Module
+    config: Config
+    accelerator: Accelerator
+    communicator: Communicator
+    units: tuple[ShardedUnit, ...]
+    shards: ShardedOptimizer
+    param_groups: dict[nn.Parameter, int]
+    loss_scale: LossScale | None
+
+    @property
+    def rank(self) -> int:
+        return self.communicator.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.communicator.group.size
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The first name of every further name of a tied parameter."""
+        first = {parameter: name for name, parameter in self.module.named_parameters()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: first[p] for name, p in named if first[p] != name}
+
+
+@dataclass
+class RankState:
+    """This rank's share. values: optimizer state that is no tensor, by parameter and key, as JSON."""
+
+    parts: list[Part] = field(default_factory=list)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rng: Any = None
+    state: Any = None
+
+
+def collect(engine: EngineParts, rank_state: Any) -> RankState:
+    """Everything this rank writes, except what rank 0 alone does. The tensors are the engine's own."""
+    found = RankState()
+    for unit in engine.units:
+        for group in unit.groups:
+            _collect_group(engine, group, found)
+    prefix = f"rank/{engine.rank}"
+    found.rng = user_state.encode(
+        random_state.read(engine.accelerator), f"{prefix}/rng", found.parts, "the random state"
+    )
+    found.state = user_state.encode(rank_state, f"{prefix}/state", found.parts, "rank_state")
+    return found
+
+
+def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
+    """The manifest's members that rank 0 knows; tensors that only it writes are added to `parts`."""
+    aliases: dict[str, list[str]] = {}
+    for name, first in engine.aliases.items():
+        aliases.setdefault(first, []).append(name)
+    groups = [group for unit in engine.units for group in unit.groups]
+    scale = engine.loss_scale
+    parts.extend(part for group in groups for part in _empty_parameters(group))
+    buffers, extra_state = _buffers(engine.module, parts)
+    return {
+        "world_size": engine.world_size,
+        "stage": engine.config.stage,
+        "precision": engine.config.precision,
+        "loss_scale": scale and {"scale": scale.scale.item(), "good_steps": scale.good_steps.item()},
+        "optimizer": {
+            "kind": kind_of(engine.shards.optimizer),
+            "param_groups": _param_groups(engine.shards.optimizer, parts),
+        },
+        "parameters": [
+            {
+                "name": name,
+                "dtype": name_of(group.dtype, name),
+                "trainable": group.trainable,
+                "unit": group.unit,
+                "group": engine.param_groups.get(parameter),
+                "aliases": aliases.get(name, []),
+            }
+            for group in groups
+            for name, parameter in zip(group.names, group.parameters, strict=True)
+        ],
+        "buffers": buffers,
+        "extra_state": extra_state,
+    }
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer's class, by its full name."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
+    """A parameter's strides where its memory order is not row-major."""
+    expected = 1
+    for size, step in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if size > 1 and step != expected:
+            return spec.stride if spec.numel else None
+        expected *= size
+    return None
+
+
+def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> None:
+    owned = engine.shards.owned.get(group)
+    pieces = {piece.piece.index: piece for piece in owned.pieces} if owned else {}
+    flat = group.shard if group.master is None else group.master
+    for index, start, place, length in _written_by(group, engine.rank, engine.world_size):
+        spec = group.layout.specs[index]
+        values = flat[place : place + length]
+        found.parts.append(Part(model_key(spec.name), spec.shape, values, start, stride_of(spec)))
+        if index in pieces:
+            _collect_state(engine, spec, pieces[index], start, length, found)
+
+
+def _written_by(group: FlatGroup, rank: int, ranks: int) -> Iterator[tuple[int, int, int, int]]:
+    """What a rank writes of a group: parameter, first element, its place in the shard, elements."""
+    if group.shards == ranks:
+        for piece in group.pieces:
+            yield piece.index, piece.start, piece.shard_start, piece.length
+        return
+    for piece in layout.plan(group.layout.specs, ranks, group.dtype.itemsize).pieces(rank):
+        yield piece.index, piece.start, group.layout.slots[piece.index].offset + piece.start, piece.length
+
+
+def _collect_state(
+    engine: EngineParts, spec: ParameterSpec, piece: OwnedPiece, start: int, length: int, found: RankState
+) -> None:
+    for name, value in engine.shards.optimizer.state.get(piece.parameter, {}).items():
+        key = state_key(name, spec.name)
+        if isinstance(value, Tensor) and is_elementwise(name, value, piece.parameter):
+            first = start - piece.piece.start
+            values = in_memory_order(value, piece.parameter)[first : first + length]
+            found.parts.append(Part(key, spec.shape, values, start, stride_of(spec)))
+        elif isinstance(value, Tensor):
+            _check_whole(name, value, spec, piece)
+            if start == 0:
+                found.parts.append(Part(key, tuple(value.shape), value.detach().contiguous().view(-1)))
+        elif start == 0:
+            what = f"optimizer state {name!r} of {spec.name!r}"
+            found.values.setdefault(spec.name, {})[name] = user_state.encode(value, key, found.parts, what)
+
+
+def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: OwnedPiece) -> None:
+    if value.dim() and piece.piece.length < spec.numel:
+        raise StateError(
+            f"optimizer state {name!r} of {spec.name!r} has shape {tuple(value.shape)} for "
+            f"{piece.piece.length} of {spec.numel} elements: neither one value per element nor one number, "
+            "so it would mean nothing on other ranks; use stage=0 with this optimizer"
+        )
+
+
+def _empty_parameters(group: FlatGroup) -> Iterator[Part]:
+    for spec in group.layout.specs:
+        if not spec.numel:
+            yield Part(model_key(spec.name), spec.shape, group.shard[:0])
+
+
+def _buffers(module: nn.Module, parts: list[Part]) -> tuple[list[str], dict[str, Any]]:
+    """Names of the module's persistent buffers, and its extra state."""
+    names: list[str] = []
+    extra: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            continue
+        if isinstance(value, Tensor):
+            names.append(name)
+            parts.append(Part(model_key(name), tuple(value.shape), value.detach().contiguous().view(-1)))
+        else:
+            extra[name] = user_state.encode(value, f"extra/{name}", parts, f"the module's {name!r}")
+    return names, extra
+
+
+def _param_groups(optimizer: torch.optim.Optimizer, parts: list[Part]) -> list[dict[str, Any]]:
+    """The options of each group; those that no file can hold belong to the program, not to its state."""
+    kinds = (bool, int, float, str, list, tuple, type(None), Tensor)
+    return [
+        {
+            name: user_state.encode(value, f"group/{index}/{name}", parts, f"the optimizer's {name!r}")
+            for name, value in group.items()
+            if name != "params" and isinstance(value, kinds)
+        }
+        for index, group in enumerate(optimizer.param_groups)
+    ]

@@ -1,0 +1,230 @@
+"""What a checkpoint's manifest says, and how it is sealed against damage. No tensors, no torch.
+
+The format is documented in docs/checkpoint-format.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Annotated, Any, Literal, NamedTuple, Self
+from zlib import crc32
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+VERSION = 1
+MANIFEST = "manifest.json"
+LATEST = "latest"
+BLOCK = 1 << 16  # bytes that one checksum covers
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+_HEAD = '{"format":"%s","version":%d,"crc32":"%08x",\n'
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Digest = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class Slice(NamedTuple):
+    """A stretch of a tensor. file: index into the manifest's files. start, length: elements in memory
+    order. offset: where it begins, bytes from the start of the file. block: index of its first checksum."""
+
+    file: Count
+    start: Count
+    length: Count
+    offset: Count
+    block: Count
+
+
+class TensorEntry(_Record):
+    """A tensor in the checkpoint. stride: its memory order where it is not row-major; always dense.
+
+    slices: sorted by start; together all elements, each once.
+    """
+
+    dtype: str
+    shape: tuple[Count, ...]
+    stride: tuple[Count, ...] | None = None
+    slices: tuple[Slice, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"unknown dtype {self.dtype}")
+        if self.stride is not None and not _is_dense(self.shape, self.stride):
+            raise ValueError(f"strides {self.stride} do not order the elements of shape {self.shape}")
+        end = 0
+        for piece in self.slices:
+            if piece.start != end or not piece.length:
+                raise ValueError(f"its slices leave out or repeat elements at {end}")
+            end += piece.length
+        if end != self.numel:
+            raise ValueError(f"its slices hold {end} of {self.numel} elements")
+        return self
+
+
+class FileEntry(_Record):
+    """A rank's file. bytes: its size. header: CRC-32 of the safetensors header with its length field.
+    checksums_at: where the table of block checksums begins (it ends with the file). checksums: its CRC-32."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
+    bytes: Count
+    header: Digest
+    checksums_at: Count
+    checksums: Digest
+
+    @model_validator(mode="after")
+    def _has_a_table(self) -> Self:
+        if self.checksums_at > self.bytes:
+            raise ValueError(f"the checksums of {self.name} begin after its end")
+        return self
+
+
+class ParameterEntry(_Record):
+    """A parameter; its values are the tensor `model/<name>`.
+
+    dtype: of the weights in training (the stored values may be wider: fp32 masters). unit: the sharded unit
+    it belongs to. group: its index in the optimizer's param_groups, if any. aliases: further names of the
+    same parameter (tied weights). state: optimizer state tensors, `optimizer/<key>/<name>`. values:
+    optimizer state that is no tensor.
+    """
+
+    name: str
+    dtype: str
+    trainable: bool
+    unit: str
+    group: Count | None
+    aliases: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+    values: dict[str, Any] = {}
+
+
+class OptimizerEntry(_Record):
+    """kind: the optimizer's class. param_groups: their options, without the parameters."""
+
+    kind: str
+    param_groups: tuple[dict[str, Any], ...]
+
+
+class LossScaleEntry(_Record):
+    scale: float
+    good_steps: float
+
+
+class RankEntry(_Record):
+    """What belongs to one rank: states of its random number generators, and its own user state."""
+
+    rng: Any
+    state: Any
+
+
+class Manifest(_Record):
+    """A whole checkpoint. created: seconds since 1970. steps: optimizer steps taken."""
+
+    zero: str
+    created: float
+    steps: Count
+    world_size: Annotated[int, Field(ge=1)]
+    stage: Annotated[int, Field(ge=0, le=3)]
+    precision: str
+    block_bytes: Annotated[int, Field(ge=1)]
+    loss_scale: LossScaleEntry | None
+    optimizer: OptimizerEntry
+    parameters: tuple[ParameterEntry, ...]
+    buffers: tuple[str, ...]
+    extra_state: dict[str, Any]
+    state: Any
+    ranks: tuple[RankEntry, ...]
+    files: tuple[FileEntry, ...]
+    tensors: dict[str, TensorEntry]
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        for key, tensor in self.tensors.items():
+            for piece in tensor.slices:
+                if piece.file >= len(self.files):
+                    raise ValueError(f"tensor {key!r} lies in file {piece.file} of {len(self.files)}")
+                file = self.files[piece.file]
+                end = piece.offset + piece.length * tensor.item_bytes
+                blocks = -(-piece.length * tensor.item_bytes // self.block_bytes)
+                table = (file.bytes - file.checksums_at) // 4
+                if end > file.checksums_at or piece.block + blocks > table:
+                    raise ValueError(f"tensor {key!r} reaches beyond {file.name}")
+        keys = [state_key(key, p.name) for p in self.parameters for key in p.state]
+        for key in [*(model_key(p.name) for p in self.parameters), *map(model_key, self.buffers), *keys]:
+            if key not in self.tensors:
+                raise ValueError(f"tensor {key!r} is not there")
+        return self
+
+
+class Latest(_Record):
+    """The pointer beside the checkpoints. rotation: those saved with keep_last, oldest first."""
+
+    checkpoint: Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
+    rotation: tuple[Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")], ...]
+
+
+def model_key(name: str) -> str:
+    """Key of the tensor of a parameter's or buffer's values."""
+    return f"model/{name}"
+
+
+def state_key(key: str, name: str) -> str:
+    """Key of the tensor of a parameter's optimizer state `key`."""
+    return f"optimizer/{escape(key)}/{name}"
+
+
+def escape(text: str) -> str:
+    """`text` without slashes, so that keys made of several parts stay distinct."""
+    return text.replace("%", "%25").replace("/", "%2F")
+
+
+def unescape(text: str) -> str:
+    """The inverse of escape()."""
+    return text.replace("%2F", "/").replace("%25", "%")
+
+
+def seal(kind: Literal["zero-checkpoint", "zero-latest"], record: BaseModel | dict[str, Any]) -> bytes:
+    """A JSON object whose first line holds the CRC-32 of all that follows it."""
+    content = record.model_dump(mode="json") if isinstance(record, BaseModel) else record
+    body = json.dumps(content, allow_nan=False, separators=(",", ":"))[1:].encode()
+    return (_HEAD % (kind, VERSION, crc32(body))).encode() + body
+
+
+def unseal(kind: Literal["zero-checkpoint", "zero-latest"], data: bytes) -> bytes:
+    """The JSON object without its first line's members. Raises ValueError if a byte has changed."""
+    head, _, body = data.partition(b"\n")
+    if head + b"\n" == (_HEAD % (kind, VERSION, crc32(body))).encode():
+        return b"{" + body
+    other = re.fullmatch(rb'\{"format":"%s","version":(\d+),"crc32":"[0-9a-f]{8}",' % kind.encode(), head)
+    if other and int(other[1]) != VERSION:
+        raise ValueError(f"it has version {int(other[1])} of the format, and this zero reads {VERSION}")
+    raise ValueError("its checksum does not match: it was damaged, or changed by hand")
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    if len(shape) != len(stride):
+        return False
+    expected = 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda item: item[1]):
+        if size > 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,92 @@
+"""Which tensor of a checkpoint goes to which parameter or buffer of a model. Arithmetic on names only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from zero.checkpoint.manifest import Manifest
+from zero.errors import StateError, UsageError
+
+Rename = Mapping[str, str | None] | Callable[[str], str | None]
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parameter or buffer of the model. aliases: further names of the same parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    floating: bool
+    aliases: tuple[str, ...] = ()
+
+
+def match(
+    manifest: Manifest, targets: Iterable[Target], rename: Rename | None, strict: bool
+) -> dict[str, str]:
+    """For each target's name, the name in the checkpoint that its values come from.
+
+    rename: a new name for a name in the checkpoint, or None to leave it out. Raises UsageError for a rename
+    that makes no sense, and StateError with all names that are missing, unexpected (both only if strict) or
+    do not fit.
+    """
+    wanted = {name: target for target in targets for name in (target.name, *target.aliases)}
+    stored = {p.name: (p.name, *p.aliases) for p in manifest.parameters} | {b: (b,) for b in manifest.buffers}
+    new_name = _renamer(rename, {name for names in stored.values() for name in names})
+    sources: dict[str, str] = {}
+    unexpected, wrong = [], []
+    for source, names in stored.items():
+        renamed = [n for n in map(new_name, names) if n is not None]
+        found = {wanted[n].name for n in renamed if n in wanted}
+        if renamed and not found:
+            unexpected.append(renamed[0])
+        for name in sorted(found):
+            if name in sources:
+                wrong.append(f"{name} (both {sources[name]} and {source} in the checkpoint)")
+            sources[name] = source
+            wrong.extend(_misfit(manifest, wanted[name], source))
+    missing = [name for name, target in wanted.items() if target.name == name and name not in sources]
+    problems = {"not fitting": wrong}
+    if strict:
+        problems |= {"missing in the checkpoint": missing, "unexpected in the checkpoint": unexpected}
+    raise_for(problems)
+    return sources
+
+
+def raise_for(problems: Mapping[str, list[str]]) -> None:
+    """Raise StateError if any list is not empty."""
+    told = [f"{what}: {some(names)}" for what, names in problems.items() if names]
+    if told:
+        raise StateError(f"the checkpoint does not fit: {'; '.join(told)}")
+
+
+def some(names: list[str]) -> str:
+    """The first few names, and how many more."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _renamer(rename: Rename | None, names: set[str]) -> Callable[[str], str | None]:
+    if rename is None:
+        return lambda name: name
+    if callable(rename):
+        return rename
+    mapping = rename
+    unknown = sorted(set(mapping) - names)
+    if unknown:
+        raise UsageError(f"rename: the checkpoint has nothing called {some(unknown)}")
+    return lambda name: mapping.get(name, name)
+
+
+def _misfit(manifest: Manifest, target: Target, source: str) -> list[str]:
+    stored = manifest.tensors[f"model/{source}"]
+    if stored.shape != target.shape:
+        return [f"{target.name} (shape {stored.shape} instead of {target.shape})"]
+    if _is_floating(stored.dtype) != target.floating:
+        return [f"{target.name} (dtype {stored.dtype})"]
+    return []
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype.startswith(("F", "BF", "C"))

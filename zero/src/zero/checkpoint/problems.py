@@ -1,0 +1,24 @@
+"""Errors on their way from one rank to the others."""
+
+from __future__ import annotations
+
+from zero import errors
+from zero.errors import ZeroError
+
+Problem = list[str]  # a class of zero.errors, and the message
+
+
+def problem_of(error: Exception, context: str) -> Problem:
+    """An error as JSON values. What is no error of zero's becomes a CheckpointError with `context`."""
+    if isinstance(error, ZeroError) and hasattr(errors, type(error).__name__):
+        return [type(error).__name__, str(error)]
+    what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return ["CheckpointError", f"{context}: {what}"]
+
+
+def error_of(problem: Problem) -> ZeroError:
+    """The error to raise for a problem that another rank may have had."""
+    kind, message = problem
+    error = getattr(errors, kind)(message)
+    assert isinstance(error, ZeroError)
+    return error

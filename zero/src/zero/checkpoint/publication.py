@@ -1,0 +1,176 @@
+"""How a checkpoint comes to its name, all at once; on rank 0.
+
+Beside a checkpoint `name` there may be, hidden: `.name.new`, being written; `.name.old`, of the same name,
+until the new one has taken its place; `.name.trash`, being removed. Whatever a killed save leaves of them
+is put right by the next save in that directory. A living save holds a lock on its `.name.new`.
+
+Every step is on the disk before the next begins:
+1. the ranks' files, the manifest, and the names of all of them in `.name.new`;
+2. `name`, if it exists, becomes `.name.old`;
+3. `.name.new` becomes `name`;
+4. `latest` is replaced;
+5. `.name.old` and the checkpoints that rotate out are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zero.checkpoint.manifest import LATEST, MANIFEST, Latest, seal
+from zero.checkpoint.reader import read_latest
+from zero.checkpoint.storage import Lock, Storage, write_whole
+from zero.errors import CheckpointError, CorruptCheckpointError, UsageError
+
+
+def hidden(path: Path, kind: str) -> Path:
+    """The hidden neighbour of a checkpoint. kind: "new", "old" or "trash"."""
+    return path.with_name(f".{path.name}.{kind}")
+
+
+def check_name(path: Path) -> None:
+    """Raise UsageError for a path that cannot be a checkpoint's."""
+    if not path.name or path.name.startswith(".") or path.name == LATEST:
+        raise UsageError(
+            f"{str(path)!r} cannot name a checkpoint: the last part must not be empty, {LATEST!r} or begin "
+            "with a dot; use e.g. 'runs/a/step-100'"
+        )
+    try:
+        path.name.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{str(path)!r} cannot name a checkpoint: it has no UTF-8 form") from None
+
+
+class Publication:
+    """One checkpoint on its way. Methods raise OSError, and CheckpointError for what is in the way."""
+
+    def __init__(self, storage: Storage, path: Path, keep_last: int | None) -> None:
+        self._storage = storage
+        self._path = path
+        self._keep_last = keep_last
+        self._lock: Lock | None = None
+        self.staging = hidden(path, "new")
+
+    def begin(self) -> None:
+        """Clear up after dead saves and make the directory to write into."""
+        self._make_parents(self._path.parent)
+        with self._alone():
+            for name in sorted({n[1:].rpartition(".")[0] for n in self._leftovers()}):
+                self._put_right(self._path.with_name(name))
+            if self._storage.exists(self.staging):
+                raise CheckpointError(f"another save of {self._path} is under way")
+            self._check_replaceable()
+            self._storage.make_directory(self.staging)
+            self._lock = self._storage.lock(self.staging)
+
+    def commit(self, manifest: bytes) -> None:
+        """Complete the staged checkpoint and publish it."""
+        write_whole(self._storage, self.staging / MANIFEST, manifest)
+        self._storage.sync_directory(self.staging)
+        with self._alone():
+            old = hidden(self._path, "old")
+            if self._storage.exists(self._path):
+                self._rename(self._path, old)
+            self._rename(self.staging, self._path)
+            expired = self._point()
+            self._remove(old)
+            for name in expired:
+                self._discard(self._path.with_name(name))
+
+    def abandon(self) -> None:
+        """Remove what was staged, and put back what it was to replace."""
+        self._remove(self.staging)
+        old = hidden(self._path, "old")
+        if self._storage.exists(old) and not self._storage.exists(self._path):
+            self._rename(old, self._path)
+
+    def close(self) -> None:
+        """Give the claim on the staging directory up."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other save changes names in this directory meanwhile."""
+        lock = self._storage.lock(self._path.parent, wait=True)
+        try:
+            yield
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def _leftovers(self) -> list[str]:
+        kinds = (".new", ".old", ".trash")
+        return [n for n in self._storage.names(self._path.parent) if n[0] == "." and n.endswith(kinds)]
+
+    def _put_right(self, path: Path) -> None:
+        """What a killed save of `path` left, unless that save lives."""
+        new, old, trash = (hidden(path, kind) for kind in ("new", "old", "trash"))
+        if path.name == LATEST:
+            self._storage.remove(new)
+            return
+        if self._storage.exists(new):
+            lock = self._storage.lock(new)
+            if lock is None:
+                return
+            lock.release()
+        if self._storage.exists(old) and not self._storage.exists(path):
+            self._rename(old, path)
+        for leftover in (new, old, trash):
+            self._remove(leftover)
+
+    def _check_replaceable(self) -> None:
+        path, storage = self._path, self._storage
+        if not storage.exists(path) or storage.exists(path / MANIFEST):
+            return
+        if not storage.is_directory(path) or storage.names(path):
+            raise CheckpointError(
+                f"{path} exists and is no checkpoint; it is left alone: choose another name"
+            )
+
+    def _point(self) -> list[str]:
+        """Let `latest` name the new checkpoint; returns the names that rotate out."""
+        parent, name = self._path.parent, self._path.name
+        rotation = [n for n in self._rotation() if n != name and self._storage.exists(parent / n)]
+        if self._keep_last is not None:
+            rotation.append(name)
+        fresh = parent / f".{LATEST}.new"
+        latest = Latest(checkpoint=name, rotation=tuple(rotation))
+        self._storage.remove(fresh)
+        write_whole(self._storage, fresh, seal("zero-latest", latest))
+        self._rename(fresh, parent / LATEST)
+        return [] if self._keep_last is None else rotation[: -self._keep_last]
+
+    def _rotation(self) -> tuple[str, ...]:
+        """Names that are known to rotate. A damaged `latest` forgets them: they stay for good."""
+        if not self._storage.exists(self._path.parent / LATEST):
+            return ()
+        try:
+            return read_latest(self._path.parent, self._storage).rotation
+        except CorruptCheckpointError:
+            return ()
+
+    def _discard(self, path: Path) -> None:
+        trash = hidden(path, "trash")
+        self._remove(trash)
+        self._rename(path, trash)  # a checkpoint is never seen half removed
+        self._remove(trash)
+
+    def _remove(self, path: Path) -> None:
+        """The manifest goes first: what is half removed is no checkpoint."""
+        self._storage.remove(path / MANIFEST)
+        self._storage.remove(path)
+
+    def _make_parents(self, path: Path) -> None:
+        if not self._storage.exists(path):
+            self._make_parents(path.parent)
+            self._storage.make_directory(path)
+            self._storage.sync_directory(path.parent)
+        elif not self._storage.is_directory(path):
+            raise CheckpointError(f"{path} is in the way: it is no directory")
+
+    def _rename(self, old: Path, new: Path) -> None:
+        self._storage.rename(old, new)
+        self._storage.sync_directory(new.parent)

@@ -1,0 +1,197 @@
+"""One rank's file: a safetensors file of the stretches of tensors that the rank writes.
+
+    8 bytes: length of the header | header, JSON padded to a multiple of 4096 | tensors | checksums
+
+Everything's place follows from the shapes, so the file is allocated first and written once, front to back.
+Tensors on the host are written where they lie; others pass through a buffer of CHUNK bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.flat_buffer import HOST
+from zero.checkpoint.dtypes import name_of
+from zero.checkpoint.manifest import BLOCK
+from zero.checkpoint.storage import File, Storage
+
+CHUNK = 1 << 23  # bytes written at once; a multiple of BLOCK
+CHECKSUMS = "checksums"
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of a tensor. values: (length,), contiguous, in the tensor's memory order.
+
+    shape: of the whole tensor. stride: where its memory order is not row-major. start: the first element.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    values: Tensor
+    start: int = 0
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.numel() * self.values.element_size()
+
+    @property
+    def blocks(self) -> int:
+        """Checksums it has in the table."""
+        return -(-self.nbytes // BLOCK)
+
+
+Segment = tuple[Part, int, int]  # bytes of a part: from, to
+
+
+def write_rank_file(
+    storage: Storage, accelerator: Accelerator, path: Path, parts: Sequence[Part]
+) -> dict[str, Any]:
+    """Write and sync a rank's file; returns what the manifest has to say about it, as JSON values.
+
+    Raises OSError, and UsageError for a dtype that files cannot hold.
+    """
+    ordered = sorted(parts, key=lambda part: -part.values.element_size())  # keeps every tensor aligned
+    header, places = _plan(ordered)
+    checksums_at = places[-1]
+    blocks = sum(part.blocks for part in ordered)
+    file = storage.create(path, checksums_at + 4 * blocks)
+    try:
+        file.write(0, [memoryview(header)])
+        table = _write_parts(file, accelerator, ordered, len(header))
+        file.write(checksums_at, [memoryview(table)])
+        file.sync()
+    finally:
+        file.close()
+    return {
+        "file": {
+            "name": path.name,
+            "bytes": checksums_at + 4 * blocks,
+            "header": crc32(header),
+            "checksums_at": checksums_at,
+            "checksums": crc32(table),
+        },
+        "tensors": _entries(ordered, places),
+    }
+
+
+def copy_to_host(
+    accelerator: Accelerator, parts: Sequence[Part], arena: Tensor | None
+) -> tuple[list[Part], Tensor]:
+    """Copies of all parts in one host buffer, `arena` if it is large enough, and that buffer (uint8)."""
+    offsets, end = [], 0
+    for part in parts:
+        offsets.append(end)
+        end += -(-part.nbytes // 64) * 64
+    if arena is None or arena.numel() < end:
+        arena = accelerator.memory.empty_host((end,), torch.uint8)
+    copies = [
+        replace(part, values=arena[offset : offset + part.nbytes].view(part.values.dtype))
+        for part, offset in zip(parts, offsets, strict=True)
+    ]
+    for part, copy in zip(parts, copies, strict=True):
+        copy.values.copy_(part.values, non_blocking=True)
+    accelerator.streams.synchronize()
+    return copies, arena
+
+
+def _plan(parts: Sequence[Part]) -> tuple[bytes, list[int]]:
+    """The header, and where in the file each part and, last, the checksums begin."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt", "whole": "see manifest.json"}}
+    places, end = [], 0
+    for part in parts:
+        places.append(end)
+        described[part.key] = {
+            "dtype": name_of(part.values.dtype, part.key),
+            "shape": [part.values.numel()],
+            "data_offsets": [end, end + part.nbytes],
+        }
+        end += part.nbytes
+    blocks = sum(part.blocks for part in parts)
+    described[CHECKSUMS] = {"dtype": "U8", "shape": [blocks, 4], "data_offsets": [end, end + 4 * blocks]}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    data_at = -(-(8 + len(text)) // _PAGE) * _PAGE
+    header = (data_at - 8).to_bytes(8, "little") + text.ljust(data_at - 8)
+    return header, [data_at + place for place in (*places, end)]
+
+
+def _entries(parts: Sequence[Part], places: Sequence[int]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    block = 0
+    for part, place in zip(parts, places, strict=False):
+        piece = [part.start, part.values.numel(), place, block] if part.values.numel() else None
+        entries[part.key] = [name_of(part.values.dtype, part.key), part.shape, part.stride, piece]
+        block += part.blocks
+    return entries
+
+
+def _write_parts(file: File, accelerator: Accelerator, parts: Sequence[Part], offset: int) -> bytes:
+    """Write the parts one after another; returns the table of checksums, one for each block of each part."""
+    staging = Staging(accelerator)
+    table = bytearray()
+    for chunk in _chunks(parts):
+        buffers = staging.on_host(chunk)
+        for buffer in buffers:
+            for begin in range(0, buffer.nbytes, BLOCK):
+                table += crc32(buffer[begin : begin + BLOCK]).to_bytes(4, "little")
+        file.write(offset, buffers)
+        offset += sum(buffer.nbytes for buffer in buffers)
+    return bytes(table)
+
+
+def _chunks(parts: Sequence[Part]) -> Iterator[list[Segment]]:
+    """All bytes of all parts in order, at most CHUNK at a time, parts cut at multiples of CHUNK only."""
+    chunk: list[Segment] = []
+    size = 0
+    for part in parts:
+        for begin in range(0, part.nbytes, CHUNK):
+            end = min(begin + CHUNK, part.nbytes)
+            if chunk and size + end - begin > CHUNK:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append((part, begin, end))
+            size += end - begin
+    if chunk:
+        yield chunk
+
+
+class Staging:
+    """Gives the bytes of segments as host memory, copying those that are elsewhere."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._buffer: Tensor | None = None
+
+    def on_host(self, chunk: Sequence[Segment]) -> list[memoryview]:
+        """One byte view for each segment, valid until the next call."""
+        views, used = [], 0
+        for part, begin, end in chunk:
+            item = part.values.element_size()
+            values = part.values[begin // item : end // item]
+            if values.device != HOST:
+                if self._buffer is None:
+                    self._buffer = self._accelerator.memory.empty_host((CHUNK,), torch.uint8)
+                staged = self._buffer[used : used + end - begin].view(values.dtype)
+                values = staged.copy_(values, non_blocking=True)
+                used += end - begin
+            views.append(bytes_of(values))
+        if used:
+            self._accelerator.streams.synchronize()
+        return views
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous, one-dimensional host tensor."""
+    array: Any = values.detach().view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,260 @@
+"""Reading a checkpoint: manifest and files, tensors by key, every byte checked. No torch, no engine.
+
+checkpoint = Checkpoint(find(Path("runs/a")))
+entry = checkpoint.tensor("model/blocks.0.weight")
+values = bytearray(entry.numel * entry.item_bytes)
+checkpoint.read("model/blocks.0.weight", 0, memoryview(values))   # in memory order: see entry.stride
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from zlib import crc32
+
+from pydantic import ValidationError
+
+from zero.checkpoint import manifest as form
+from zero.checkpoint.manifest import LATEST, MANIFEST, FileEntry, Latest, Manifest, Slice, TensorEntry
+from zero.checkpoint.storage import DISK, File, Storage, read_whole
+from zero.errors import CheckpointError, CorruptCheckpointError, StateError
+
+_SET_ASIDE = ".{}.old"  # a checkpoint about to be replaced by one of the same name
+
+
+def find(path: Path, storage: Storage = DISK) -> Path:
+    """The directory of the checkpoint that `path` means.
+
+    path: a checkpoint, or a directory of checkpoints, whose `latest` is taken. Raises CheckpointError if
+    there is none, CorruptCheckpointError if `latest` is damaged.
+    """
+    if storage.exists(path / MANIFEST):
+        return path
+    if storage.exists(path / LATEST):
+        name = read_latest(path, storage).checkpoint
+        return _present(path, name, storage) or _fail_to_find(path, storage, f"`latest` names {name!r}")
+    return _present(path.parent, path.name, storage) or _fail_to_find(path, storage, "no checkpoint there")
+
+
+def read_latest(parent: Path, storage: Storage = DISK) -> Latest:
+    """The pointer in a directory of checkpoints. Raises OSError, or CorruptCheckpointError if damaged."""
+    data = read_whole(storage, parent / LATEST)
+    try:
+        return Latest.model_validate_json(form.unseal("zero-latest", data))
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{parent / LATEST} cannot be used: {_short(error)}. Load a checkpoint by its own name; "
+            f"there are {_listed(complete(parent, storage))}"
+        ) from error
+
+
+def complete(parent: Path, storage: Storage = DISK) -> list[str]:
+    """Names of the published checkpoints in a directory."""
+    if not storage.is_directory(parent):
+        return []
+    return [n for n in storage.names(parent) if n[0] != "." and storage.exists(parent / n / MANIFEST)]
+
+
+class Checkpoint:
+    """An open checkpoint directory. Files are opened, and their headers checked, when first needed.
+
+    Raises CheckpointError where files are missing and CorruptCheckpointError, naming file and tensor, where
+    bytes are not those that were written. Reading is safe from several threads.
+    """
+
+    def __init__(self, path: Path, storage: Storage = DISK) -> None:
+        self.path = path
+        self._storage = storage
+        self._files: dict[int, tuple[File, bytes]] = {}  # with the checksums of its blocks
+        try:
+            data = read_whole(storage, path / MANIFEST)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} is no checkpoint: its {MANIFEST} cannot be read: {error}"
+            ) from error
+        try:
+            self.manifest = Manifest.model_validate_json(form.unseal("zero-checkpoint", data))
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{path / MANIFEST} cannot be used: {_short(error)}") from error
+        self.digest = crc32(data)
+        self._starts = {key: [s.start for s in t.slices] for key, t in self.manifest.tensors.items()}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for file, _ in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def tensor(self, key: str) -> TensorEntry:
+        """Shape, dtype and place of a tensor; raises StateError for a key that is none."""
+        try:
+            return self.manifest.tensors[key]
+        except KeyError:
+            raise StateError(f"{self.path} has no tensor {key!r}") from None
+
+    def read(self, key: str, start: int, into: memoryview) -> None:
+        """Fill `into` (bytes, whole elements) with a tensor's elements from `start` on, in memory order.
+
+        Nothing but the blocks that hold them is read, and every block is checked.
+        """
+        tensor, item = self.tensor(key), self.tensor(key).item_bytes
+        stop = start + into.nbytes // item
+        if start < 0 or stop > tensor.numel or into.nbytes % item:
+            raise StateError(
+                f"{key!r} has {tensor.numel} elements of {item} bytes; asked for {into.nbytes} bytes from "
+                f"element {start} on"
+            )
+        index = max(0, bisect_right(self._starts[key], start) - 1)
+        position = start
+        while position < stop:
+            piece = tensor.slices[index]
+            end = min(stop, piece.start + piece.length)
+            window = into[(position - start) * item : (end - start) * item]
+            self._read_slice(key, piece, item, (position - piece.start) * item, window)
+            position, index = end, index + 1
+
+    def check_files(self) -> None:
+        """Raise unless every file is there in its full size. Reads no contents."""
+        for entry in self.manifest.files:
+            with contextlib.closing(self._open(entry)):
+                pass
+
+    def verify(self) -> Iterator[tuple[str, str]]:
+        """Read every byte and yield what is damaged: (file name, what is wrong)."""
+        for index, entry in enumerate(self.manifest.files):
+            try:
+                self._file(index)
+            except CheckpointError as error:
+                yield entry.name, str(error)
+        for key, tensor in self.manifest.tensors.items():
+            for piece in tensor.slices:
+                if piece.file not in self._files:
+                    continue
+                for first in range(0, piece.length, _VERIFY_ELEMENTS):
+                    count = min(_VERIFY_ELEMENTS, piece.length - first)
+                    try:
+                        self.read(key, piece.start + first, memoryview(bytearray(count * tensor.item_bytes)))
+                    except CheckpointError as error:
+                        yield self.manifest.files[piece.file].name, str(error)
+
+    def _read_slice(self, key: str, piece: Slice, item: int, low: int, into: memoryview) -> None:
+        """Fill `into` from byte `low` of a slice on: whole blocks in place, a cut block by way of a copy."""
+        block, size, high = self.manifest.block_bytes, piece.length * item, low + into.nbytes
+        position = low
+        while position < high:
+            begin = position // block * block
+            end = min(size, begin + block)
+            if begin == position and high >= end:
+                end = high if high == size else max(end, high // block * block)
+                self._read_blocks(key, piece, position, into[position - low : end - low])
+            else:
+                cut = memoryview(bytearray(end - begin))
+                self._read_blocks(key, piece, begin, cut)
+                end = min(end, high)
+                into[position - low : end - low] = cut[position - begin : end - begin]
+            position = end
+
+    def _read_blocks(self, key: str, piece: Slice, begin: int, into: memoryview) -> None:
+        """Fill `into` with whole blocks of a slice, from its byte `begin` on, and check them."""
+        file, checksums = self._file(piece.file)
+        block, at = self.manifest.block_bytes, piece.offset + begin
+        count = _translated(file, lambda: file.read(at, into))
+        if count < into.nbytes:
+            raise CorruptCheckpointError(f"{file.path} ends at byte {at + count}, within {key!r}")
+        for offset in range(0, into.nbytes, block):
+            number = 4 * (piece.block + (begin + offset) // block)
+            if crc32(into[offset : offset + block]) != int.from_bytes(
+                checksums[number : number + 4], "little"
+            ):
+                raise CorruptCheckpointError(
+                    f"{file.path} is damaged: the checksum of {key!r} does not match at bytes "
+                    f"{at + offset} to {at + min(offset + block, into.nbytes)}; load another checkpoint"
+                )
+
+    def _file(self, index: int) -> tuple[File, bytes]:
+        have = self._files.get(index)
+        if have is None:
+            entry = self.manifest.files[index]
+            file = self._open(entry)
+            try:
+                have = (file, _checksums(file, entry))
+            except BaseException:
+                file.close()
+                raise
+            have = self._files.setdefault(index, have)
+            if have[0] is not file:
+                file.close()
+        return have
+
+    def _open(self, entry: FileEntry) -> File:
+        path = self.path / entry.name
+        try:
+            file = self._storage.open(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} is missing or cannot be opened: {error}") from error
+        if (size := file.size()) != entry.bytes:
+            file.close()
+            raise CorruptCheckpointError(f"{path} has {size} bytes instead of {entry.bytes}")
+        return file
+
+
+_VERIFY_ELEMENTS = 1 << 17  # a multiple of the block size for every item size
+
+
+def _checksums(file: File, entry: FileEntry) -> bytes:
+    """The table of a file's block checksums, once it and the file's header are found intact."""
+    length = bytearray(8)
+    _translated(file, lambda: file.read(0, memoryview(length)))
+    header = bytearray(min(8 + int.from_bytes(length, "little"), entry.bytes))
+    table = bytearray(entry.bytes - entry.checksums_at)
+    for what, at, buffer, expected in (
+        ("header", 0, header, entry.header),
+        ("table of checksums", entry.checksums_at, table, entry.checksums),
+    ):
+        _translated(file, lambda: file.read(at, memoryview(buffer)))  # noqa: B023
+        if crc32(buffer) != expected:
+            raise CorruptCheckpointError(f"{file.path} is damaged: the checksum of its {what} does not match")
+    return bytes(table)
+
+
+def _translated(file: File, read: Callable[[], int]) -> int:
+    try:
+        return read()
+    except OSError as error:
+        raise CheckpointError(f"{file.path} cannot be read: {error}") from error
+
+
+def _present(parent: Path, name: str, storage: Storage) -> Path | None:
+    """A checkpoint by name; also one that a save was just about to replace when it was killed."""
+    candidates = (parent / name, parent / _SET_ASIDE.format(name))
+    return next((c for c in candidates if storage.exists(c / MANIFEST)), None)
+
+
+def _fail_to_find(path: Path, storage: Storage, what: str) -> Path:
+    found = complete(path, storage) or complete(path.parent, storage)
+    raise CheckpointError(
+        f"{path} is no complete checkpoint: {what}, and there is no {MANIFEST}. "
+        f"Complete checkpoints nearby: {_listed(found)}"
+    )
+
+
+def _listed(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[-limit:]) or "none"
+
+
+def _short(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -1,0 +1,172 @@
+"""The thin layer that all of a checkpoint's input and output passes. Tests replace it to inject faults."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
+_allocate = getattr(os, "posix_fallocate", os.truncate)  # macOS has no preallocation
+_advise = getattr(os, "posix_fadvise", None)
+
+
+class File:
+    """An open file. Every method raises OSError as the operating system does."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._descriptor).st_size
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Write byte buffers one after another from `offset` on, and let the disk begin at once."""
+        pending = [b for b in buffers if b.nbytes]
+        position = offset
+        while pending:
+            done = os.pwritev(self._descriptor, pending[:_MOST_BUFFERS], position)
+            position += done
+            pending = _rest(pending, done)
+        if _advise is not None:  # starts the write-back: otherwise the disk idles until the fsync
+            _advise(self._descriptor, offset, position - offset, os.POSIX_FADV_DONTNEED)
+
+    def read(self, offset: int, into: memoryview) -> int:
+        """Fill `into` from `offset` on; returns the bytes read, fewer only at the end of the file."""
+        done = 0
+        while done < into.nbytes:
+            count = os.preadv(self._descriptor, [into[done:]], offset + done)
+            if not count:
+                break
+            done += count
+        return done
+
+    def sync(self) -> None:
+        """Return once the file's bytes are on the disk."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Storage:
+    """The file system. Every method raises OSError as the operating system does."""
+
+    def create(self, path: Path, size: int) -> File:
+        """A new file of `size` bytes, its space reserved. The path must not exist."""
+        file = File(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        try:
+            if size:
+                _allocate(file._descriptor, *([0, size] if _allocate is not os.truncate else [size]))
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def open(self, path: Path) -> File:
+        """An existing file, for reading."""
+        return File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+
+    def make_directory(self, path: Path) -> None:
+        """A new directory; the path must not exist and its parent must."""
+        path.mkdir()
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Move within one directory, in one step; an empty directory or a file at `new` is replaced."""
+        old.rename(new)
+
+    def sync_directory(self, path: Path) -> None:
+        """Return once the names in a directory are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def names(self, path: Path) -> list[str]:
+        """What a directory holds, sorted."""
+        return sorted(os.listdir(path))
+
+    def exists(self, path: Path) -> bool:
+        return path.exists()
+
+    def is_directory(self, path: Path) -> bool:
+        return path.is_dir()
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a directory with all it holds; what vanishes meanwhile is no error."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, onerror=_unless_gone)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+
+    def lock(self, path: Path, wait: bool = False) -> Lock | None:
+        """Claim a directory until release() or the end of this process.
+
+        Where it is claimed already, None, or with `wait` the claim once it is free. A file system without
+        locks gives every claim.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except OSError:
+            pass
+        return Lock(descriptor)
+
+
+class Lock:
+    """A claimed directory; it may be renamed meanwhile."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):  # explicitly: a forked process may hold the descriptor too
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+
+
+DISK = Storage()
+
+
+def read_whole(storage: Storage, path: Path) -> bytes:
+    """All bytes of a small file."""
+    file = storage.open(path)
+    try:
+        buffer = bytearray(file.size())
+        return bytes(buffer[: file.read(0, memoryview(buffer))])
+    finally:
+        file.close()
+
+
+def write_whole(storage: Storage, path: Path, data: bytes) -> None:
+    """A new small file, on the disk when this returns."""
+    file = storage.create(path, len(data))
+    try:
+        file.write(0, [memoryview(data)])
+        file.sync()
+    finally:
+        file.close()
+
+
+def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of `buffers` after their first `done` bytes."""
+    for index, buffer in enumerate(buffers):
+        if done < buffer.nbytes:
+            return [buffer[done:], *buffers[index + 1 :]]
+        done -= buffer.nbytes
+    return []
+
+
+def _unless_gone(function: object, path: str, caught: tuple[type, BaseException, object]) -> None:
+    if not isinstance(caught[1], FileNotFoundError):
+        raise caught[1]

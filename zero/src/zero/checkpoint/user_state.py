@@ -1,0 +1,101 @@
+"""Values of the user's as JSON that gives them back exactly, with tensors as parts of their own.
+
+JSON has no tuples, no keys but strings, no infinities. Those are written as an object with one member:
+`{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}`, `{"$counter": [[key, count], ...]}`,
+`{"$float": "inf"}`, `{"$tensor": "<key in the manifest's tensors>"}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.manifest import escape
+from zero.checkpoint.rank_file import Part
+from zero.errors import UsageError
+
+_TAGS = ("$tuple", "$dict", "$counter", "$float", "$tensor")
+
+
+def encode(value: Any, key: str, parts: list[Part], what: str) -> Any:
+    """`value` as JSON; its tensors are added to `parts` under keys that begin with `key`.
+
+    Holds None, bool, int, float, str, lists, tuples, dicts, collections.Counter and tensors. Raises
+    UsageError, which names `what` is none of them.
+    """
+    if type(value) is str:
+        return _storable(value, what)
+    if type(value) in (type(None), bool, int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        unique = _unique(key, parts)
+        parts.append(Part(unique, tuple(value.shape), value.detach().resolve_conj().contiguous().view(-1)))
+        return {"$tensor": unique}
+    if isinstance(value, (list, tuple)):
+        items = [encode(v, f"{key}/{i}", parts, f"{what}[{i}]") for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict):
+        return _encode_dict(value, key, parts, what)
+    raise UsageError(
+        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: it takes JSON values, tuples, "
+        "Counters, dense tensors, and at the top level objects with state_dict()"
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """What encode() was given. tensor: reads one by its key."""
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        (tag, content), *_ = value.items()
+        if tag == "$tensor":
+            return tensor(content)
+        if tag == "$float":
+            return float(content)
+        if tag == "$tuple":
+            return tuple(decode(content, tensor))
+        if tag in ("$dict", "$counter"):
+            pairs = {decode(k, tensor): decode(v, tensor) for k, v in content}
+            return Counter(pairs) if tag == "$counter" else pairs
+    return {name: decode(item, tensor) for name, item in value.items()}
+
+
+def _encode_dict(value: dict[Any, Any], key: str, parts: list[Part], what: str) -> Any:
+    encoded = {k: encode(v, f"{key}/{escape(str(k))}", parts, f"{what}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, Counter) or any(type(k) is not str or k in _TAGS for k in encoded):
+        tag = "$counter" if isinstance(value, Counter) else "$dict"
+        return {tag: [[_encode_key(k, f"the key {k!r} of {what}"), v] for k, v in encoded.items()]}
+    return {_storable(k, f"a key of {what}"): v for k, v in encoded.items()}
+
+
+def _encode_key(value: Any, what: str) -> Any:
+    tensors: list[Part] = []
+    encoded = encode(value, "", tensors, what)
+    if tensors:
+        raise UsageError(f"{what} is a tensor; use numbers, strings or tuples of them as keys")
+    return encoded
+
+
+def _storable(text: str, what: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} is a string that has no UTF-8 form: {text!r}") from None
+    return text
+
+
+def _unique(key: str, parts: list[Part]) -> str:
+    """A key that no part has: the dict keys 1 and "1" would share one."""
+    taken = {part.key for part in parts}
+    while key in taken:
+        key += "_"
+    return key
