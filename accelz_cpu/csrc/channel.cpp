@@ -18,6 +18,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t PIECE = size_t(1) << 18;  // bytes that a thread works on at a time
+constexpr size_t STREAM_FROM = size_t(4) << 20;  // bytes: longer copies would drive out of the cache what is needed
 constexpr uint64_t MANY = 16;              // collectives of a stream, all under way
 constexpr double LOOK_SECONDS = 0.005;     // between looks at whether the others still live
 constexpr auto SPIN = std::chrono::microseconds(100);
@@ -53,7 +54,10 @@ void pause() {
 void copy(char *output, const char *source, size_t bytes, int threads) {
     if (output == source) return;
     run_pieces(bytes, PIECE, threads, [&](size_t begin, size_t end) {
-        std::memcpy(output + begin, source + begin, end - begin);
+        if (bytes < STREAM_FROM)
+            std::memcpy(output + begin, source + begin, end - begin);
+        else
+            isa().stream(output + begin, source + begin, end - begin);
     });
 }
 

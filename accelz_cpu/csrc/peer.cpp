@@ -30,8 +30,8 @@ bool Process::ended() const {
 
 Peer::Peer(int rank, int size, int64_t process, int descriptor)
     : process_(process),
-      view_(pid_t(process), descriptor, sizeof(Mailbox), true),
-      mailbox_(reinterpret_cast<Mailbox *>(view_.data())),
+      mapping_(map_segment(pid_t(process), descriptor, sizeof(Mailbox), true)),
+      mailbox_(reinterpret_cast<Mailbox *>(mapping_->data)),
       blocks_(BLOCKS) {
     if (mailbox_->magic != MAGIC || mailbox_->rank != rank || mailbox_->size != size)
         throw std::runtime_error(text("rank ", rank, " runs another version of accelz-cpu"));
@@ -48,10 +48,10 @@ const char *Peer::data(const Post &post, int ranks) {
     std::lock_guard<std::mutex> lock(mutex_);
     Mapped &mapped = blocks_[post.block];
     if (mapped.generation != entry.generation) {
-        mapped.view = View(pid_t(process_.id()), entry.descriptor, entry.capacity, false);
+        mapped.mapping = map_segment(pid_t(process_.id()), entry.descriptor, entry.capacity, false);
         mapped.generation = entry.generation;
     }
-    return mapped.view.data();
+    return mapped.mapping->data;
 }
 
 }  // namespace accelz

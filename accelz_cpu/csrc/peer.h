@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -50,11 +51,11 @@ class Peer {
    private:
     struct Mapped {
         uint32_t generation = 0;
-        View view;
+        std::shared_ptr<Mapping> mapping;
     };
 
     Process process_;
-    View view_;
+    std::shared_ptr<Mapping> mapping_;
     Mailbox *mailbox_;
     std::mutex mutex_;  // guards blocks_
     std::vector<Mapped> blocks_;

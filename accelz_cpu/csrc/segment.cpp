@@ -10,7 +10,6 @@
 #include <map>
 #include <mutex>
 #include <stdexcept>
-#include <utility>
 
 #include "errors.h"
 
@@ -20,7 +19,7 @@ namespace {
 // Segments of this process by descriptor.
 struct Registry {
     std::mutex mutex;
-    std::map<int, char *> segments;
+    std::map<int, std::weak_ptr<Mapping>> segments;
 };
 
 Registry &registry() {
@@ -37,29 +36,32 @@ std::runtime_error failed(const char *what, size_t bytes) {
     return std::runtime_error(text("cannot ", what, " ", bytes, " bytes of shared memory: ", std::strerror(errno)));
 }
 
-char *map(int descriptor, size_t bytes, int protection) {
+std::shared_ptr<Mapping> map(int descriptor, size_t bytes, int protection) {
     void *data = mmap(nullptr, bytes, protection, MAP_SHARED, descriptor, 0);
     if (data == MAP_FAILED) return nullptr;
     madvise(data, bytes, MADV_DONTFORK);  // a forked child is no rank: it must not keep the memory alive
-    return static_cast<char *>(data);
+    return std::make_shared<Mapping>(static_cast<char *>(data), bytes);
 }
 
 }  // namespace
 
-Segment::Segment(size_t capacity) : capacity_(whole_pages(capacity)) {
+Mapping::~Mapping() { munmap(data, bytes); }
+
+Segment::Segment(size_t capacity) {
+    capacity = whole_pages(capacity);
     descriptor_ = memfd_create("accelz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (descriptor_ < 0) throw failed("create", capacity_);
+    if (descriptor_ < 0) throw failed("create", capacity);
     // The size is sealed: nobody can cut off pages that another process is about to read.
-    const bool sized = fchmod(descriptor_, 0600) == 0 && ftruncate(descriptor_, off_t(capacity_)) == 0 &&
+    const bool sized = fchmod(descriptor_, 0600) == 0 && ftruncate(descriptor_, off_t(capacity)) == 0 &&
                        fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
-    if (sized) data_ = map(descriptor_, capacity_, PROT_READ | PROT_WRITE);
-    if (!data_) {
-        const std::runtime_error error = failed("map", capacity_);
+    if (sized) mapping_ = map(descriptor_, capacity, PROT_READ | PROT_WRITE);
+    if (!mapping_) {
+        const std::runtime_error error = failed("map", capacity);
         close(descriptor_);
         throw error;
     }
     std::lock_guard<std::mutex> lock(registry().mutex);
-    registry().segments[descriptor_] = data_;
+    registry().segments[descriptor_] = mapping_;
 }
 
 Segment::~Segment() {
@@ -67,7 +69,6 @@ Segment::~Segment() {
         std::lock_guard<std::mutex> lock(registry().mutex);
         registry().segments.erase(descriptor_);
     }
-    munmap(data_, capacity_);
     close(descriptor_);
 }
 
@@ -89,37 +90,22 @@ void Segment::trim(size_t bytes) {
     if (fallocate(descriptor_, mode, off_t(bytes), off_t(reserved_ - bytes)) == 0) reserved_ = bytes;
 }
 
-View::View(pid_t owner, int descriptor, size_t capacity, bool writable) {
+std::shared_ptr<Mapping> map_segment(pid_t owner, int descriptor, size_t capacity, bool writable) {
     if (owner == getpid()) {
         std::lock_guard<std::mutex> lock(registry().mutex);
-        data_ = registry().segments.at(descriptor);
-        return;
+        const auto found = registry().segments.find(descriptor);
+        const auto mapping = found == registry().segments.end() ? nullptr : found->second.lock();
+        if (!mapping) throw std::runtime_error(text("this process has no shared memory ", descriptor));
+        return mapping;
     }
     const std::string path = text("/proc/", owner, "/fd/", descriptor);
     const int opened = open(path.c_str(), (writable ? O_RDWR : O_RDONLY) | O_CLOEXEC);
-    if (opened >= 0) {
-        mapped_ = whole_pages(capacity);
-        data_ = map(opened, mapped_, writable ? PROT_READ | PROT_WRITE : PROT_READ);
-        const int reason = errno;
-        close(opened);
-        errno = reason;
-    }
-    if (!data_)
-        throw std::runtime_error(
-            text("cannot map shared memory of process ", owner, " (", path, "): ", std::strerror(errno)));
-}
-
-View::~View() {
-    if (mapped_) munmap(data_, mapped_);
-}
-
-View::View(View &&other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), mapped_(std::exchange(other.mapped_, 0)) {}
-
-View &View::operator=(View &&other) noexcept {
-    std::swap(data_, other.data_);
-    std::swap(mapped_, other.mapped_);
-    return *this;
+    std::shared_ptr<Mapping> mapping;
+    if (opened >= 0) mapping = map(opened, whole_pages(capacity), writable ? PROT_READ | PROT_WRITE : PROT_READ);
+    const std::string reason = std::strerror(errno);
+    if (opened >= 0) close(opened);
+    if (!mapping) throw std::runtime_error(text("cannot map memory of process ", owner, " (", path, "): ", reason));
+    return mapping;
 }
 
 }  // namespace accelz

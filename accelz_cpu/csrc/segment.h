@@ -8,10 +8,22 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <memory>
 
 namespace accelz {
 
-// A segment that this process owns, mapped for reading and writing. Its pages do not reach forked children.
+// A stretch of shared memory in this process. Its pages do not reach forked children.
+struct Mapping {
+    Mapping(char *start, size_t length) : data(start), bytes(length) {}
+    ~Mapping();
+    Mapping(const Mapping &) = delete;
+    Mapping &operator=(const Mapping &) = delete;
+
+    char *const data;
+    const size_t bytes;
+};
+
+// A segment that this process owns, mapped for reading and writing.
 class Segment {
    public:
     // Address space of `capacity` bytes. Throws std::runtime_error.
@@ -27,32 +39,19 @@ class Segment {
     // Give back what lies behind the first `bytes` bytes, from all processes that have it mapped.
     void trim(size_t bytes);
 
-    char *data() const { return data_; }
+    char *data() const { return mapping_->data; }
     int descriptor() const { return descriptor_; }
-    size_t capacity() const { return capacity_; }
+    size_t capacity() const { return mapping_->bytes; }
     size_t reserved() const { return reserved_; }
 
    private:
     int descriptor_ = -1;
-    char *data_ = nullptr;
-    size_t capacity_ = 0, reserved_ = 0;
+    size_t reserved_ = 0;
+    std::shared_ptr<Mapping> mapping_;
 };
 
-// A segment of any process of this host. One of this very process is not mapped a second time.
-class View {
-   public:
-    View() = default;
-    // Throws std::runtime_error.
-    View(pid_t owner, int descriptor, size_t capacity, bool writable);
-    ~View();
-    View(View &&other) noexcept;
-    View &operator=(View &&other) noexcept;
-
-    char *data() const { return data_; }
-
-   private:
-    char *data_ = nullptr;
-    size_t mapped_ = 0;  // bytes to unmap; 0 where the owner's mapping is used
-};
+// Map a segment of any process of this host. One of this very process is not mapped a second time. Throws
+// std::runtime_error.
+std::shared_ptr<Mapping> map_segment(pid_t owner, int descriptor, size_t capacity, bool writable);
 
 }  // namespace accelz

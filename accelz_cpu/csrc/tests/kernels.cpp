@@ -1,0 +1,145 @@
+// Kernels on every instruction set and several threads: the same bits everywhere.
+
+#include <unistd.h>
+#include <sys/wait.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <random>
+#include <thread>
+
+#include "accelz_cpu.h"
+#include "check.h"
+
+namespace {
+
+constexpr size_t N = 300'007;
+
+struct State {
+    std::vector<float> master, grad, average, square;
+    std::vector<uint16_t> weights;
+
+    State() : master(N), grad(N), average(N), square(N), weights(N) {
+        std::mt19937 generator(7);
+        std::normal_distribution<float> normal;
+        for (size_t i = 0; i < N; i++) {
+            master[i] = normal(generator);
+            grad[i] = normal(generator);
+            average[i] = 0.1f * normal(generator);
+            square[i] = std::fabs(0.01f * normal(generator));
+        }
+    }
+
+    void step(int threads, int grad_dtype = ACCELZ_FLOAT32) {
+        const float number = 3;
+        accelz_adamw_arguments a{};
+        a.master = master.data();
+        a.exp_avg = average.data();
+        a.exp_avg_sq = square.data();
+        a.grad = grad.data();
+        a.weights = weights.data();
+        a.step = &number;
+        a.numel = N;
+        a.grad_dtype = grad_dtype;
+        a.weights_dtype = ACCELZ_BFLOAT16;
+        a.decoupled = 1;
+        a.lr = 1e-3;
+        a.beta1 = 0.9;
+        a.beta2 = 0.999;
+        a.eps = 1e-8;
+        a.weight_decay = 0.1;
+        accelz_adamw(&a, threads);
+    }
+
+    bool operator==(const State &o) const {
+        const auto same = [](const std::vector<float> &a, const std::vector<float> &b) {
+            return !std::memcmp(a.data(), b.data(), N * sizeof(float));
+        };
+        return same(master, o.master) && same(average, o.average) && same(square, o.square) && weights == o.weights;
+    }
+};
+
+template <class Body>
+void on_every_isa(Body body) {
+    const std::string before = accelz_isa();
+    for (const char *name : {"baseline", "avx2", "avx512"})
+        if (accelz_use_isa(name) == 0) body();
+    CHECK(accelz_use_isa(before.c_str()) == 0);
+}
+
+}  // namespace
+
+TEST(adamw_is_the_same_on_every_isa_and_any_threads) {
+    State expected;
+    CHECK(accelz_use_isa("baseline") == 0);
+    expected.step(1);
+    on_every_isa([&] {
+        for (int threads : {1, 2, 5}) {
+            State state;
+            state.step(threads);
+            CHECK(state == expected);
+        }
+    });
+}
+
+TEST(conversions_are_the_same_on_every_isa) {
+    std::vector<uint16_t> all(65536);
+    for (size_t i = 0; i < all.size(); i++) all[i] = uint16_t(i);
+    std::vector<float> values(1 << 20);
+    for (size_t i = 0; i < values.size(); i++) {
+        const uint32_t bits = uint32_t(i) * 4099u;
+        std::memcpy(&values[i], &bits, 4);
+    }
+    for (int dtype : {ACCELZ_BFLOAT16, ACCELZ_FLOAT16}) {
+        std::vector<float> wide(all.size()), expected_wide;
+        std::vector<uint16_t> narrow(values.size()), expected_narrow;
+        on_every_isa([&] {
+            accelz_scale_cast(wide.data(), ACCELZ_FLOAT32, all.data(), dtype, nullptr, all.size(), 1);
+            accelz_scale_cast(narrow.data(), dtype, values.data(), ACCELZ_FLOAT32, nullptr, values.size(), 1);
+            if (expected_wide.empty()) expected_wide = wide, expected_narrow = narrow;
+            CHECK(!std::memcmp(wide.data(), expected_wide.data(), wide.size() * sizeof(float)));
+            CHECK(narrow == expected_narrow);
+        });
+    }
+}
+
+TEST(the_norm_is_the_same_on_every_isa_and_any_threads) {
+    const State state;
+    double expected = -1;
+    on_every_isa([&] {
+        for (int threads : {1, 3}) {
+            const double got = accelz_sum_of_squares(state.grad.data(), ACCELZ_FLOAT32, N, threads);
+            if (expected < 0) expected = got;
+            CHECK(got == expected);
+        }
+    });
+    CHECK(std::fabs(expected / double(N) - 1) < 0.02);
+}
+
+TEST(several_threads_may_call_at_once) {
+    State expected;
+    expected.step(1);
+    std::vector<State> states(3);
+    std::vector<std::thread> callers;
+    for (State &state : states) callers.emplace_back([&state] { state.step(3); });
+    for (std::thread &caller : callers) caller.join();
+    for (const State &state : states) CHECK(state == expected);
+}
+
+TEST(a_forked_child_has_threads_of_its_own) {
+#if !defined(__SANITIZE_THREAD__)  // which does not support threads after a fork
+    State expected;
+    expected.step(2);
+    const pid_t child = fork();
+    if (child == 0) {
+        State state;
+        state.step(2);
+        _exit(state == expected ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+#endif
+}

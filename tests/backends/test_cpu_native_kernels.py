@@ -1,0 +1,201 @@
+"""Native kernels against the torch reference, and against themselves: threads, slices, processors, forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from ctypes import CDLL
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from accelz.kernels import Kernels
+from accelz_cpu import native
+from accelz_cpu.native_kernels import NativeKernels
+
+REFERENCE = Kernels()
+ULP = torch.finfo(torch.float32).eps
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+NUMEL = 300_007
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.fixture(scope="module")
+def library() -> CDLL:
+    loaded = native.library()
+    if loaded is None:
+        pytest.skip("the native library was not built here")
+    return loaded
+
+
+@pytest.fixture
+def kernels(library: CDLL) -> NativeKernels:
+    return NativeKernels(library)
+
+
+@pytest.fixture(autouse=True)
+def restored(library: CDLL) -> Iterator[None]:
+    threads, isa = torch.get_num_threads(), library.accelz_isa()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
+    assert library.accelz_use_isa(isa) == 0
+
+
+def state(dtype: torch.dtype = torch.bfloat16, numel: int = NUMEL) -> dict[str, Tensor]:
+    rows = torch.randn(4, numel, generator=torch.Generator().manual_seed(5))
+    return {
+        "master": rows[0],
+        "grad": rows[1].to(dtype),
+        "exp_avg": rows[2] * 0.1,
+        "exp_avg_sq": rows[3].square() * 0.01,
+        "weights": torch.zeros(numel, dtype=torch.bfloat16),
+    }
+
+
+def step(kernels: Kernels, values: dict[str, Tensor], number: float = 3.0, **options: Any) -> None:
+    inputs = [values[n] for n in ("master", "grad", "exp_avg", "exp_avg_sq")]
+    kernels.adamw(*inputs, torch.tensor(number), weights=values["weights"], **{**OPTIONS, **options})
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_adamw_differs_from_the_reference_by_units_in_the_last_place(
+    kernels: NativeKernels, dtype: torch.dtype, decoupled: bool
+) -> None:
+    """The stated bound: 4 ulp of the value; where terms cancel, of the terms (here around 0.1)."""
+    mine, theirs = state(dtype), state(dtype)
+    for number in range(1, 4):
+        step(kernels, mine, float(number), decoupled=decoupled)
+        step(REFERENCE, theirs, float(number), decoupled=decoupled)
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(mine[name], theirs[name], rtol=4 * ULP, atol=4 * ULP * 0.1)
+
+
+def test_adamw_is_the_same_for_any_threads_slices_and_instruction_set(
+    kernels: NativeKernels, library: CDLL
+) -> None:
+    expected = state()
+    torch.set_num_threads(1)
+    step(kernels, expected)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        got = state()
+        step(kernels, got)
+        assert same(got, expected), threads
+    for size in (1, 1023, 65_536, 100_001):
+        got = state()
+        bounds = range(0, 3 * size, size) if size == 1 else range(0, NUMEL, size)
+        for start in bounds:
+            step(kernels, {name: value[start : start + size] for name, value in got.items()})
+        end = bounds[-1] + size
+        assert all(torch.equal(got[n][:end], expected[n][:end]) for n in got), size
+    for isa in (b"baseline", b"avx2", b"avx512"):
+        if library.accelz_use_isa(isa) == 0:
+            got = state()
+            step(kernels, got)
+            assert same(got, expected), isa
+
+
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_casts_and_sums_equal_torch(
+    kernels: NativeKernels, library: CDLL, source: torch.dtype, target: torch.dtype
+) -> None:
+    """Bit for bit, for every 16-bit value and on every instruction set; NaN stays NaN."""
+    patterns = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    values = {
+        torch.float32: torch.cat([torch.randn(70_001) * 10.0**e for e in range(-10, 6)]),
+        torch.bfloat16: patterns.view(torch.bfloat16),
+        torch.float16: patterns.view(torch.float16),
+    }[source]
+    addend = torch.randn(values.numel()).to(source)
+    for isa in (b"baseline", b"avx2", b"avx512"):
+        if library.accelz_use_isa(isa):
+            continue
+        for scale in (None, torch.tensor(1 / 3)):
+            mine, theirs = (torch.zeros(values.numel(), dtype=target) for _ in range(2))
+            kernels.scale_cast(mine, values, scale)
+            REFERENCE.scale_cast(theirs, values, scale)
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        mine, theirs = values.to(target, copy=True), values.to(target, copy=True)
+        kernels.accumulate(mine, addend)
+        theirs = (theirs.float() + addend.float()).to(target)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_norm_depends_on_the_values_alone(kernels: NativeKernels) -> None:
+    tensors = [
+        torch.randn(n).to(d)
+        for n, d in ((1_000_003, torch.bfloat16), (17, torch.float32), (0, torch.float16))
+    ]
+    torch.set_num_threads(1)
+    expected = kernels.norm_and_nonfinite(tensors)
+    torch.set_num_threads(3)
+    assert torch.equal(kernels.norm_and_nonfinite(tensors), expected)
+    exact = sum(t.double().square().sum() for t in tensors)
+    assert abs(expected[0].double() - exact) < 1e-6 * exact
+
+
+def test_squares_that_overflow_are_infinite(kernels: NativeKernels) -> None:
+    for values in (torch.full((3,), 1e30), torch.full((1 << 21,), 1.5e16)):
+        total, flag = kernels.norm_and_nonfinite([values]).tolist()
+        assert (total, flag) == (float("inf"), 1.0)
+
+
+def test_what_the_library_cannot_do_goes_to_torch(kernels: NativeKernels) -> None:
+    wide = torch.randn(100, dtype=torch.float64)
+    assert kernels.norm_and_nonfinite([wide])[0].item() == pytest.approx(wide.square().sum().item(), rel=1e-5)
+    strided, total = torch.randn(200)[::2], torch.ones(100)
+    kernels.accumulate(total, strided)
+    assert torch.equal(total, 1 + strided)
+    output = torch.zeros(100, dtype=torch.float64)
+    kernels.scale_cast(output, strided, torch.tensor(2.0))
+    assert torch.equal(output, (strided * 2).double())
+
+
+def test_tensors_of_different_lengths_are_refused(kernels: NativeKernels) -> None:
+    with pytest.raises(ValueError, match=r"one length, got \[3, 4\]"):
+        kernels.accumulate(torch.zeros(4), torch.zeros(3))
+
+
+def test_workers_flush_subnormals_as_the_caller_does(kernels: NativeKernels) -> None:
+    tiny = torch.full((NUMEL,), 1e-39)
+    for flush in (False, True):
+        assert torch.set_flush_denormal(flush)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            output = torch.ones(NUMEL)
+            kernels.scale_cast(output, tiny, torch.tensor(1.0))
+            assert (output == 0).sum().item() == (NUMEL if flush else 0), (flush, threads)
+
+
+def test_a_forked_process_starts_threads_of_its_own(kernels: NativeKernels) -> None:
+    torch.set_num_threads(3)
+    expected, mine = state(), state()
+    step(kernels, expected)
+    child = os.fork()
+    if child == 0:  # torch's own threads do not survive a fork: nothing parallel of torch here
+        ok = False
+        try:
+            step(kernels, mine)
+            ok = mine["master"].numpy().tobytes() == expected["master"].numpy().tobytes()
+        finally:
+            os._exit(0 if ok else 1)
+    deadline = time.monotonic() + 30
+    ended, status = 0, -1
+    while not ended and time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.01)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert (ended, status) == (child, 0)
