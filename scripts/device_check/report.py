@@ -64,9 +64,11 @@ def _cell(value: Any) -> str:
 
 
 def _failure(failure: dict[str, Any]) -> str:
-    text = failure.get("detail") or failure.get("text") or ""
-    last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
-    return f"- `{failure['test']}`: {last.strip()[:300]}"
+    lines = [
+        line.strip() for line in (failure.get("message") or failure["text"]).splitlines() if line.strip()
+    ]
+    said = lines[0 if failure.get("message") else -1] if lines else ""
+    return f"- `{failure['test']}`: {said[:300]}"
 
 
 def _versions() -> dict[str, str]:

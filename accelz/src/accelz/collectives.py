@@ -105,10 +105,19 @@ class Collectives:
                 place = {}
             else:
                 place = {"rank": 0, "world_size": 1, "store": HashStore()}
-            _translated(lambda: dist.init_process_group(self.spec, timeout=limit, **place))
+            _translated(lambda: self._init_process_group(limit, place))
         world = dist.group.WORLD
         assert world is not None
         return self._wrap(world, timeout)
+
+    def _init_process_group(self, limit: timedelta, place: dict[str, Any]) -> None:
+        try:
+            dist.init_process_group(self.spec, timeout=limit, **place)
+        except (AssertionError, AttributeError) as error:  # how torch refuses a library that it does not know
+            raise CollectiveError(
+                f"torch.distributed cannot use {self.spec!r}: {error}. Register the device's communication "
+                "library with torch.distributed.Backend.register_backend first"
+            ) from error
 
     def new_group(self, ranks: Sequence[int] | None, timeout: float) -> Group | None:
         """A further group over `ranks` of the job (None: all). Every rank of the job must call this.

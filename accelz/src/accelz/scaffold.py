@@ -112,7 +112,6 @@ def _fill(target: Path, package: Package) -> None:
 
 def _sources(package: Package) -> Iterator[tuple[Path, Path]]:
     parts = ["common", "torch_device" if package.torch_device else "roles"]
-    parts += [] if package.collectives else ["staged"]
     for part in parts:
         for source in sorted(TEMPLATES.joinpath(part).rglob("*")):
             if source.is_file():
@@ -145,9 +144,6 @@ def _values(package: Package) -> dict[str, str]:
         "library": library,
         "library_root": library.partition(".")[0],
         "collectives": "HostStaged()" if staged else f'Collectives("cpu:gloo,{kind}:{package.collectives}")',
-        "collectives_of_accelz": "" if staged else "from accelz.collectives import Collectives",
-        "collectives_of_package": f"from {module}.collectives import HostStaged" if staged else "",
-        "collectives_row": "| `collectives.py` | staged through the host over gloo | works as it is |"
-        if staged
-        else "",
+        "library_import": "" if staged else "from accelz.collectives import Collectives",
+        "staged_import": "from accelz.host_staged import HostStaged" if staged else "",
     }

@@ -14,7 +14,7 @@ from accelz.accelerator import Accelerator
 from accelz.kernels import Kernels
 from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
 from accelz_sim import NAME, torch_device
-from accelz_sim.collectives import HostStaged
+from accelz_sim.collectives import SimCollectives
 
 CAPABILITIES = replace(
     TORCH_DEVICE,
@@ -33,4 +33,6 @@ class SimKernels(Kernels):
 
 def build() -> Accelerator:
     torch_device.register()
-    return TorchAccelerator(NAME, collectives=HostStaged(), capabilities=CAPABILITIES, kernels=SimKernels())
+    return TorchAccelerator(
+        NAME, collectives=SimCollectives(), capabilities=CAPABILITIES, kernels=SimKernels()
+    )

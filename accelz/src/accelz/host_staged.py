@@ -1,9 +1,6 @@
-"""Collectives staged through the host: copy out, gloo, copy back when somebody waits.
+"""Collectives staged through the host, for a device without a communication library.
 
-They work on any device and are as slow as its copies. Where the device has a communication library that is
-registered with torch.distributed as "LIBRARY", delete this file and use
-
-    accelz.Collectives("cpu:gloo,$device_type:LIBRARY")
+Copy out, gloo, copy back: right on any device, and as slow as its copies. Host tensors travel as they are.
 """
 
 from __future__ import annotations
@@ -12,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+
 from accelz.collectives import Group
 from accelz.gloo_lanes import GlooLanes
-from torch import Tensor
 
 
 class StagedWork(dist.Work):
@@ -35,27 +33,28 @@ class StagedWork(dist.Work):
 
 
 class HostStaged(GlooLanes):
-    """Host tensors travel as they are, device tensors as copies."""
+    """gloo in lanes, on host copies of device tensors."""
 
     def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
         start = super()._start_all_gather
-        return _staged(output, lambda host: start(host, shard.cpu(), group))
+        return _staged(output, lambda host: start(host, shard.cpu(), group), filled=False)
 
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
         start = super()._start_reduce_scatter
-        return _staged(output, lambda host: start(host, full.cpu(), group, op))
+        return _staged(output, lambda host: start(host, full.cpu(), group, op), filled=False)
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
         start = super()._start_all_reduce
-        return _staged(tensor, lambda host: start(host, group, op))
+        return _staged(tensor, lambda host: start(host, group, op), filled=True)
 
     def _start_broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:
         start = super()._start_broadcast
-        return _staged(tensor, lambda host: start(host, source, group))
+        return _staged(tensor, lambda host: start(host, source, group), filled=True)
 
 
-def _staged(target: Tensor, start: Callable[[Tensor], dist.Work]) -> dist.Work:
+def _staged(target: Tensor, start: Callable[[Tensor], dist.Work], filled: bool) -> dist.Work:
+    """filled: whether the collective reads what is in `target`."""
     if target.device.type == "cpu":
         return start(target)
-    host = target.cpu()
+    host = target.cpu() if filled else target.new_empty(target.shape, device="cpu")
     return StagedWork(start(host), host, target)
