@@ -68,11 +68,19 @@ def test_a_step_never_waits_for_the_device(cluster: Clusters, settings: dict[str
         assert seen == []
 
 
-def wide_gradient_body(context: Context) -> list[tuple[str, int]]:
+ONE_PASS = {
+    "adamw": adamw,
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "lion": lambda model: zero.Lion(model.parameters()),
+}
+
+
+def wide_gradient_body(context: Context, optimizer: str) -> list[tuple[str, int]]:
     """Sizes of fp32 tensors made during the step of a bf16 model, beyond the kernels' scratch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(2)))
-    engine = zero.initialize(model, adamw(model), zero.Config(precision="bf16", timeout=10))
+    engine = zero.initialize(model, ONE_PASS[optimizer](model), zero.Config(precision="bf16", timeout=10))
     loss = model(torch.ones(1, 1024, device=device_of(model))).float().square().mean()
     made: list[tuple[str, int]] = []
 
@@ -92,9 +100,10 @@ def wide_gradient_body(context: Context) -> list[tuple[str, int]]:
     return [(name, numel) for name, numel in made if numel >= 1024 * 1024 // 2]
 
 
-def test_no_fp32_copy_of_a_gradient_is_kept(cluster: Clusters) -> None:
-    """AdamW reads 16-bit gradients piece by piece: no fp32 tensor of a shard's size is ever made."""
-    for made in cluster(2).run(wide_gradient_body):
+@pytest.mark.parametrize("optimizer", ONE_PASS)
+def test_no_fp32_copy_of_a_gradient_is_kept(cluster: Clusters, optimizer: str) -> None:
+    """Kernels read 16-bit gradients piece by piece: no fp32 tensor of a shard's size is ever made."""
+    for made in cluster(2).run(wide_gradient_body, optimizer=optimizer):
         assert made == []
 
 

@@ -108,6 +108,18 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
 
 
+def plain_sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def damped_sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, dampening=0.5)
+
+
+def lion(model: nn.Module) -> Optimizer:
+    return zero.Lion(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
 def adam_l2(model: nn.Module) -> Optimizer:
     return torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.05, betas=(0.8, 0.95))
 
@@ -128,7 +140,7 @@ def maximizing(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, maximize=True)
 
 
-OPTIMIZERS = (adamw, sgd, adam_l2, amsgrad, rmsprop, maximizing, adagrad)
+OPTIMIZERS = (adamw, sgd, plain_sgd, damped_sgd, lion, adam_l2, amsgrad, rmsprop, maximizing, adagrad)
 
 
 def optimizers_body(context: Context) -> dict[str, float]:
