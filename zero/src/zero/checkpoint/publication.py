@@ -15,7 +15,7 @@ Every step is on the disk before the next begins:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from zero.checkpoint.manifest import LATEST, MANIFEST, Latest, seal
@@ -164,12 +164,18 @@ class Publication:
         self._storage.remove(path)
 
     def _make_parents(self, path: Path) -> None:
+        """Every directory above, all on the disk: a save that failed may have made some that are not."""
+        if path == path.parent:
+            return
+        self._make_parents(path.parent)
         if not self._storage.exists(path):
-            self._make_parents(path.parent)
             self._storage.make_directory(path)
             self._storage.sync_directory(path.parent)
         elif not self._storage.is_directory(path):
             raise CheckpointError(f"{path} is in the way: it is no directory")
+        else:
+            with suppress(OSError):  # not ours: it may not even be readable
+                self._storage.sync_directory(path.parent)
 
     def _rename(self, old: Path, new: Path) -> None:
         self._storage.rename(old, new)

@@ -94,7 +94,6 @@ class Job:
     def _write(self, staging: Path) -> dict[str, Any]:
         path = staging / f"rank-{self.exchange.rank:05d}.safetensors"
         report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts)
-        self.storage.sync_directory(staging)
         return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
 
     def _publish(self) -> Problem:
