@@ -19,7 +19,7 @@ from tests.zero.models import LanguageModel, tokens
 from tests.zero.training import adamw
 
 
-class Lion(Optimizer):
+class Sign(Optimizer):
     """An optimizer with state of its own: one tensor per element, a Python number and a string."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
@@ -33,7 +33,7 @@ class Lion(Optimizer):
                     continue
                 state = self.state[parameter]
                 if not state:
-                    state.update(momentum=torch.zeros_like(parameter), calls=0, note="lion")
+                    state.update(momentum=torch.zeros_like(parameter), calls=0, note="sign")
                 state["calls"] += 1
                 slow, fast = state["momentum"], group["betas"]
                 update = (slow * fast[0] + parameter.grad * (1 - fast[0])).sign()
@@ -45,9 +45,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adamw": adamw,
     "amsgrad": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, amsgrad=True),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=1e-1, momentum=0.9),
+    "dampened": lambda m: torch.optim.SGD(m.parameters(), lr=1e-1, momentum=0.9, dampening=0.5),
+    "adamax": lambda m: torch.optim.Adamax(m.parameters(), lr=1e-2),
     "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=1e-2),
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2),
-    "lion": lambda m: Lion(m.parameters(), lr=1e-2),
+    "lion": lambda m: zero.Lion(m.parameters(), lr=1e-3),
+    "sign": lambda m: Sign(m.parameters(), lr=1e-2),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2),
 }
 

@@ -218,8 +218,8 @@ class _Load:
         for group, owned in self._engine.shards.owned.items():
             for piece in owned.pieces:
                 spec = group.layout.specs[piece.piece.index]
-                entry = self._entry(spec.name)
-                if entry is None or entry.group is None:
+                entry = self._with_state(spec.name)
+                if entry is None:
                     if self._options.strict:
                         problems["without optimizer state"].append(spec.name)
                 elif not self._state_fits(entry, piece, spec.numel, owned.flat is not None):
@@ -228,7 +228,8 @@ class _Load:
 
     def _state_fits(self, entry: ParameterEntry, piece: OwnedPiece, numel: int, kernel: bool) -> bool:
         if kernel:
-            return set(entry.state) == set(self._engine.shards.optimizer.state[piece.parameter])
+            mine = set(self._engine.shards.optimizer.state[piece.parameter])
+            return not entry.state or set(entry.state) == mine
         tensors = {key: self._manifest.tensors[state_key(key, entry.name)] for key in entry.state}
         return piece.piece.length == numel or all(
             not tensor.shape or self._sharded(key, entry, tensor) for key, tensor in tensors.items()
@@ -238,12 +239,15 @@ class _Load:
         owned = self._engine.shards.owned.get(group)
         for piece in owned.pieces if owned else ():
             spec = group.layout.specs[piece.piece.index]
-            entry = self._entry(spec.name)
-            if entry is None or entry.group is None:
+            entry = self._with_state(spec.name)
+            if entry is None:
                 continue
             state = self._engine.shards.optimizer.state[piece.parameter]
             if owned and owned.flat is None:
                 state.clear()  # what the checkpoint does not have was not there yet
+            elif not entry.state:  # never stepped: a kernel's state is zero then
+                for value in state.values():
+                    value.zero_()
             for key in entry.state:
                 self._fill_state(state, key, entry, piece, stride_of(spec))
             state.update({key: self._values.decode(value) for key, value in entry.values.items()})
@@ -288,8 +292,10 @@ class _Load:
             rng = self._manifest.ranks[self._engine.rank].rng
             random_state.restore(self._engine.accelerator, self._values.decode(rng))
 
-    def _entry(self, name: str) -> ParameterEntry | None:
-        return self._entries.get(self._sources.get(name, ""))
+    def _with_state(self, name: str) -> ParameterEntry | None:
+        """The parameter in the checkpoint, if its optimizer knew it there."""
+        entry = self._entries.get(self._sources.get(name, ""))
+        return entry if entry is not None and entry.trainable and entry.group is not None else None
 
 
 class Values:
