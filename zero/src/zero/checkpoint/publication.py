@@ -50,6 +50,7 @@ class Publication:
         self._path = path
         self._keep_last = keep_last
         self._lock: Lock | None = None
+        self._begun = False  # before that what is in the staging directory is somebody else's
         self.staging = hidden(path, "new")
 
     def begin(self) -> None:
@@ -62,6 +63,7 @@ class Publication:
                 raise CheckpointError(f"another save of {self._path} is under way")
             self._check_replaceable()
             self._storage.make_directory(self.staging)
+            self._begun = True
             self._lock = self._storage.lock(self.staging)
 
     def commit(self, manifest: bytes) -> None:
@@ -80,6 +82,8 @@ class Publication:
 
     def abandon(self) -> None:
         """Remove what was staged, and put back what it was to replace."""
+        if not self._begun:
+            return
         self._remove(self.staging)
         old = hidden(self._path, "old")
         if self._storage.exists(old) and not self._storage.exists(self._path):

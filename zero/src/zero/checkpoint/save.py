@@ -65,7 +65,8 @@ class Job:
             return outcome
         outcome = self._publish()
         exchange.publish("outcome", outcome)
-        self._take_leave()
+        if outcome[:1] != [CommunicationError.__name__]:  # otherwise nobody may be there
+            self._take_leave()
         return outcome
 
     def _begin(self) -> Path:

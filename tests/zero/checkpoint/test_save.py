@@ -1,0 +1,322 @@
+"""What save_checkpoint promises its caller: names, rotation, background writing, errors on every rank."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.checkpoint.test_load import fingerprint
+from tests.zero.models import LanguageModel
+from tests.zero.test_parity import fresh, language_loss
+from tests.zero.training import adamw
+from zero.checkpoint import rank_file
+from zero.checkpoint.reader import complete, find
+from zero.checkpoint.storage import DISK, File, Storage
+
+
+def engine_of(context: Context, **settings: Any) -> zero.Engine:
+    model = fresh()
+    return zero.initialize(model, adamw(model), zero.Config(timeout=10, **settings))
+
+
+def train(engine: zero.Engine, context: Context, steps: int = 1) -> None:
+    for _ in range(steps):
+        engine.backward(language_loss(engine.module, engine.steps, context.rank))
+        engine.step()
+
+
+class BrokenStorage(Storage):
+    """Fails to write on one rank, or waits for a sign."""
+
+    def __init__(self, error: OSError | None = None, gate: threading.Event | None = None) -> None:
+        self.error = error
+        self.gate = gate
+
+    def create(self, path: Path, size: int) -> File:
+        file = super().create(path, size)
+        write = file.write
+
+        def broken(offset: int, buffers: Sequence[memoryview]) -> None:
+            if self.gate is not None:
+                assert self.gate.wait(20)
+            if self.error is not None:
+                raise self.error
+            write(offset, buffers)
+
+        file.write = broken  # type: ignore[method-assign]
+        return file
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+def rotation_body(context: Context, runs: str) -> list[list[str]]:
+    engine = engine_of(context)
+    seen = []
+    for name, keep_last in [
+        ("a", 2),
+        ("best", None),
+        ("b", 2),
+        ("c", 2),
+        ("d", 1),
+        ("e", 3),
+        ("e", 3),
+        ("f", None),
+    ]:
+        train(engine, context)
+        engine.save_checkpoint(Path(runs, name), keep_last=keep_last)
+        seen.append([*complete(Path(runs), DISK), find(Path(runs)).name])
+    return seen
+
+
+def test_rotation_removes_what_was_saved_for_it_and_latest_is_the_newest(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    for seen in cluster(2).run(rotation_body, runs=str(tmp_path)):
+        assert seen == [
+            ["a", "a"],
+            ["a", "best", "best"],
+            ["a", "b", "best", "b"],
+            ["b", "best", "c", "c"],
+            ["best", "d", "d"],
+            ["best", "d", "e", "e"],
+            ["best", "d", "e", "e"],
+            ["best", "d", "e", "f", "f"],
+        ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "d", "e", "f", "latest"]
+
+
+def background_body(context: Context, runs: str) -> dict[str, Any]:
+    engine = engine_of(context)
+    train(engine, context, 2)
+    gate = threading.Event()
+    engine._checkpoints.storage = BrokenStorage(gate=gate)
+    before = fingerprint(engine)
+    engine.save_checkpoint(Path(runs, "one"), {"at": engine.steps}, async_=True)
+    train(engine, context, 3)  # writing has not begun
+    published = Path(runs, "one").exists()
+    after = fingerprint(engine)
+    arena = engine._checkpoints._saver._arena
+    gate.set()
+    engine.save_checkpoint(Path(runs, "two"), {"at": engine.steps}, async_=True)
+    same = engine._checkpoints._saver._arena is arena
+    engine.wait_for_checkpoint()
+    engine.wait_for_checkpoint()
+    found = {}
+    for name in ("one", "two"):
+        twin = engine_of(context, stage=1)
+        assert twin.load_checkpoint(Path(runs, name)).state["at"] == twin.steps
+        found[name] = fingerprint(twin)
+    return {
+        "published": published,
+        "one": found["one"] == before,
+        "two": found["two"] == after,
+        "one copy": same,
+    }
+
+
+def test_saving_in_the_background_keeps_the_moment_it_was_called(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(background_body, runs=str(tmp_path)):
+        assert found == {"published": False, "one": True, "two": True, "one copy": True}
+
+
+def errors_body(context: Context, runs: str) -> dict[str, Any]:
+    engine = engine_of(context)
+    train(engine, context)
+    good, bad = Path(runs, "good"), Path(runs, "bad")
+    engine.save_checkpoint(good)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk")
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "disk")
+    messages: dict[str, Any] = {}
+    engine._checkpoints.storage = BrokenStorage(full if context.rank else None)
+    messages["full"] = raised(lambda: engine.save_checkpoint(bad))
+    engine._checkpoints.storage = BrokenStorage(denied if not context.rank else None)
+    messages["denied"] = raised(lambda: engine.save_checkpoint(bad))
+    messages["in the background"] = raised(lambda: engine.save_checkpoint(bad, async_=True))
+    train(engine, context)
+    messages["later"] = raised(lambda: engine.save_checkpoint(bad))
+    engine.save_checkpoint(good, async_=True)
+    messages["waiting"] = raised(engine.wait_for_checkpoint)
+    messages["once"] = raised(engine.wait_for_checkpoint)
+    engine._checkpoints.storage = DISK
+    messages["left"] = sorted(os.listdir(runs))
+    messages["file in the way"] = raised(lambda: engine.save_checkpoint(good / "manifest.json" / "x"))
+    Path(runs, "mine").mkdir(exist_ok=True)
+    Path(runs, "mine", "thesis.txt").write_text("years of work")
+    messages["not ours"] = raised(lambda: engine.save_checkpoint(Path(runs, "mine")))
+    messages["parent"] = raised(lambda: engine.save_checkpoint(runs))
+    messages["latest"] = raised(lambda: engine.save_checkpoint(Path(runs, "latest")))
+    messages["hidden"] = raised(lambda: engine.save_checkpoint(Path(runs, ".x")))
+    messages["keep"] = raised(lambda: engine.save_checkpoint(good, keep_last=0))
+    messages["state"] = raised(lambda: engine.save_checkpoint(bad, {"x": {1, 2}}))
+    own = {"x": object() if context.rank else 1}
+    messages["rank state"] = raised(lambda: engine.save_checkpoint(bad, rank_state=own))
+    engine.load_checkpoint(runs)
+    messages["steps"] = engine.steps
+    engine.save_checkpoint(Path(runs, "empty"))
+    return messages
+
+
+def test_errors_reach_every_rank_and_leave_what_was_there(cluster: Clusters, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for found in cluster(2).run(errors_body, runs=str(tmp_path)):
+        assert found["full"].startswith("CheckpointError: rank 1 could not save its part of the checkpoint: ")
+        assert "No space left on device" in found["full"]
+        assert "CheckpointError: rank 0" in found["denied"]
+        assert "Permission denied" in found["denied"]
+        assert found["in the background"] == "nothing raised"
+        assert found["later"] == found["waiting"] == found["denied"]
+        assert found["once"] == "nothing raised"
+        assert found["left"] == ["empty", "good", "latest"]
+        assert found["file in the way"].endswith("manifest.json is in the way: it is no directory")
+        assert "exists and is no checkpoint; it is left alone" in found["not ours"]
+        assert "exists and is no checkpoint; it is left alone" in found["parent"]
+        assert "cannot name a checkpoint" in found["latest"]
+        assert "cannot name a checkpoint" in found["hidden"]
+        assert "keep_last must be at least 1" in found["keep"]
+        assert found["state"].startswith("UsageError: state['x'] is a set")
+        assert found["rank state"].startswith("UsageError: rank_state['x'] is a object")
+        assert found["steps"] == 1
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def micro_batch_body(context: Context, runs: str) -> str:
+    engine = engine_of(context, gradient_accumulation_steps=2)
+    engine.backward(language_loss(engine.module, 0, context.rank))
+    engine.step()
+    message = raised(lambda: engine.save_checkpoint(Path(runs, "c")))
+    engine.zero_grad()
+    engine.save_checkpoint(Path(runs, "c"))
+    return message
+
+
+def test_between_micro_batches_there_is_nothing_whole_to_save(cluster: Clusters, tmp_path: Path) -> None:
+    for message in cluster(2).run(micro_batch_body, runs=str(tmp_path)):
+        assert "gradients would be lost" in message
+
+
+def two_engines_body(context: Context, runs: str) -> list[str]:
+    """Two saves in one directory at a time; each engine's files stay its own."""
+    engines = [engine_of(context), engine_of(context, stage=0)]
+    gate = threading.Event()
+    for number, engine in enumerate(engines):
+        engine._checkpoints.storage = BrokenStorage(gate=gate)
+        engine.save_checkpoint(Path(runs, f"model-{number}"), async_=True)
+    while len([n for n in os.listdir(runs) if n.endswith(".new")]) < 2:
+        time.sleep(0.001)
+    third = engine_of(context)
+    same = raised(lambda: third.save_checkpoint(Path(runs, "model-0")))
+    gate.set()
+    for engine in engines:
+        engine.wait_for_checkpoint()
+    return [same, *complete(Path(runs), DISK)]
+
+
+def test_two_saves_at_a_time_do_not_disturb_each_other(cluster: Clusters, tmp_path: Path) -> None:
+    for same, *found in cluster(2).run(two_engines_body, runs=str(tmp_path)):
+        assert "another save of" in same
+        assert found == ["model-0", "model-1"]
+
+
+def dead_rank_body(context: Context, runs: str, async_: bool) -> str:
+    engine = zero.initialize(model := fresh(), adamw(model), zero.Config(timeout=2))
+    engine.save_checkpoint(Path(runs, "before"))
+    if context.rank:
+        os._exit(1)
+    engine.save_checkpoint(Path(runs, "after"), async_=async_)
+    engine.wait_for_checkpoint()
+    return "nothing raised"
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_dead_rank_is_named(cluster: Clusters, tmp_path: Path, async_: bool) -> None:
+    first, second = cluster(2).outcomes(dead_rank_body, runs=str(tmp_path), async_=async_)
+    assert second.status == "died"
+    assert first.error.startswith(
+        "CommunicationError: saving a checkpoint, rank 0 waited 2 s for 'file' of rank"
+    )
+    assert complete(tmp_path, DISK) == ["before"]
+    assert sorted(os.listdir(tmp_path)) == ["before", "latest"]
+    cluster(1).run(one_more_body, runs=str(tmp_path))
+
+
+def one_more_body(context: Context, runs: str) -> None:
+    model = LanguageModel()
+    zero.initialize(model, adamw(model), zero.Config(timeout=10)).load_checkpoint(runs)
+
+
+def written_once_body(context: Context, path: str, stage: int) -> int:
+    engine = engine_of(context, stage=stage)
+    engine.save_checkpoint(path)
+    return sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_everything_is_written_once_spread_over_the_ranks(
+    cluster: Clusters, tmp_path: Path, stage: int
+) -> None:
+    """And another program can read it: safetensors, JSON."""
+    path = tmp_path / "c"
+    trainable = cluster(3).run(written_once_body, path=str(path), stage=stage)[0]
+    manifest = json.loads((path / "manifest.json").read_text())
+    sizes: list[int] = []
+    for entry in manifest["files"]:
+        with safe_open(path / entry["name"], "pt") as file:
+            names = set(file.keys())
+            sizes.append(sum(file.get_tensor(n).numel() for n in names if n.startswith("optimizer/exp_avg/")))
+    assert sum(sizes) == trainable
+    assert max(sizes) < 0.5 * trainable
+    assert manifest["parameters"][-1]["unit"] == "<root>"
+    tied = next(p for p in manifest["parameters"] if p["name"] == "embedding.weight")
+    assert tied["aliases"] == ["head.weight"]
+    for name, tensor in manifest["tensors"].items():
+        for number, start, length, offset, _ in tensor["slices"]:
+            entry = manifest["files"][number]
+            with safe_open(path / entry["name"], "pt") as file:
+                values = file.get_tensor(name)
+            raw = (path / entry["name"]).read_bytes()[
+                offset : offset + values.numel() * values.element_size()
+            ]
+            assert len(values) == length
+            assert start + length <= max(1, torch.Size(tensor["shape"]).numel())
+            assert values.view(torch.uint8).numpy().tobytes() == raw
+
+
+def peak_body(context: Context, path: str) -> tuple[int, int]:
+    """The largest host buffer that a save asks for, and the bytes it writes."""
+    engine = engine_of(context)
+    asked = []
+    empty = context.accelerator.memory.empty_host
+
+    def counted(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        asked.append(torch.Size(shape).numel() * dtype.itemsize)
+        return empty(shape, dtype)
+
+    engine.accelerator.memory.empty_host = counted  # type: ignore[method-assign]
+    try:
+        engine.save_checkpoint(path)
+    finally:
+        del engine.accelerator.memory.empty_host
+    return max(asked, default=0), rank_file.CHUNK
+
+
+def test_a_save_needs_one_chunk_of_memory_at_most(cluster: Clusters, tmp_path: Path) -> None:
+    for asked, chunk in cluster(2).run(peak_body, path=str(tmp_path / "c")):
+        assert asked <= chunk
