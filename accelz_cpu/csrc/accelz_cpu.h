@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature or a meaning below does; the Python side refuses another. */
-enum { ACCELZ_ABI = 1 };
+enum { ACCELZ_ABI = 2 };
 
 enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8 };
 enum { ACCELZ_SUM, ACCELZ_MAX, ACCELZ_MIN };
@@ -35,20 +35,42 @@ ACCELZ_API const char *accelz_last_error(void);
 
 /* ---- kernels: dtypes FLOAT32, BFLOAT16 and FLOAT16 ---- */
 
+/* What every optimizer step takes. */
 typedef struct {
-    float *master, *exp_avg, *exp_avg_sq; /* read and written */
-    const void *grad;                     /* of grad_dtype */
-    void *weights;                        /* master rounded to weights_dtype, or NULL */
-    const float *step;                    /* one value: the number of this step, from 1 */
-    const float *grad_scale;              /* one value, or NULL for 1 */
-    const float *skip;                    /* one value: other than 0 changes nothing but weights; or NULL */
+    float *master;           /* read and written, as the moments below are */
+    const void *grad;        /* of grad_dtype */
+    void *weights;           /* master rounded to weights_dtype, or NULL */
+    const float *grad_scale; /* one value, or NULL for 1 */
+    const float *skip;       /* one value: other than 0 changes nothing but weights; or NULL */
     size_t numel;
-    int grad_dtype, weights_dtype;
-    int decoupled, maximize;
-    double lr, beta1, beta2, eps, weight_decay;
+    int grad_dtype, weights_dtype, maximize;
+    double lr, weight_decay;
+} accelz_step_arguments;
+
+typedef struct {
+    accelz_step_arguments common;
+    float *exp_avg, *exp_avg_sq;
+    const float *step; /* one value: the number of this step, from 1 */
+    int decoupled;
+    double beta1, beta2, eps;
 } accelz_adamw_arguments;
 
+typedef struct {
+    accelz_step_arguments common;
+    float *momentum_buffer; /* NULL: no momentum */
+    int nesterov;
+    double momentum;
+} accelz_sgd_arguments;
+
+typedef struct {
+    accelz_step_arguments common;
+    float *exp_avg;
+    double beta1, beta2;
+} accelz_lion_arguments;
+
 ACCELZ_API void accelz_adamw(const accelz_adamw_arguments *arguments, int threads);
+ACCELZ_API void accelz_sgd(const accelz_sgd_arguments *arguments, int threads);
+ACCELZ_API void accelz_lion(const accelz_lion_arguments *arguments, int threads);
 
 /* The sum of squares. Values are squared and first added up in fp32, in an order that depends on numel only. */
 ACCELZ_API double accelz_sum_of_squares(const void *values, int dtype, size_t numel, int threads);

@@ -21,6 +21,7 @@ constexpr size_t PIECE = size_t(1) << 18;  // bytes that a thread works on at a 
 constexpr size_t STREAM_FROM = size_t(4) << 20;  // bytes: longer copies would drive out of the cache what is needed
 constexpr uint64_t MANY = 16;              // collectives of a stream, all under way
 constexpr double LOOK_SECONDS = 0.005;     // between looks at whether the others still live
+constexpr auto PAUSE = std::chrono::microseconds(5);
 constexpr auto SPIN = std::chrono::microseconds(100);
 constexpr auto SPIN_WHEN_CROWDED = std::chrono::microseconds(2);
 
@@ -200,8 +201,10 @@ void Channel::wait_for_all(const Request &request, uint64_t number) {
         patient = now - began > spin_;
         if (patient)
             sleep_on_bell(mine_, bell, LOOK_SECONDS);
-        else
+        else if (now - began < PAUSE)
             pause();
+        else
+            sched_yield();  // whoever is waited for may need this very processor
     }
 }
 

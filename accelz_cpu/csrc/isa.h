@@ -5,14 +5,18 @@
 
 namespace accelz {
 
-// An Adam step with everything that is the same for all elements computed beforehand.
-struct AdamStep {
-    float *master, *exp_avg, *exp_avg_sq;
+// Optimizer steps, with everything that is the same for all elements computed beforehand.
+struct Step {
+    float *master;
     const void *grad;
     void *weights;
     int grad_dtype, weights_dtype;
-    bool decoupled;
     float grad_factor;       // grad_scale, with the sign of maximize
+};
+
+struct AdamStep : Step {
+    float *exp_avg, *exp_avg_sq;
+    bool decoupled;
     float decay;             // decoupled: what master is multiplied by; else what of it joins the gradient
     float weight1;           // 1 - beta1
     float beta2, weight2;    // weight2: 1 - beta2
@@ -21,9 +25,25 @@ struct AdamStep {
     float eps;
 };
 
+struct SgdStep : Step {
+    float *momentum_buffer;  // null: no momentum
+    bool nesterov;
+    float decay;             // what of master joins the gradient
+    float momentum, lr;
+};
+
+struct LionStep : Step {
+    float *exp_avg;
+    float kept;              // 1 - lr * weight_decay
+    float weight1, weight2;  // 1 - beta1, 1 - beta2
+    float lr;
+};
+
 struct IsaKernels {
     const char *name;
     void (*adamw)(const AdamStep &step, size_t begin, size_t end);
+    void (*sgd)(const SgdStep &step, size_t begin, size_t end);
+    void (*lion)(const LionStep &step, size_t begin, size_t end);
     double (*sum_of_squares)(const void *values, int dtype, size_t numel);
     void (*scale_cast)(void *output, int output_dtype, const void *source, int source_dtype, float scale,
                        size_t numel);

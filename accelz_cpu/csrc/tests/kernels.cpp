@@ -19,9 +19,9 @@ constexpr size_t N = 300'007;
 
 struct State {
     std::vector<float> master, grad, average, square;
-    std::vector<uint16_t> weights;
+    std::vector<uint16_t> weights, narrow_grad;
 
-    State() : master(N), grad(N), average(N), square(N), weights(N) {
+    State() : master(N), grad(N), average(N), square(N), weights(N), narrow_grad(N) {
         std::mt19937 generator(7);
         std::normal_distribution<float> normal;
         for (size_t i = 0; i < N; i++) {
@@ -32,25 +32,42 @@ struct State {
         }
     }
 
-    void step(int threads, int grad_dtype = ACCELZ_FLOAT32) {
-        const float number = 3;
-        accelz_adamw_arguments a{};
+    accelz_step_arguments common(int grad_dtype) {
+        accelz_step_arguments a{};
         a.master = master.data();
-        a.exp_avg = average.data();
-        a.exp_avg_sq = square.data();
         a.grad = grad.data();
+        if (grad_dtype != ACCELZ_FLOAT32) {
+            accelz_scale_cast(narrow_grad.data(), grad_dtype, grad.data(), ACCELZ_FLOAT32, nullptr, N, 1);
+            a.grad = narrow_grad.data();
+        }
         a.weights = weights.data();
-        a.step = &number;
         a.numel = N;
         a.grad_dtype = grad_dtype;
         a.weights_dtype = ACCELZ_BFLOAT16;
-        a.decoupled = 1;
         a.lr = 1e-3;
-        a.beta1 = 0.9;
-        a.beta2 = 0.999;
-        a.eps = 1e-8;
         a.weight_decay = 0.1;
+        return a;
+    }
+
+    void adamw(int threads, int grad_dtype = ACCELZ_FLOAT32) {
+        const float number = 3;
+        accelz_adamw_arguments a{common(grad_dtype), average.data(), square.data(), &number, 1, 0.9, 0.999, 1e-8};
         accelz_adamw(&a, threads);
+    }
+
+    void sgd(int threads, int grad_dtype = ACCELZ_FLOAT32) {
+        accelz_sgd_arguments a{common(grad_dtype), nullptr, 0, 0};
+        accelz_sgd(&a, threads);
+    }
+
+    void momentum(int threads, int grad_dtype = ACCELZ_FLOAT32) {
+        accelz_sgd_arguments a{common(grad_dtype), average.data(), 1, 0.9};
+        accelz_sgd(&a, threads);
+    }
+
+    void lion(int threads, int grad_dtype = ACCELZ_FLOAT32) {
+        accelz_lion_arguments a{common(grad_dtype), average.data(), 0.9, 0.99};
+        accelz_lion(&a, threads);
     }
 
     bool operator==(const State &o) const {
@@ -71,17 +88,21 @@ void on_every_isa(Body body) {
 
 }  // namespace
 
-TEST(adamw_is_the_same_on_every_isa_and_any_threads) {
-    State expected;
-    CHECK(accelz_use_isa("baseline") == 0);
-    expected.step(1);
-    on_every_isa([&] {
-        for (int threads : {1, 2, 5}) {
-            State state;
-            state.step(threads);
-            CHECK(state == expected);
+TEST(steps_are_the_same_on_every_isa_and_any_threads) {
+    for (const auto step : {&State::adamw, &State::sgd, &State::momentum, &State::lion})
+        for (int dtype : {ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16}) {
+            State expected;
+            CHECK(accelz_use_isa("baseline") == 0);
+            (expected.*step)(1, dtype);
+            CHECK(!(expected == State()));
+            on_every_isa([&] {
+                for (int threads : {1, 2, 5}) {
+                    State state;
+                    (state.*step)(threads, dtype);
+                    CHECK(state == expected);
+                }
+            });
         }
-    });
 }
 
 TEST(conversions_are_the_same_on_every_isa) {
@@ -120,10 +141,10 @@ TEST(the_norm_is_the_same_on_every_isa_and_any_threads) {
 
 TEST(several_threads_may_call_at_once) {
     State expected;
-    expected.step(1);
+    expected.adamw(1);
     std::vector<State> states(3);
     std::vector<std::thread> callers;
-    for (State &state : states) callers.emplace_back([&state] { state.step(3); });
+    for (State &state : states) callers.emplace_back([&state] { state.adamw(3); });
     for (std::thread &caller : callers) caller.join();
     for (const State &state : states) CHECK(state == expected);
 }
@@ -131,11 +152,11 @@ TEST(several_threads_may_call_at_once) {
 TEST(a_forked_child_has_threads_of_its_own) {
 #if !defined(__SANITIZE_THREAD__)  // which does not support threads after a fork
     State expected;
-    expected.step(2);
+    expected.adamw(2);
     const pid_t child = fork();
     if (child == 0) {
         State state;
-        state.step(2);
+        state.adamw(2);
         _exit(state == expected ? 0 : 1);
     }
     int status = -1;
