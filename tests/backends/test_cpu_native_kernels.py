@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import CDLL
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +23,10 @@ ULP = torch.finfo(torch.float32).eps
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NUMEL = 300_007
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+ONE_MOMENT_OPTIONS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1},
+    "lion": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,28 @@ def step(kernels: Kernels, values: dict[str, Tensor], number: float = 3.0, **opt
     kernels.adamw(*inputs, torch.tensor(number), weights=values["weights"], **{**OPTIONS, **options})
 
 
+def one_moment(name: str, kernels: Kernels, values: dict[str, Tensor], **options: Any) -> None:
+    """One step of sgd or lion, whose moment is exp_avg unless options say otherwise."""
+    moment = options.pop("momentum_buffer", values["exp_avg"])
+    kernel = getattr(kernels, name)
+    kernel(
+        values["master"],
+        values["grad"],
+        moment,
+        weights=values["weights"],
+        **{**ONE_MOMENT_OPTIONS[name], **options},
+    )
+
+
+STEPS: dict[str, Callable[..., None]] = {
+    "adamw": step,
+    "sgd": partial(one_moment, "sgd", momentum_buffer=None),
+    "momentum": partial(one_moment, "sgd"),
+    "nesterov": partial(one_moment, "sgd", nesterov=True),
+    "lion": partial(one_moment, "lion"),
+}
+
+
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in left)
 
@@ -80,9 +107,75 @@ def test_adamw_differs_from_the_reference_by_units_in_the_last_place(
         torch.testing.assert_close(mine[name], theirs[name], rtol=4 * ULP, atol=4 * ULP * 0.1)
 
 
-def test_adamw_is_the_same_for_any_threads_slices_and_instruction_set(
-    kernels: NativeKernels, library: CDLL
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "maximize": {"maximize": True},
+    "no weight decay": {"weight_decay": 0.0},
+    "scaled": {"grad_scale": torch.tensor(0.3)},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_sgd_differs_from_the_reference_by_units_in_the_last_place(
+    kernels: NativeKernels, dtype: torch.dtype, name: str, variant: str
 ) -> None:
+    """The stated bound: 4 ulp of the value; where terms cancel, of the terms (here around 1)."""
+    mine, theirs = state(dtype), state(dtype)
+    for _ in range(3):
+        STEPS[name](kernels, mine, **VARIANTS[variant])
+        STEPS[name](REFERENCE, theirs, **VARIANTS[variant])
+    for value in ("master", "exp_avg"):
+        torch.testing.assert_close(mine[value], theirs[value], rtol=4 * ULP, atol=4 * ULP)
+    assert torch.equal(mine["weights"], mine["master"].bfloat16())
+    assert torch.equal(mine["exp_avg"], state(dtype)["exp_avg"]) == (name == "sgd")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.3, 0.2)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lion_differs_from_the_reference_by_units_in_the_last_place(
+    kernels: NativeKernels, dtype: torch.dtype, betas: tuple[float, float], variant: str
+) -> None:
+    """The bound of sgd, except where the direction is too close to zero for its sign to be certain."""
+    options = {**VARIANTS[variant], "beta1": betas[0], "beta2": betas[1]}
+    mine, theirs = state(dtype), state(dtype)
+    m, g = mine["exp_avg"].double(), mine["grad"].double() * float(options.get("grad_scale", 1))
+    direction = m.lerp(-g if options.get("maximize") else g, 1 - betas[0])
+    certain = direction.abs() > 4 * ULP * (m.abs() + g.abs())
+    assert certain.float().mean() > 0.999
+    STEPS["lion"](kernels, mine, **options)
+    STEPS["lion"](REFERENCE, theirs, **options)
+    bound = {"rtol": 4 * ULP, "atol": 4 * ULP}
+    torch.testing.assert_close(mine["master"][certain], theirs["master"][certain], **bound)
+    torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"], **bound)
+    assert torch.equal(mine["weights"], mine["master"].bfloat16())
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_gradients_that_are_not_finite_do_what_they_do_in_the_reference(
+    kernels: NativeKernels, library: CDLL, name: str
+) -> None:
+    for isa in (b"baseline", b"avx2", b"avx512"):
+        if library.accelz_use_isa(isa):
+            continue
+        mine, theirs = state(torch.float32, 301), state(torch.float32, 301)
+        for values in (mine, theirs):
+            values["grad"][::2] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0]).repeat(38)[
+                :151
+            ]
+            values["exp_avg"][::3] = 0.0
+            STEPS[name](REFERENCE if values is theirs else kernels, values)
+        for value in ("master", "exp_avg"):
+            torch.testing.assert_close(mine[value], theirs[value], rtol=4 * ULP, atol=4 * ULP, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_the_same_for_any_threads_slices_and_instruction_set(
+    kernels: NativeKernels, library: CDLL, name: str
+) -> None:
+    step = STEPS[name]
     expected = state()
     torch.set_num_threads(1)
     step(kernels, expected)
@@ -162,9 +255,27 @@ def test_what_the_library_cannot_do_goes_to_torch(kernels: NativeKernels) -> Non
     assert torch.equal(output, (strided * 2).double())
 
 
+@pytest.mark.parametrize("name", ["sgd", "momentum", "nesterov", "lion"])
+def test_masters_that_the_library_cannot_update_go_to_torch(kernels: NativeKernels, name: str) -> None:
+    """Like the reference, bit for bit: fp64 masters, and gradients that are not contiguous."""
+    for change in ("fp64", "strided"):
+        mine, theirs = state(torch.float32, 1000), state(torch.float32, 1000)
+        for values in (mine, theirs):
+            if change == "fp64":
+                values |= {key: values[key].double() for key in ("master", "exp_avg")}
+            else:
+                values["grad"] = values["grad"].repeat_interleave(2)[::2]
+            STEPS[name](REFERENCE if values is theirs else kernels, values)
+        assert same(mine, theirs), change
+
+
 def test_tensors_of_different_lengths_are_refused(kernels: NativeKernels) -> None:
     with pytest.raises(ValueError, match=r"one length, got \[3, 4\]"):
         kernels.accumulate(torch.zeros(4), torch.zeros(3))
+    for name in STEPS:
+        values = {key: torch.zeros(3 if key == "weights" else 4) for key in state(numel=4)}
+        with pytest.raises(ValueError, match=r"one length, got \[3, 4\]"):
+            STEPS[name](kernels, values)
 
 
 def test_workers_flush_subnormals_as_the_caller_does(kernels: NativeKernels) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import accelz_cpu
 
-ABI = 1
+ABI = 2
 LIBRARY = "libaccelz_cpu.so"
 DTYPES = {
     torch.float32: 0,
@@ -28,15 +28,46 @@ FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes that the kernels take."""
 
 
+class StepArguments(Structure):
+    """accelz_step_arguments of the header."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("master", "grad", "weights", "grad_scale", "skip")),
+        ("numel", c_size_t),
+        *((name, c_int) for name in ("grad_dtype", "weights_dtype", "maximize")),
+        *((name, c_double) for name in ("lr", "weight_decay")),
+    )
+
+
 class AdamWArguments(Structure):
     """accelz_adamw_arguments of the header."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("master", "exp_avg", "exp_avg_sq", "grad", "weights")),
-        *((name, c_void_p) for name in ("step", "grad_scale", "skip")),
-        ("numel", c_size_t),
-        *((name, c_int) for name in ("grad_dtype", "weights_dtype", "decoupled", "maximize")),
-        *((name, c_double) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")),
+        ("common", StepArguments),
+        *((name, c_void_p) for name in ("exp_avg", "exp_avg_sq", "step")),
+        ("decoupled", c_int),
+        *((name, c_double) for name in ("beta1", "beta2", "eps")),
+    )
+
+
+class SgdArguments(Structure):
+    """accelz_sgd_arguments of the header."""
+
+    _fields_ = (
+        ("common", StepArguments),
+        ("momentum_buffer", c_void_p),
+        ("nesterov", c_int),
+        ("momentum", c_double),
+    )
+
+
+class LionArguments(Structure):
+    """accelz_lion_arguments of the header."""
+
+    _fields_ = (
+        ("common", StepArguments),
+        ("exp_avg", c_void_p),
+        *((name, c_double) for name in ("beta1", "beta2")),
     )
 
 
@@ -46,6 +77,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "accelz_use_isa": (_I, (c_char_p,)),
     "accelz_last_error": (c_char_p, ()),
     "accelz_adamw": (None, (POINTER(AdamWArguments), _I)),
+    "accelz_sgd": (None, (POINTER(SgdArguments), _I)),
+    "accelz_lion": (None, (POINTER(LionArguments), _I)),
     "accelz_sum_of_squares": (c_double, (_P, _I, _N, _I)),
     "accelz_scale_cast": (None, (_P, _I, _P, _I, _P, _N, _I)),
     "accelz_accumulate": (None, (_P, _I, _P, _I, _N, _I)),

@@ -1,9 +1,10 @@
 """Kernels of the native library: one pass over memory each, on as many threads as torch may use.
 
-adamw, scale_cast and accumulate compute every element by itself, with no fused operations: results are the
-same bits for any number of threads, any slicing and any instruction set. The norm adds up in an order that
-depends on the length alone. From the torch reference adamw differs by a few units in the last place of fp32
-(the bias corrections are computed in fp64 here), the others not at all but for the norm's order.
+All but the norm compute every element by itself, with no fused operations: results are the same bits for
+any number of threads, any slicing and any instruction set. The norm adds up in an order that depends on the
+length alone. From the torch reference adamw, sgd and lion differ by a few units in the last place of fp32:
+torch fuses some operations, and adamw's bias corrections are computed in fp64 here. Where lion's direction is
+that close to zero, its sign may differ. The others differ not at all, but for the norm's order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accelz_cpu.kernels import CpuKernels
-from accelz_cpu.native import DTYPES, FLOATS, AdamWArguments
+from accelz_cpu.native import DTYPES, FLOATS, AdamWArguments, LionArguments, SgdArguments, StepArguments
 
 
 class NativeKernels(CpuKernels):
@@ -43,14 +44,10 @@ class NativeKernels(CpuKernels):
         skip: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        state = (master, exp_avg, exp_avg_sq)
-        scalars = (step, grad_scale, skip)
-        wide = all(t is None or t.dtype is torch.float32 for t in (*state, *scalars))
-        if (
-            not wide
-            or not _flat(*state, grad, weights)
-            or any(s is not None and not s.is_cpu for s in scalars)
-        ):
+        common = _step_arguments(
+            master, grad, (exp_avg, exp_avg_sq), grad_scale, skip, weights, lr, weight_decay, maximize
+        )
+        if common is None or not _one_value(step):
             super().adamw(
                 master,
                 grad,
@@ -69,20 +66,80 @@ class NativeKernels(CpuKernels):
                 weights=weights,
             )
             return
-        arguments = AdamWArguments(
-            *(_pointer(t) for t in (*state, grad, weights, *scalars)),
-            _same_length(*state, grad, weights),
-            DTYPES[grad.dtype],
-            0 if weights is None else DTYPES[weights.dtype],
-            decoupled,
-            maximize,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-        )
+        pointers = (exp_avg.data_ptr(), exp_avg_sq.data_ptr(), step.data_ptr())
+        arguments = AdamWArguments(common, *pointers, decoupled, beta1, beta2, eps)
         self._library.accelz_adamw(byref(arguments), torch.get_num_threads())
+
+    def sgd(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        momentum_buffer: Tensor | None,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool = False,
+        maximize: bool = False,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        moments = () if momentum_buffer is None else (momentum_buffer,)
+        common = _step_arguments(master, grad, moments, grad_scale, skip, weights, lr, weight_decay, maximize)
+        if common is None:
+            super().sgd(
+                master,
+                grad,
+                momentum_buffer,
+                lr=lr,
+                momentum=momentum,
+                weight_decay=weight_decay,
+                nesterov=nesterov,
+                maximize=maximize,
+                grad_scale=grad_scale,
+                skip=skip,
+                weights=weights,
+            )
+            return
+        arguments = SgdArguments(common, _pointer(momentum_buffer), nesterov, momentum)
+        self._library.accelz_sgd(byref(arguments), torch.get_num_threads())
+
+    def lion(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        maximize: bool = False,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        common = _step_arguments(
+            master, grad, (exp_avg,), grad_scale, skip, weights, lr, weight_decay, maximize
+        )
+        if common is None:
+            super().lion(
+                master,
+                grad,
+                exp_avg,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                maximize=maximize,
+                grad_scale=grad_scale,
+                skip=skip,
+                weights=weights,
+            )
+            return
+        arguments = LionArguments(common, exp_avg.data_ptr(), beta1, beta2)
+        self._library.accelz_lion(byref(arguments), torch.get_num_threads())
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         if not _flat(*tensors):
@@ -119,6 +176,37 @@ class NativeKernels(CpuKernels):
             _same_length(total, addend),
             torch.get_num_threads(),
         )
+
+
+def _step_arguments(
+    master: Tensor,
+    grad: Tensor,
+    moments: tuple[Tensor, ...],
+    grad_scale: Tensor | None,
+    skip: Tensor | None,
+    weights: Tensor | None,
+    lr: float,
+    weight_decay: float,
+    maximize: bool,
+) -> StepArguments | None:
+    """What optimizer steps have in common, or None where the library does not take these tensors."""
+    wide = all(t.dtype is torch.float32 for t in (master, *moments))
+    if not wide or not _flat(master, grad, *moments, weights) or not _one_value(grad_scale, skip):
+        return None
+    return StepArguments(
+        *(_pointer(t) for t in (master, grad, weights, grad_scale, skip)),
+        _same_length(master, grad, *moments, weights),
+        DTYPES[grad.dtype],
+        0 if weights is None else DTYPES[weights.dtype],
+        maximize,
+        lr,
+        weight_decay,
+    )
+
+
+def _one_value(*scalars: Tensor | None) -> bool:
+    """Whether the library can read them: fp32 in host memory."""
+    return all(s is None or (s.dtype is torch.float32 and s.is_cpu) for s in scalars)
 
 
 def _flat(*tensors: Tensor | None) -> bool:
