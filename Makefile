@@ -14,7 +14,7 @@ ARGS ?=
 
 setup: $(STAMP)
 
-$(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml)
+$(STAMP): constraints.txt $(PACKAGES:%=%/pyproject.toml) accelz_cpu/CMakeLists.txt $(wildcard accelz_cpu/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -r constraints.txt

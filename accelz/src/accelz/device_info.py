@@ -29,7 +29,7 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
         "dtypes": sorted(str(d).removeprefix("torch.") for d in accelerator.capabilities.dtypes),
         "memory": asdict(accelerator.memory.stats()),
         "kernels": {name: accelerator.kernels.origin(name) for name in kernels.NAMES},
-        "collectives": accelerator.collectives.spec,
+        "collectives": f"{_class_name(accelerator.collectives)} ({accelerator.collectives.spec})",
         "flat_buffers": _class_name(accelerator.flat_buffers),
         "streams": _class_name(accelerator.streams),
         "torch": torch.__version__,
