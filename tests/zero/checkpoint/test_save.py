@@ -21,9 +21,9 @@ from tests.zero.checkpoint.test_load import fingerprint
 from tests.zero.models import LanguageModel
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
-from zero.checkpoint import rank_file
 from zero.checkpoint.reader import complete, find
 from zero.checkpoint.storage import DISK, File, Storage
+from zero.checkpoint.stream import CHUNK
 
 
 def engine_of(context: Context, **settings: Any) -> zero.Engine:
@@ -44,8 +44,8 @@ class BrokenStorage(Storage):
         self.error = error
         self.gate = gate
 
-    def create(self, path: Path, size: int) -> File:
-        file = super().create(path, size)
+    def create(self, path: Path, size: int, direct: bool = False) -> File:
+        file = super().create(path, size, direct)
         write = file.write
 
         def broken(offset: int, buffers: Sequence[memoryview]) -> None:
@@ -314,7 +314,7 @@ def peak_body(context: Context, path: str) -> tuple[int, int]:
         engine.save_checkpoint(path)
     finally:
         del engine.accelerator.memory.empty_host
-    return max(asked, default=0), rank_file.CHUNK
+    return max(asked, default=0), CHUNK
 
 
 def test_a_save_needs_one_chunk_of_memory_at_most(cluster: Clusters, tmp_path: Path) -> None:

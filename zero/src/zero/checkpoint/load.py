@@ -17,9 +17,10 @@ from zero.checkpoint.engine_state import EngineParts, kind_of, stride_of
 from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
 from zero.checkpoint.names import Rename, Target, match, raise_for
 from zero.checkpoint.problems import error_of, problem_of
-from zero.checkpoint.rank_file import CHUNK, bytes_of
+from zero.checkpoint.rank_file import bytes_of
 from zero.checkpoint.reader import Checkpoint, find
 from zero.checkpoint.storage import Storage
+from zero.checkpoint.stream import CHUNK
 from zero.errors import CheckpointError, StateError
 from zero.flat_group import FlatGroup
 from zero.optimizer import OwnedPiece

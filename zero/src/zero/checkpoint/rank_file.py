@@ -3,7 +3,7 @@
     8 bytes: length of the header | header, JSON padded to a multiple of 4096 | tensors | checksums
 
 Everything's place follows from the shapes, so the file is allocated first and written once, front to back.
-Tensors on the host are written where they lie; others pass through a buffer of CHUNK bytes.
+Tensors that are not on the host pass through a buffer of CHUNK bytes there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.manifest import BLOCK
-from zero.checkpoint.storage import File, Storage
+from zero.checkpoint.storage import Storage
+from zero.checkpoint.stream import CHUNK, Stream
 
-CHUNK = 1 << 23  # bytes written at once; a multiple of BLOCK
 CHECKSUMS = "checksums"
 _PAGE = 4096
 
@@ -66,12 +66,12 @@ def write_rank_file(
     header, places = _plan(ordered)
     checksums_at = places[-1]
     blocks = sum(part.blocks for part in ordered)
-    file = storage.create(path, checksums_at + 4 * blocks)
+    file = Stream(storage, path, checksums_at + 4 * blocks)
     try:
-        file.write(0, [memoryview(header)])
-        table = _write_parts(file, accelerator, ordered, len(header))
-        file.write(checksums_at, [memoryview(table)])
-        file.sync()
+        file.append(memoryview(header))
+        table = _write_parts(file, accelerator, ordered)
+        file.append(memoryview(table))
+        file.finish()
     finally:
         file.close()
     return {
@@ -136,17 +136,16 @@ def _entries(parts: Sequence[Part], places: Sequence[int]) -> dict[str, Any]:
     return entries
 
 
-def _write_parts(file: File, accelerator: Accelerator, parts: Sequence[Part], offset: int) -> bytes:
+def _write_parts(file: Stream, accelerator: Accelerator, parts: Sequence[Part]) -> bytes:
     """Write the parts one after another; returns the table of checksums, one for each block of each part."""
     staging = Staging(accelerator)
     table = bytearray()
     for chunk in _chunks(parts):
-        buffers = staging.on_host(chunk)
-        for buffer in buffers:
-            for begin in range(0, buffer.nbytes, BLOCK):
-                table += crc32(buffer[begin : begin + BLOCK]).to_bytes(4, "little")
-        file.write(offset, buffers)
-        offset += sum(buffer.nbytes for buffer in buffers)
+        for values in staging.on_host(chunk):
+            for begin in range(0, values.nbytes, BLOCK):
+                block = values[begin : begin + BLOCK]
+                table += crc32(block).to_bytes(4, "little")
+                file.append(block)
     return bytes(table)
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+PAGE = 4096  # what direct writes are aligned to
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
-_allocate = getattr(os, "posix_fallocate", os.truncate)  # macOS has no preallocation
+_DIRECT = getattr(os, "O_DIRECT", 0)
 _advise = getattr(os, "posix_fadvise", None)
+_allocate: Any = getattr(os, "posix_fallocate", lambda file, start, size: os.truncate(file, size))
 
 
 class File:
-    """An open file. Every method raises OSError as the operating system does."""
+    """An open file, usable from any thread. Every method raises OSError as the operating system does."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -30,7 +34,7 @@ class File:
         pending = [b for b in buffers if b.nbytes]
         position = offset
         while pending:
-            done = os.pwritev(self._descriptor, pending[:_MOST_BUFFERS], position)
+            done = self._write_some(pending[:_MOST_BUFFERS], position)
             position += done
             pending = _rest(pending, done)
         if _advise is not None:  # starts the write-back: otherwise the disk idles until the fsync
@@ -46,6 +50,10 @@ class File:
             done += count
         return done
 
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes."""
+        os.ftruncate(self._descriptor, size)
+
     def sync(self) -> None:
         """Return once the file's bytes are on the disk."""
         os.fsync(self._descriptor)
@@ -53,16 +61,34 @@ class File:
     def close(self) -> None:
         os.close(self._descriptor)
 
+    def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
+        try:
+            return os.pwritev(self._descriptor, buffers, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._leave_direct():
+                raise
+            return os.pwritev(self._descriptor, buffers, offset)
+
+    def _leave_direct(self) -> bool:
+        """Go through the page cache from now on; whether it was otherwise before."""
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+        return bool(flags & _DIRECT)
+
 
 class Storage:
     """The file system. Every method raises OSError as the operating system does."""
 
-    def create(self, path: Path, size: int) -> File:
-        """A new file of `size` bytes, its space reserved. The path must not exist."""
-        file = File(path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    def create(self, path: Path, size: int, direct: bool = False) -> File:
+        """A new file of `size` bytes, its space reserved. The path must not exist.
+
+        direct: write around the page cache where the file system can, which wants offsets, lengths and
+        buffers at multiples of PAGE bytes.
+        """
+        file = File(path, _create(path, direct))
         try:
             if size:
-                _allocate(file._descriptor, *([0, size] if _allocate is not os.truncate else [size]))
+                _allocate(file._descriptor, 0, size)
         except BaseException:
             file.close()
             raise
@@ -156,6 +182,18 @@ def write_whole(storage: Storage, path: Path, data: bytes) -> None:
         file.sync()
     finally:
         file.close()
+
+
+def _create(path: Path, direct: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    if direct:
+        try:
+            return os.open(path, flags | _DIRECT, 0o666)
+        except OSError as error:  # a file system in memory, for one, has no way around the cache
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o666)
 
 
 def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:

@@ -1,0 +1,92 @@
+"""Writing a file from front to back, in chunks, the next being filled while others are written.
+
+A large file goes around the page cache: what is written once and read much later would push other things out
+of memory, and filling the cache costs a copy that can be slower than the disk.
+"""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zero.checkpoint.storage import PAGE, Storage
+
+CHUNK = 1 << 23  # bytes written at once
+_CHUNKS = 3  # one being filled, two being written
+
+
+class Stream:
+    """A new file of `size` bytes. Methods raise OSError, also for what was appended earlier."""
+
+    def __init__(self, storage: Storage, path: Path, size: int) -> None:
+        self._size = size
+        self._large = size > CHUNK
+        self._file = storage.create(path, size, direct=self._large)
+        self._chunks = [
+            _aligned(CHUNK if self._large else size) for _ in range(_CHUNKS if self._large else 1)
+        ]
+        self._writers = ThreadPoolExecutor(_CHUNKS - 1, thread_name_prefix=f"writing {path.name}")
+        self._pending: list[Future[None] | None] = [None] * _CHUNKS
+        self._current = 0  # index of the chunk being filled
+        self._filled = 0  # bytes of it
+        self._position = 0  # of its first byte in the file
+
+    def append(self, data: memoryview) -> None:
+        """Take over `data`; it may change when this returns."""
+        while data.nbytes:
+            chunk = self._chunks[self._current]
+            count = min(data.nbytes, len(chunk) - self._filled)
+            part = np.frombuffer(data[:count], np.uint8)
+            np.copyto(chunk[self._filled : self._filled + count], part)  # other threads run meanwhile
+            data, self._filled = data[count:], self._filled + count
+            if self._large and self._filled == CHUNK:
+                self._send()
+
+    def finish(self) -> None:
+        """Return once all bytes are on the disk."""
+        if not self._large:
+            self._file.write(0, [_view(self._chunks[0][: self._filled])])
+        else:
+            self._finish_large()
+        self._file.sync()
+
+    def close(self) -> None:
+        """Close the file, finished or not."""
+        self._writers.shutdown()
+        self._file.close()
+
+    def _finish_large(self) -> None:
+        end = -(-self._filled // PAGE) * PAGE
+        self._chunks[self._current][self._filled : end] = 0
+        self._filled = end
+        self._send()
+        for index in range(_CHUNKS):
+            self._wait(index)
+        self._file.truncate(self._size)
+
+    def _send(self) -> None:
+        """Write the current chunk in the background and begin another, once it is free."""
+        data = _view(self._chunks[self._current][: self._filled])
+        self._pending[self._current] = self._writers.submit(self._file.write, self._position, [data])
+        self._position += self._filled
+        self._filled = 0
+        self._current = (self._current + 1) % _CHUNKS
+        self._wait(self._current)
+
+    def _wait(self, index: int) -> None:
+        pending, self._pending[index] = self._pending[index], None
+        if pending is not None:
+            pending.result()
+
+
+def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """`size` bytes that begin on a page."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+
+
+def _view(values: Any) -> memoryview:
+    return memoryview(values)
