@@ -14,6 +14,7 @@ from torch import nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from accelz.flat_buffer import Slot
+from accelz.gloo_lanes import GlooLanes
 from tests.zero.models import Stack
 from tests.zero.test_paths import decaying, straight
 
@@ -126,3 +127,31 @@ def reader_body(context: Context) -> tuple[float, float]:
 def test_no_weight_changes_under_a_reader(cluster: Clusters) -> None:
     for first, second in cluster(2).run(reader_body):
         assert second == first
+
+
+def both_ways_body(context: Context) -> tuple[list[float], list[float]]:
+    """Losses of the same training through shared memory and through gloo."""
+    native, losses = context.accelerator.collectives, []
+    for collectives in (native, GlooLanes()):
+        context.accelerator.collectives = collectives
+        try:
+            torch.manual_seed(3)
+            model = Stack()
+            config = zero.Config(precision="bf16", clip_norm=1.0, timeout=10)
+            engine = zero.initialize(model, decaying(model), config)
+            losses.append([_step(engine, straight(model, step, context.rank)) for step in range(5)])
+        finally:
+            context.accelerator.collectives = native
+    return losses[0], losses[1]
+
+
+def _step(engine: zero.Engine, loss: torch.Tensor) -> float:
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def test_losses_are_those_of_the_gloo_path(cluster: Clusters) -> None:
+    """Two values have one sum, whatever the order: bit for bit at two ranks."""
+    for shared, gloo in cluster(2).run(both_ways_body):
+        assert shared == gloo
