@@ -1,0 +1,78 @@
+"""Checkpoints of any tensors, without an engine: a thread for each rank, a slice of each tensor in each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from accelz import current
+from accelz.collectives import Group
+from zero.checkpoint.dtypes import name_of
+from zero.checkpoint.engine_state import RankState
+from zero.checkpoint.exchange import Exchange
+from zero.checkpoint.publication import Publication
+from zero.checkpoint.rank_file import Part
+from zero.checkpoint.save import Job
+from zero.checkpoint.storage import DISK
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2) -> None:
+    """A checkpoint of parameters, stored as they are."""
+    store = HashStore()
+    failures: list[BaseException] = []
+
+    def rank(number: int) -> None:
+        parts = [part for name, value in tensors.items() for part in _part(name, value, number, ranks)]
+        exchange = Exchange(Group(number, ranks, 60.0, store, cast(Any, None)), "synthetic")
+        job = Job(exchange, DISK, current(), Publication(DISK, path, None), RankState(parts=parts))
+        job.described = _described(tensors, ranks)
+        try:
+            job.run()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=rank, args=(n,)) for n in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _part(name: str, value: Tensor, rank: int, ranks: int) -> list[Part]:
+    """A rank's slice, in the tensor's memory order."""
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    flat = value.permute(order).reshape(-1)
+    first, last = (flat.numel() * n // ranks for n in (rank, rank + 1))
+    stride = None if value.is_contiguous() else tuple(value.stride())
+    return [Part(f"model/{name}", tuple(value.shape), flat[first:last], first, stride)]
+
+
+def _described(tensors: Mapping[str, Tensor], ranks: int) -> dict[str, Any]:
+    parameters = [
+        SimpleNamespace(
+            name=name, dtype=name_of(value.dtype, name), trainable=True, unit="u", group=0, aliases=[]
+        )
+        for name, value in tensors.items()
+    ]
+    return {
+        "zero": "0",
+        "created": 0.0,
+        "steps": 1,
+        "world_size": ranks,
+        "stage": 3,
+        "precision": "fp32",
+        "loss_scale": None,
+        "optimizer": {"kind": "none", "param_groups": [{}]},
+        "parameters": [vars(parameter) for parameter in parameters],
+        "buffers": [],
+        "extra_state": {"head._extra_state": 1},
+        "state": {},
+    }

@@ -1,0 +1,53 @@
+"""Tensors in another memory order: the same values, however small the boxes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.zero.consolidate import saved, synthetic
+from zero.consolidate import Options, consolidate, open_source
+from zero.consolidate.memory_order import boxes, read_box
+
+SHAPE = (3, 4, 5, 2)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 2, 3, 1), (1, 0, 3, 2)])
+@pytest.mark.parametrize("limit", [1, 3, 7, 10, 24, 1000])
+def test_boxes_are_the_whole_tensor_in_order(order: tuple[int, ...], limit: int) -> None:
+    inverse = sorted(range(4), key=order.__getitem__)
+    tensor = torch.arange(120, dtype=torch.int32).view([SHAPE[d] for d in order]).permute(inverse)
+    assert tuple(tensor.shape) == SHAPE
+    in_memory = memoryview(tensor.permute(order).contiguous().view(-1).numpy()).cast("B")
+
+    def read(start: int, into: memoryview) -> None:
+        into[:] = in_memory[4 * start : 4 * start + into.nbytes]
+
+    whole = bytearray()
+    for box in boxes(SHAPE, limit):
+        count = 1
+        for size in box.sizes:
+            count *= size
+        assert count <= limit
+        assert 4 * box.start == len(whole)
+        part = bytearray(4 * count)
+        read_box(box, SHAPE, tuple(tensor.stride()), 4, read, memoryview(part))
+        whole += part
+    assert torch.equal(torch.frombuffer(whole, dtype=torch.int32).view(SHAPE), tensor)
+
+
+def test_transposed_and_channels_last_tensors_larger_than_a_chunk(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "transposed": torch.randn(300, 700).t(),
+        "channels_last": torch.randn(40, 30, 9, 9).to(memory_format=torch.channels_last),
+        "plain": torch.randn(70_001),
+        "number": torch.tensor(2.5),
+    }
+    synthetic.save(tmp_path / "checkpoint", tensors, ranks=3)
+    with open_source(tmp_path / "checkpoint") as source:
+        result = consolidate(source, tmp_path / "out", Options(workers=2, memory=1 << 18, verify=True))
+    assert saved.same(saved.read(tmp_path / "out"), tensors)
+    assert result.left_out == ("head._extra_state",)

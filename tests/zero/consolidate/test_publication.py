@@ -1,0 +1,223 @@
+"""The output appears whole or not at all: kills, full disks, what is in the way, memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero
+from tests.zero.consolidate import saved, synthetic
+from zero.checkpoint.storage import File
+from zero.consolidate import Options, consolidate, open_source
+from zero.consolidate.files import WeightStorage
+
+TENSORS = 8
+SHARD = 400_000  # bytes: one tensor in a file
+
+
+@pytest.fixture(scope="module")
+def model() -> saved.State:
+    torch.manual_seed(1)
+    return {f"layers.{n}.weight": torch.randn(256, 300) for n in range(TENSORS)}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, model: saved.State) -> Path:
+    synthetic.save(tmp_path / "checkpoint", model)
+    return tmp_path / "checkpoint"
+
+
+def run(
+    checkpoint: Path, out: Path, options: Options | None = None, storage: WeightStorage | None = None
+) -> None:
+    with open_source(checkpoint) as source:
+        consolidate(source, out, options or Options(max_shard_size=SHARD), storage=storage or WeightStorage())
+
+
+class Failing(WeightStorage):
+    """Raises an error of the system at the `at`-th creation, write, sync or rename."""
+
+    def __init__(self, at: int, code: int = errno.ENOSPC) -> None:
+        self.at = at
+        self.calls = 0
+        self.code = code
+
+    def step(self) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise OSError(self.code, os.strerror(self.code))
+
+    def create(self, path: Path, size: int, direct: bool = False) -> File:
+        self.step()
+        return FailingFile(super().create(path, size, direct), self)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.step()
+        super().rename(old, new)
+
+
+class FailingFile(File):
+    def __init__(self, file: File, storage: Failing) -> None:
+        super().__init__(file.path, file._descriptor)
+        self._storage = storage
+
+    def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        self._storage.step()
+        super().write(offset, buffers)
+
+    def sync(self) -> None:
+        self._storage.step()
+        super().sync()
+
+
+def test_an_error_anywhere_leaves_what_was_there(tmp_path: Path, checkpoint: Path) -> None:
+    out = tmp_path / "out"
+    run(checkpoint, out, Options(dtype="bf16"))
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    options = Options(max_shard_size=SHARD, overwrite=True)
+    calls = Failing(at=0)
+    run(checkpoint, tmp_path / "count", options, calls)
+    for at in range(1, calls.calls):  # the last rename is the exchange's
+        with pytest.raises(zero.CheckpointError, match=r"out could not be written.*bytes are needed"):
+            run(checkpoint, out, options, Failing(at))
+        assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "count", "latest", "out"]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from zero.checkpoint.storage import File
+from zero.consolidate import Options, consolidate, open_source
+from zero.consolidate.files import WeightStorage
+
+class SlowFile(File):
+    def sync(self):
+        super().sync()
+        time.sleep(0.1)
+
+class Slow(WeightStorage):
+    def create(self, path, size, direct=False):
+        file = super().create(path, size, direct)
+        return SlowFile(file.path, file._descriptor)
+
+with open_source(Path(sys.argv[1])) as source:
+    options = Options(max_shard_size=int(sys.argv[3]), workers=1, overwrite=True)
+    consolidate(source, Path(sys.argv[2]), options, storage=Slow())
+"""
+
+
+def test_a_killed_run_leaves_the_old_output_and_is_taken_up_again(
+    tmp_path: Path, checkpoint: Path, model: saved.State
+) -> None:
+    out, staging = tmp_path / "out", tmp_path / ".out.new"
+    run(checkpoint, out, Options(dtype="bf16"))
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(checkpoint), str(out), str(SHARD)])
+    _wait_for(lambda: len(list(staging.glob("*.safetensors"))) >= 3, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert saved.same(saved.read(out), saved.cast(model, torch.bfloat16))
+    finished = {p.name: p.stat().st_ino for p in staging.glob("*.safetensors")}
+    assert 3 <= len(finished) < TENSORS
+
+    written: list[tuple[str, int]] = []
+    with open_source(checkpoint) as source:
+        options = Options(max_shard_size=SHARD, overwrite=True)
+        consolidate(source, out, options, lambda what, done, total: written.append((what, total)))
+    assert written[0] == ("writing", (TENSORS - len(finished)) * 256 * 300 * 4)
+    assert saved.same(saved.read(out), model)
+    assert {name: (out / name).stat().st_ino for name in finished} == finished
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "latest", "out"]
+
+
+def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_killed_run_with_other_options_begins_anew(
+    tmp_path: Path, checkpoint: Path, model: saved.State
+) -> None:
+    staging = tmp_path / ".out.new"
+    staging.mkdir()
+    (staging / "plan").write_bytes(b"another")
+    (staging / f"model-00001-of-0000{TENSORS}.safetensors").write_bytes(b"something")
+    run(checkpoint, tmp_path / "out")
+    assert saved.same(saved.read(tmp_path / "out"), model)
+
+
+def test_two_runs_at_once_are_refused(tmp_path: Path, checkpoint: Path) -> None:
+    storage = WeightStorage()
+    (tmp_path / ".out.new").mkdir()
+    lock = storage.lock(tmp_path / ".out.new")
+    assert lock is not None
+    with pytest.raises(zero.CheckpointError, match="another process is writing"):
+        run(checkpoint, tmp_path / "out")
+    lock.release()
+    run(checkpoint, tmp_path / "out")
+
+
+def test_what_is_in_the_way_is_left_alone(tmp_path: Path, checkpoint: Path) -> None:
+    out = tmp_path / "out"
+    out.write_text("a file")
+    with pytest.raises(zero.CheckpointError, match="exists and is no directory"):
+        run(checkpoint, out)
+    out.unlink()
+    out.mkdir()
+    run(checkpoint, out)  # an empty directory is as good as none
+    with pytest.raises(zero.CheckpointError, match="exists and holds"):
+        run(checkpoint, out)
+    (out / "config.json").write_text("{}")
+    with pytest.raises(zero.CheckpointError, match=r"holds 'config\.json'"):
+        run(checkpoint, out, Options(overwrite=True))
+    with pytest.raises(zero.CheckpointError, match="there is no directory"):
+        run(checkpoint, tmp_path / "nowhere" / "out")
+
+
+def test_fp16_that_overflows_is_told(tmp_path: Path) -> None:
+    synthetic.save(
+        tmp_path / "checkpoint", {"fits": torch.tensor([float("inf"), 3.0]), "large": torch.tensor([1e6])}
+    )
+    with open_source(tmp_path / "checkpoint") as source:
+        result = consolidate(source, tmp_path / "out", Options(dtype="fp16"))
+    assert result.overflowed == ("large",)
+
+
+def test_too_little_memory_for_the_workers_is_refused(tmp_path: Path, checkpoint: Path) -> None:
+    with pytest.raises(zero.UsageError, match="3 workers in 100 bytes"):
+        run(checkpoint, tmp_path / "out", Options(workers=3, memory=100))
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from zero.consolidate import Options, consolidate, open_source
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+with open_source(Path(sys.argv[1])) as source:
+    before = peak()
+    consolidate(source, Path(sys.argv[2]), Options(dtype="bf16", workers=4, memory=16 << 20))
+print(peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """300 MB in 16 MiB: what else grows are stacks and code, the same for any model."""
+    synthetic.save(tmp_path / "checkpoint", {f"w{n}": torch.randn(2500, 3000) for n in range(10)})
+    command = [sys.executable, "-c", MEASURED, str(tmp_path / "checkpoint"), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) < 40 << 20

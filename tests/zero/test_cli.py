@@ -1,0 +1,103 @@
+"""`zero consolidate`, `inspect` and `verify`: what they print, and what they say when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import zero
+from tests.zero.consolidate import saved, synthetic
+from zero import cli
+
+MODEL = {"embedding.weight": torch.arange(600.0).view(20, 30), "scale": torch.tensor([1.5])}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    synthetic.save(tmp_path / "runs" / "step-7", MODEL)
+    return tmp_path / "runs" / "step-7"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """The message of a command that fails, in one line."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    return " ".join(result.stderr.split())
+
+
+def test_consolidate_writes_weights_and_says_what(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("consolidate", checkpoint.parent, out, "--dtype", "bf16", "--verify")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(f"{out}: 2 tensors, 1.2 kB in 1 file")
+    assert "head._extra_state" in result.stderr
+    assert saved.same(saved.read(out), saved.cast(MODEL, torch.bfloat16))
+    result = run("consolidate", checkpoint, out, "--overwrite", "--max-shard-size", "1kB", "--workers", "1")
+    assert result.exit_code == 0, result.output
+    assert saved.same(saved.read(out), MODEL)
+    assert len(saved.weight_map(out)) == 2
+
+
+def test_inspect_tells_what_is_there(checkpoint: Path) -> None:
+    result = run("inspect", checkpoint)
+    assert result.exit_code == 0
+    for text in ("embedding.weight", "[20, 30]", "F32", "world size", "step-7"):
+        assert text in result.stdout, text
+    described = json.loads(run("inspect", checkpoint, "--json").stdout)
+    assert described["steps"] == 1
+    assert described["world size"] == 2
+    assert [(t["name"], t["shape"], t["bytes"]) for t in described["tensors"]] == [
+        ("embedding.weight", [20, 30], 2400),
+        ("scale", [1], 4),
+    ]
+
+
+def test_verify_names_every_damaged_file(checkpoint: Path) -> None:
+    result = run("verify", checkpoint)
+    assert (result.exit_code, result.stdout) == (0, f"{checkpoint}: intact\n")
+    for rank in (0, 1):
+        path = checkpoint / f"rank-0000{rank}.safetensors"
+        data = bytearray(path.read_bytes())
+        data[8 + int.from_bytes(data[:8], "little") + 1] ^= 1
+        path.write_bytes(data)
+    result = run("verify", checkpoint)
+    assert result.exit_code == 1
+    assert len(result.stdout.splitlines()) == 2
+    assert all(f"rank-0000{rank}.safetensors" in result.stdout for rank in (0, 1))
+
+
+def test_errors_are_one_message(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "no checkpoint" in refused("inspect", tmp_path)
+    assert "no checkpoint" in refused("verify", tmp_path / "nowhere")
+    assert "'5 parsecs' is no size" in refused(
+        "consolidate", checkpoint, out, "--max-shard-size", "5 parsecs"
+    )
+    assert "there is no directory" in refused("consolidate", checkpoint, tmp_path / "a" / "b")
+    assert "no tensor is called" in refused("consolidate", checkpoint, out, "--exclude", "nothing")
+    (checkpoint / "rank-00001.safetensors").unlink()
+    assert "rank-00001.safetensors is missing" in refused("consolidate", checkpoint, out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["runs"]
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("17", 17), ("5GB", 5 * 10**9), ("1.5 kB", 1500), ("2MiB", 2 << 20), ("3g", 3 * 10**9)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert cli.size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5iB", "-3", "5 parsecs"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(zero.UsageError, match="is no size"):
+        cli.size(text)

@@ -1,0 +1,241 @@
+"""The command line: `zero consolidate`, `inspect`, `verify`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+import zero
+from zero.consolidate import run
+from zero.consolidate.opening import open_source
+from zero.consolidate.source import Source
+from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
+from zero.errors import UsageError, ZeroError
+
+app = typer.Typer(
+    help="Checkpoints: what is in them, whether they are intact, and whole weights out of them.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+errors = Console(stderr=True)
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+class Dtype(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    keep = "keep"
+
+
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or the directory of several: its latest.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads; all cores where nothing is said.")]
+Memory = Annotated[str, typer.Option(help="For all buffers together. Python and torch need 300 MB besides.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout alone.")]
+
+
+def clean(command: Callable[..., None]) -> Callable[..., None]:
+    """Print an error of zero as one message and leave with code 2."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        _prepare()
+        try:
+            command(*args, **kwargs)
+        except ZeroError as error:
+            errors.print(Text(f"error: {error}"), style="red", soft_wrap=True)
+            raise typer.Exit(2) from None
+
+    return wrapper
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"zero {zero.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+@clean
+def consolidate(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(help="The directory to write; its parent must be there.")],
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of what is in floating point. keep: what each weight had in training.")
+    ] = Dtype.fp32,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file, e.g. 5GB, 500MiB.")] = "5GB",
+    include: Annotated[list[str] | None, typer.Option(help="Only names like this, e.g. 'model.*'.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="No names like this.")] = None,
+    workers: Workers = None,
+    memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights in OUT.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read OUT back and compare.")] = False,
+) -> None:
+    """Whole weights from a sharded checkpoint, as safetensors in the layout of transformers.
+
+    OUT appears when all of it is on the disk. A run that was killed goes on when it is called again.
+    """
+    options = run.Options(
+        dtype=dtype.value,
+        max_shard_size=size(max_shard_size),
+        workers=workers or default_workers(),
+        memory=size(memory),
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        overwrite=overwrite,
+        verify=verify,
+    )
+    begun = time.monotonic()
+    with open_source(checkpoint) as source, progress_bar() as progress:
+        result = run.consolidate(source, out, options, progress)
+    seconds = time.monotonic() - begun
+    files = f"{len(result.files)} file{'s' if len(result.files) > 1 else ''}"
+    print(f"{result.out}: {result.tensors} tensors, {human(result.nbytes)} in {files}, {seconds:.1f} s")
+    _warn("infinite in fp16, although finite in the checkpoint", result.overflowed)
+    _warn("left out, since it is no tensor", result.left_out)
+
+
+@app.command()
+@clean
+def inspect(
+    checkpoint: Checkpoint,
+    as_json: AsJson = False,
+) -> None:
+    """What is in a checkpoint: names, shapes, dtypes, sizes, and the job that wrote it."""
+    with open_source(checkpoint) as source:
+        if as_json:
+            print(json.dumps(_described(source), indent=2))
+            return
+        for label, value in _facts(source).items():
+            print(f"{label:<12}{value}")
+        Console().print(_tensors(source))
+
+
+@app.command()
+@clean
+def verify(checkpoint: Checkpoint, workers: Workers = None) -> None:
+    """Read every byte of a checkpoint and compare it with its checksum; exit code 1 if one differs."""
+    with open_source(checkpoint) as source, progress_bar() as progress:
+        problems = run.verify(source, workers, progress=progress)
+        path = source.path
+    for problem in problems:
+        print(problem)
+    if problems:
+        raise typer.Exit(1)
+    print(f"{path}: intact")
+
+
+def size(text: str) -> int:
+    """Bytes from e.g. "5GB" (powers of 1000) or "512MiB" (of 1024); raises UsageError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
+        raise UsageError(f"{text!r} is no size; write e.g. 5GB, 512MiB or a number of bytes")
+    number, unit, binary = match[1], match[2].upper(), match[3]
+    return int(float(number) * (_BINARY if binary else _UNITS)[unit])
+
+
+def human(nbytes: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} TB"
+
+
+@contextmanager
+def progress_bar() -> Iterator[run.Progress]:
+    """Bytes done, bytes a second and time left on stderr, where that is a terminal."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+    bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=errors, transient=True)
+    tasks: dict[str, TaskID] = {}
+    lock = threading.Lock()
+
+    def told(what: str, done: int, total: int) -> None:
+        with lock:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+    with bar:
+        yield told
+
+
+def _prepare() -> None:
+    """A file for every rank may be open at once; casts run on the workers, one thread each."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    torch.set_num_threads(1)
+
+
+def _warn(what: str, names: tuple[str, ...]) -> None:
+    if names:
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        errors.print(Text(f"{what}: {', '.join(names[:8])}{more}"), style="yellow", soft_wrap=True)
+
+
+def _facts(source: Source) -> dict[str, Any]:
+    rows: dict[str, Any] = {"path": source.path, "format": source.format, **source.facts}
+    rows["tensors"] = f"{len(source.tensors)}, {human(sum(t.nbytes for t in source.tensors))}"
+    rows["elements"] = f"{sum(t.numel for t in source.tensors):,}"
+    return {label: human(value) if label == "bytes" else value for label, value in rows.items()}
+
+
+def _tensors(source: Source) -> Table:
+    table = Table(box=None)
+    for column in ("name", "shape", "dtype", "in training", "kind", "bytes"):
+        table.add_column(column, overflow="fold")  # nothing is cut off
+    for tensor in source.tensors:
+        names = "\n= ".join((tensor.name, *tensor.aliases))
+        cells = (names, str(list(tensor.shape)), tensor.dtype, tensor.training_dtype, tensor.kind)
+        table.add_row(*map(Text, (*cells, human(tensor.nbytes))))
+    return table
+
+
+def _described(source: Source) -> dict[str, Any]:
+    return {
+        "path": str(source.path),
+        "format": source.format,
+        **source.facts,
+        "tensors": [
+            {
+                "name": tensor.name,
+                "aliases": list(tensor.aliases),
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "training_dtype": tensor.training_dtype,
+                "kind": tensor.kind,
+                "bytes": tensor.nbytes,
+            }
+            for tensor in source.tensors
+        ],
+        "left_out": list(source.left_out),
+    }

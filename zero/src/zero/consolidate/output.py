@@ -1,0 +1,165 @@
+"""The planned files, written and compared from any thread, each tensor's bytes at their place."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.dtypes import TORCH
+from zero.checkpoint.manifest import ITEM_BYTES
+from zero.checkpoint.rank_file import bytes_of
+from zero.checkpoint.storage import File, Storage
+from zero.consolidate.plan import Chosen, Plan, PlannedFile
+from zero.consolidate.source import Chunk, TensorInfo
+from zero.consolidate.workers import Buffers
+from zero.errors import CheckpointError
+
+UNFINISHED = ".part"
+
+
+class Part(NamedTuple):
+    """Bytes of one tensor as they are in the output. values: uint8. offset: in the file."""
+
+    chosen: Chosen
+    file: PlannedFile
+    offset: int
+    values: Tensor
+
+
+class Converter:
+    """What a plan makes of the source's chunks. tensors: the source's. overflowed: names of tensors with
+    finite values that their dtype in the output does not reach."""
+
+    def __init__(self, plan: Plan, tensors: tuple[TensorInfo, ...]) -> None:
+        self._tensors = tensors
+        self._places = {chosen.tensor: (chosen, file) for file in plan.files for chosen in file.tensors}
+        self.overflowed: set[str] = set()
+
+    def parts(self, chunk: Chunk, values: Tensor, scratch: Tensor) -> Iterator[Part]:
+        """The parts of a chunk, of at most `scratch` bytes each, valid until the next.
+
+        values: the chunk's bytes. Tensors that are not in the plan are left out.
+        """
+        for piece in chunk.pieces:
+            if piece.tensor not in self._places:
+                continue
+            chosen, file = self._places[piece.tensor]
+            stored = self._tensors[piece.tensor].dtype
+            source = values[piece.at : piece.at + piece.length * ITEM_BYTES[stored]].view(TORCH[stored])
+            item = ITEM_BYTES[chosen.dtype]
+            offset = file.offsets[piece.tensor] + piece.start * item
+            for part in source.split(scratch.numel() // item):
+                yield Part(chosen, file, offset, self._cast(chosen, part, scratch))
+                offset += part.numel() * item
+
+    def _cast(self, chosen: Chosen, values: Tensor, scratch: Tensor) -> Tensor:
+        dtype = TORCH[chosen.dtype]
+        if values.dtype != dtype:
+            cast = scratch[: values.numel() * dtype.itemsize].view(dtype).copy_(values)
+            if dtype == torch.float16 and not torch.equal(cast.isinf(), values.isinf()):
+                self.overflowed.add(chosen.name)
+            values = cast
+        return values.view(torch.uint8)
+
+
+class Output:
+    """The files of a plan in a directory. A file has its name once all of it is on the disk.
+
+    pending: indices of the tensors that are still to be written; files that have their name already are left
+    as they are. Raises OSError.
+    """
+
+    def __init__(self, storage: Storage, directory: Path, plan: Plan, converter: Converter) -> None:
+        self._storage = storage
+        self._directory = directory
+        self._converter = converter
+        self._lock = threading.Lock()
+        self._files: dict[str, File] = {}
+        self._left: dict[str, int] = {}
+        self.pending: set[int] = set()
+        try:
+            for file in plan.files:
+                if not storage.exists(directory / file.name):
+                    self._create(file)
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, chunk: Chunk, buffers: Buffers) -> int:
+        """Read a chunk and write what belongs into unfinished files; returns the bytes written."""
+        written = 0
+        for part in self._converter.parts(chunk, buffers.read(chunk), buffers.cast):
+            if part.chosen.tensor in self.pending:
+                self._files[part.file.name].write(part.offset, [bytes_of(part.values)])
+                self._count(part.file, part.values.numel())
+                written += part.values.numel()
+        return written
+
+    def close(self) -> None:
+        """Close files that are not finished."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _create(self, file: PlannedFile) -> None:
+        part = self._directory / (file.name + UNFINISHED)
+        self._storage.remove(part)
+        opened = self._files[file.name] = self._storage.create(part, file.nbytes)
+        for offset, content in file.fixed:
+            opened.write(offset, [memoryview(content)])
+        self._left[file.name] = file.payload
+        self.pending.update(chosen.tensor for chosen in file.tensors)
+        self._count(file, 0)
+
+    def _count(self, file: PlannedFile, nbytes: int) -> None:
+        """Finish a file with its last bytes."""
+        with self._lock:
+            self._left[file.name] -= nbytes
+            if self._left[file.name]:
+                return
+            opened = self._files.pop(file.name)
+        try:
+            opened.sync()
+        finally:
+            opened.close()
+        path = self._directory / file.name
+        self._storage.rename(path.with_name(path.name + UNFINISHED), path)
+
+
+class Comparison:
+    """Reads the files of a plan back. Raises OSError, and CheckpointError for a difference."""
+
+    def __init__(self, storage: Storage, directory: Path, plan: Plan, converter: Converter) -> None:
+        self._converter = converter
+        self._files: dict[str, File] = {}
+        try:
+            for file in plan.files:
+                self._files[file.name] = storage.open(directory / file.name)
+        except BaseException:
+            self.close()
+            raise
+
+    def compare(self, chunk: Chunk, buffers: Buffers) -> int:
+        """Read a chunk, and what was made of it; returns the bytes compared."""
+        half = buffers.cast.numel() // 2
+        compared = 0
+        for part in self._converter.parts(chunk, buffers.read(chunk), buffers.cast[:half]):
+            found = buffers.cast[half : half + part.values.numel()]
+            count = self._files[part.file.name].read(part.offset, bytes_of(found))
+            if count != found.numel() or not torch.equal(found, part.values):
+                raise CheckpointError(
+                    f"{part.file.name} does not read back as it was written: {part.chosen.name!r}, from byte "
+                    f"{part.offset} on; the disk or the memory of this machine is at fault"
+                )
+            compared += count
+        return compared
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

@@ -1,0 +1,197 @@
+"""Which tensor goes to which file, in which dtype, at which offset. Arithmetic only.
+
+The layout is that of transformers: `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from zero.checkpoint.manifest import ITEM_BYTES
+from zero.consolidate.source import TensorInfo
+from zero.errors import CheckpointError, UsageError
+
+Dtype = Literal["fp32", "bf16", "fp16", "keep"]
+_CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_PAGE = 4096
+METADATA = "__metadata__"  # what safetensors keeps for itself
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A tensor that is written. tensor: its index in the source. dtype: in the output."""
+
+    tensor: int
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of the output. offsets: where each tensor's bytes begin, by index in the source. fixed: what the
+    file has besides tensors, with its offset."""
+
+    name: str
+    nbytes: int
+    offsets: Mapping[int, int]
+    tensors: tuple[Chosen, ...]
+    fixed: tuple[tuple[int, bytes], ...]
+
+    @property
+    def payload(self) -> int:
+        """Bytes of tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """files: of tensors. others: small files with their content, such as the index."""
+
+    files: tuple[PlannedFile, ...]
+    others: Mapping[str, bytes]
+
+    @property
+    def payload(self) -> int:
+        return sum(file.payload for file in self.files)
+
+
+def choose(
+    tensors: Sequence[TensorInfo], dtype: Dtype, include: Collection[str], exclude: Collection[str]
+) -> list[Chosen]:
+    """The tensors to write, in the source's order.
+
+    dtype: of everything in floating point; "keep" is each weight's dtype in training. include, exclude: shell
+    patterns of names; none includes everything. A tied tensor takes the first of its names that is left.
+    Raises UsageError for a pattern that fits nothing, and where nothing is left.
+    """
+    _check_patterns(tensors, [*include, *exclude])
+
+    def wanted(name: str) -> bool:
+        kept = not include or any(fnmatchcase(name, pattern) for pattern in include)
+        return kept and not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+    chosen = []
+    for index, tensor in enumerate(tensors):
+        names = [name for name in (tensor.name, *tensor.aliases) if wanted(name)]
+        if names:
+            target = output_dtype(tensor, dtype)
+            chosen.append(Chosen(index, names[0], tuple(names[1:]), tensor.shape, target, tensor.numel))
+    _check_names(name for tensor in chosen for name in (tensor.name, *tensor.aliases))
+    if not chosen:
+        raise UsageError("no tensors are left to write; see the patterns to include and exclude")
+    return chosen
+
+
+def output_dtype(tensor: TensorInfo, dtype: Dtype) -> str:
+    """The dtype that a tensor is written in: only what is in floating point is cast."""
+    floating = tensor.dtype.startswith(("F", "BF"))
+    if dtype == "keep" or not floating:
+        return tensor.training_dtype
+    return _CAST[dtype]
+
+
+def shards(tensors: Sequence[Chosen], limit: int) -> list[list[Chosen]]:
+    """Tensors by file: in order, a new file where the next would make it larger than `limit` bytes.
+
+    A tensor that is larger than that has a file of its own.
+    """
+    files: list[list[Chosen]] = []
+    filling: list[Chosen] = []
+    size = 0
+    for tensor in tensors:
+        if tensor.nbytes > limit:
+            files.append([tensor])
+            continue
+        if filling and size + tensor.nbytes > limit:
+            files.append(filling)
+            filling, size = [], 0
+        filling.append(tensor)
+        size += tensor.nbytes
+    return [*files, filling] if filling else files
+
+
+def file_name(stem: str, suffix: str, number: int, count: int) -> str:
+    """As transformers names them; number: from 0."""
+    return f"{stem}{suffix}" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}{suffix}"
+
+
+def index_of(files: Sequence[PlannedFile], with_aliases: bool) -> bytes:
+    """The index of a sharded model: which name is in which file."""
+    weight_map = {
+        name: file.name
+        for file in files
+        for tensor in file.tensors
+        for name in (tensor.name, *(tensor.aliases if with_aliases else ()))
+    }
+    total = {
+        "total_parameters": sum(tensor.numel for file in files for tensor in file.tensors),
+        "total_size": sum(file.payload for file in files),
+    }
+    index = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def plan_safetensors(tensors: Sequence[Chosen], limit: int) -> Plan:
+    """The files of a model. limit: bytes of tensors in one.
+
+    Tied tensors are there once; as in safetensors' own `save_model`, the metadata says for each further name
+    which one has its values.
+    """
+    parts = shards(tensors, limit)
+    files = []
+    for number, part in enumerate(parts):
+        ordered = sorted(part, key=lambda t: -ITEM_BYTES[t.dtype])  # keeps every tensor aligned
+        header, offsets = _header(ordered)
+        name = file_name("model", ".safetensors", number, len(parts))
+        nbytes = len(header) + sum(t.nbytes for t in ordered)
+        files.append(PlannedFile(name, nbytes, offsets, tuple(ordered), ((0, header),)))
+    others = {"model.safetensors.index.json": index_of(files, with_aliases=False)} if len(files) > 1 else {}
+    return Plan(tuple(files), others)
+
+
+def _header(tensors: Sequence[Chosen]) -> tuple[bytes, dict[int, int]]:
+    """A file's header, padded so that the data begin on a page, and where each tensor begins."""
+    metadata = {"format": "pt"} | {alias: t.name for t in tensors for alias in t.aliases if alias != "format"}
+    described: dict[str, Any] = {METADATA: metadata}
+    places, end = {}, 0
+    for tensor in tensors:
+        places[tensor.tensor] = end
+        described[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    data_at = -(-(8 + len(text)) // _PAGE) * _PAGE
+    header = (data_at - 8).to_bytes(8, "little") + text.ljust(data_at - 8)
+    return header, {tensor: data_at + place for tensor, place in places.items()}
+
+
+def _check_names(names: Iterable[str]) -> None:
+    seen = {METADATA}
+    for name in names:
+        if name in seen:
+            raise CheckpointError(f"{name!r} cannot be the name of a tensor: it is taken")
+        seen.add(name)
+
+
+def _check_patterns(tensors: Sequence[TensorInfo], patterns: Sequence[str]) -> None:
+    names = [name for tensor in tensors for name in (tensor.name, *tensor.aliases)]
+    useless = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if useless:
+        raise UsageError(
+            f"no tensor is called anything like {', '.join(map(repr, useless))}; "
+            f"names look like {', '.join(map(repr, names[:4]))}"
+        )

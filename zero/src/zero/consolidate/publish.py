@@ -1,0 +1,119 @@
+"""How an output directory comes to its name, all at once, and how a killed run is taken up again.
+
+The files are written to `.NAME.new` beside it. It holds `plan`, which says what the run was to write: a later
+run with the same plan keeps the files that are finished, any other begins anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from zero.checkpoint.publication import hidden
+from zero.checkpoint.storage import Lock, read_whole, write_whole
+from zero.consolidate.files import WeightStorage
+from zero.errors import CheckpointError, UsageError
+
+PLAN = "plan"
+_OURS = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
+    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
+)
+
+
+class Staging:
+    """The directory that is to become `out`. Raises CheckpointError or UsageError for what is in the way, and
+    OSError."""
+
+    def __init__(self, storage: WeightStorage, out: Path, overwrite: bool) -> None:
+        self._storage = storage
+        self.out = Path(os.path.abspath(out))  # keeps symbolic links
+        if not self.out.name:
+            raise UsageError(f"{str(out)!r} cannot be written to: name a directory, e.g. 'weights'")
+        self.path = hidden(self.out, "new")
+        self._lock: Lock | None = None
+        self._check_parent()
+        self._check_free(overwrite)
+
+    def begin(self, plan: bytes) -> None:
+        """Make the directory, or take up the one of a killed run that had the same plan."""
+        storage = self._storage
+        old = hidden(self.out, "old")
+        if storage.exists(old) and not storage.exists(self.out):
+            storage.rename(old, self.out)  # a run was killed between two renames
+        storage.remove(old)
+        if storage.exists(self.path):
+            self._claim()
+            if self._planned() == plan:
+                return
+            self.abandon()
+        storage.make_directory(self.path)
+        self._claim()
+        try:
+            write_whole(storage, self.path / PLAN, plan)
+        except OSError:
+            self.abandon()
+            raise
+
+    def commit(self) -> None:
+        """Give the directory its name; what had it before is removed."""
+        storage = self._storage
+        storage.remove(self.path / PLAN)
+        storage.sync_directory(self.path)
+        if not storage.exists(self.out) or not storage.names(self.out):
+            storage.rename(self.path, self.out)
+        elif storage.exchange(self.path, self.out):
+            storage.sync_directory(self.out.parent)
+            storage.remove(self.path)
+        else:
+            old = hidden(self.out, "old")
+            storage.rename(self.out, old)
+            storage.rename(self.path, self.out)
+            storage.remove(old)
+        storage.sync_directory(self.out.parent)
+
+    def abandon(self) -> None:
+        """Remove what was written. It cannot be taken up."""
+        self._storage.remove(self.path)
+        self.release()
+
+    def release(self) -> None:
+        """Give the claim on the directory up."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _claim(self) -> None:
+        self._lock = self._storage.lock(self.path)
+        if self._lock is None:
+            raise CheckpointError(
+                f"another process is writing {self.out}; wait for it, or choose another name"
+            )
+
+    def _planned(self) -> bytes:
+        try:
+            return read_whole(self._storage, self.path / PLAN)
+        except OSError:
+            return b""
+
+    def _check_parent(self) -> None:
+        if not self._storage.is_directory(self.out.parent):
+            raise CheckpointError(f"{self.out} cannot be written: there is no directory {self.out.parent}")
+
+    def _check_free(self, overwrite: bool) -> None:
+        storage, out = self._storage, self.out
+        if not storage.exists(out):
+            return
+        if not storage.is_directory(out):
+            raise CheckpointError(f"{out} exists and is no directory; choose another name")
+        names = storage.names(out)
+        others = [name for name in names if not _OURS.fullmatch(name)]
+        if names and not overwrite:
+            raise CheckpointError(
+                f"{out} exists and holds {names[0]!r}; choose another name, or replace it with overwrite"
+            )
+        if others:
+            raise CheckpointError(
+                f"{out} holds {others[0]!r}, which is no weights and not replaced; choose another name"
+            )

@@ -1,0 +1,205 @@
+"""Consolidating, and verifying."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zero.checkpoint.storage import write_whole
+from zero.consolidate.files import WEIGHTS, WeightStorage
+from zero.consolidate.output import Comparison, Converter, Output
+from zero.consolidate.plan import Dtype, Plan, choose, plan_safetensors
+from zero.consolidate.publish import Staging
+from zero.consolidate.source import Chunk, Source
+from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes, default_workers, run
+from zero.errors import CheckpointError
+
+Progress = Callable[[str, int, int], None]
+"""Called from any thread with what is being done, the bytes that are done of it, and all bytes of it."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """dtype: of what is in floating point; "keep" has each weight's dtype in training. max_shard_size: bytes
+    of tensors in a file. workers: threads. memory: bytes of all their buffers. include, exclude: shell
+    patterns of names. overwrite: replace an output that is there. verify: read it back and compare."""
+
+    dtype: Dtype = "fp32"
+    max_shard_size: int = 5_000_000_000
+    workers: int = field(default_factory=default_workers)
+    memory: int = DEFAULT_MEMORY
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    overwrite: bool = False
+    verify: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """out: the directory. files: names of the files of weights. tensors, nbytes: how many, and their bytes.
+
+    overflowed: tensors with finite values that became infinite in fp16. left_out: state that is no tensor.
+    """
+
+    out: Path
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    overflowed: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def consolidate(
+    source: Source,
+    out: str | Path,
+    options: Options | None = None,
+    progress: Progress = lambda *_: None,
+    storage: WeightStorage = WEIGHTS,
+) -> Result:
+    """Write the weights of `source` to the directory `out` as transformers lays them out.
+
+    `out` appears in one step when all of it is on the disk. Resident memory beyond the buffers does not grow
+    with the model, but with the number of its tensors. After an error nothing is left behind; after a kill,
+    the same call goes on where it was.
+
+    Raises UsageError for options without meaning, CheckpointError where something is in the way or cannot be
+    read or written, CorruptCheckpointError for damage in the source.
+    """
+    options = options or Options()
+    limit = chunk_bytes(options.memory, options.workers)
+    chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
+    plan = plan_safetensors(chosen, options.max_shard_size)
+    staging = Staging(storage, Path(out), options.overwrite)
+    job = _Job(source, plan, Converter(plan, source.tensors), storage, options.workers, limit, progress)
+    with _translated(staging.out, plan):
+        staging.begin(_fingerprint(source, plan))
+        try:
+            job.write(staging.path)
+            if options.verify:
+                job.compare(staging.path)
+            staging.commit()
+        except Exception:
+            staging.abandon()
+            raise
+        finally:
+            staging.release()
+    names = tuple(file.name for file in plan.files)
+    overflowed = tuple(sorted(job.converter.overflowed))
+    return Result(staging.out, names, len(chosen), plan.payload, overflowed, source.left_out)
+
+
+def verify(
+    source: Source,
+    workers: int | None = None,
+    memory: int = DEFAULT_MEMORY,
+    progress: Progress = lambda *_: None,
+) -> list[str]:
+    """Read every byte of a checkpoint; returns what is damaged, one message each."""
+    workers = workers or default_workers()
+    limit = chunk_bytes(memory, workers)
+    total = sum(chunk.nbytes for chunk in source.everything(limit))
+    told = _Told(progress, "verifying", total)
+    problems: list[str] = []
+
+    def check(chunk: Chunk, buffers: Buffers) -> None:
+        try:
+            buffers.read(chunk)
+        except CheckpointError as error:
+            problems.append(str(error))
+        told(chunk.nbytes)
+
+    run(source.everything(limit), workers, limit, check)
+    try:
+        source.finish()
+    except CheckpointError as error:
+        problems.append(str(error))
+    return sorted(set(problems))
+
+
+class _Told:
+    """Adds up what is done."""
+
+    def __init__(self, progress: Progress, what: str, total: int) -> None:
+        self._progress = progress
+        self._what = what
+        self._total = total
+        self._done = 0
+        self._lock = threading.Lock()
+        self(0)
+
+    def __call__(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._progress(self._what, self._done, self._total)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The passes over a source. limit: bytes of a chunk."""
+
+    source: Source
+    plan: Plan
+    converter: Converter
+    storage: WeightStorage
+    workers: int
+    limit: int
+    progress: Progress
+
+    def write(self, directory: Path) -> None:
+        """Everything that is not there yet."""
+        output = Output(self.storage, directory, self.plan, self.converter)
+        try:
+            pending = frozenset(output.pending)
+            self._pass("writing", pending, output.write)
+            self.source.finish()
+        finally:
+            output.close()
+        for name, content in self.plan.others.items():
+            self.storage.remove(directory / name)
+            write_whole(self.storage, directory / name, content)
+
+    def compare(self, directory: Path) -> None:
+        """Everything that was written, from the disk, with the source."""
+        for file in self.plan.files:
+            self.storage.forget(directory / file.name)
+        comparison = Comparison(self.storage, directory, self.plan, self.converter)
+        try:
+            every = frozenset(chosen.tensor for file in self.plan.files for chosen in file.tensors)
+            self._pass("verifying", every, comparison.compare)
+        finally:
+            comparison.close()
+
+    def _pass(self, what: str, tensors: frozenset[int], handle: Callable[[Chunk, Buffers], int]) -> None:
+        nbytes = sum(t.nbytes for file in self.plan.files for t in file.tensors if t.tensor in tensors)
+        told = _Told(self.progress, what, nbytes)
+        chunks = self.source.chunks(tensors, self.limit)
+        run(chunks, self.workers, self.limit, lambda chunk, buffers: told(handle(chunk, buffers)))
+
+
+def _fingerprint(source: Source, plan: Plan) -> bytes:
+    """What a run is about to write, so that a later one knows whether it is the same."""
+    tensors = [
+        [file.name, file.nbytes, [(t.tensor, t.name, t.dtype, file.offsets[t.tensor]) for t in file.tensors]]
+        for file in plan.files
+    ]
+    text = json.dumps([source.identity, tensors])
+    return hashlib.sha256(text.encode()).hexdigest().encode()
+
+
+@contextmanager
+def _translated(out: Path, plan: Plan) -> Iterator[None]:
+    """Errors of the system as errors of zero's."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        needed = f": {sum(file.nbytes for file in plan.files):,} bytes are needed" if full else ""
+        raise CheckpointError(
+            f"{out} could not be written: {error}{needed}; nothing is left behind"
+        ) from error

@@ -1,0 +1,88 @@
+"""Chunks from a source to many threads, in bounded memory. Reading, checksums, casts and writing release the
+interpreter lock, so threads are enough."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.rank_file import bytes_of
+from zero.consolidate.source import Chunk
+from zero.errors import UsageError
+
+DEFAULT_MEMORY = 128 << 20
+_SMALLEST, _LARGEST = 1 << 16, 1 << 22  # bytes of a chunk; larger ones are no faster
+Progress = Callable[[int], None]
+"""Called with the bytes that are done since the last call, from any thread."""
+
+
+class Buffers:
+    """What one thread works in. source, cast: uint8, `limit` bytes each."""
+
+    def __init__(self, limit: int) -> None:
+        self.source = torch.empty(limit, dtype=torch.uint8)
+        self.cast = torch.empty(limit, dtype=torch.uint8)
+
+    def read(self, chunk: Chunk) -> Tensor:
+        """The bytes of a chunk."""
+        values = self.source[: chunk.nbytes]
+        chunk.read(bytes_of(values))
+        return values
+
+
+def default_workers() -> int:
+    """Cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def chunk_bytes(memory: int, workers: int) -> int:
+    """Size of a chunk so that all buffers of all workers stay within `memory` bytes.
+
+    Raises UsageError where they cannot.
+    """
+    share = memory // (2 * workers)
+    if workers < 1 or share < _SMALLEST:
+        needed = 2 * _SMALLEST * max(1, workers)
+        raise UsageError(
+            f"{workers} workers in {memory} bytes of memory: at least one worker, and {2 * _SMALLEST} bytes "
+            f"for each ({needed}) are needed"
+        )
+    return min(_LARGEST, share // _SMALLEST * _SMALLEST)
+
+
+def run(chunks: Iterator[Chunk], workers: int, limit: int, handle: Callable[[Chunk, Buffers], None]) -> None:
+    """Call `handle` with every chunk, on `workers` threads. Raises the first error, when all have stopped."""
+    lock = threading.Lock()
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        buffers = Buffers(limit)
+        try:
+            while not stop.is_set():
+                with lock:
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    return
+                handle(chunk, buffers)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=work, name=f"worker {n}", daemon=True) for n in range(workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:  # after an interrupt no thread may touch what its caller is about to close
+        stop.set()
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,96 @@
+"""Checkpoints of zero's own format as a source. Every block that is read is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+
+from zero.checkpoint.manifest import Manifest, Slice, TensorEntry, model_key
+from zero.checkpoint.reader import Checkpoint, find
+from zero.checkpoint.storage import DISK, Storage
+from zero.consolidate.memory_order import Box, boxes, read_box
+from zero.consolidate.source import Chunk, Piece, Source, TensorInfo
+
+
+class ZeroSource(Source):
+    """path: a checkpoint, or the directory of several, whose `latest` is taken."""
+
+    format = "zero"
+
+    def __init__(self, path: Path, storage: Storage = DISK) -> None:
+        self.path = find(path, storage)
+        self._checkpoint = Checkpoint(self.path, storage)
+        try:
+            self._checkpoint.check_files()
+        except BaseException:
+            self._checkpoint.close()
+            raise
+        manifest = self._checkpoint.manifest
+        self.tensors = tuple(_infos(manifest))
+        self.left_out = tuple(manifest.extra_state)
+        self.identity = f"zero {self.path.absolute()} {self._checkpoint.digest:08x}"
+        self.facts = {
+            "steps": manifest.steps,
+            "world size": manifest.world_size,
+            "stage": manifest.stage,
+            "precision": manifest.precision,
+            "optimizer": manifest.optimizer.kind,
+            "saved by": f"zero {manifest.zero}",
+            "created": manifest.created,
+            "files": len(manifest.files),
+            "bytes": sum(file.bytes for file in manifest.files),
+        }
+
+    def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
+        for index, info in enumerate(self.tensors):
+            if index in wanted:
+                yield from self._of(index, model_key(info.name), limit)
+
+    def everything(self, limit: int) -> Iterator[Chunk]:
+        for key, entry in self._checkpoint.manifest.tensors.items():
+            for piece in entry.slices:
+                yield from self._slice(None, key, entry, piece, limit)
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+    def _of(self, index: int, key: str, limit: int) -> Iterator[Chunk]:
+        entry = self._checkpoint.tensor(key)
+        if entry.stride is None:
+            for piece in entry.slices:
+                yield from self._slice(index, key, entry, piece, limit)
+        elif entry.numel:
+            for box in boxes(entry.shape, max(1, limit // 2 // entry.item_bytes)):  # there are two copies
+                yield self._box(index, key, entry, box)
+
+    def _slice(
+        self, index: int | None, key: str, entry: TensorEntry, piece: Slice, limit: int
+    ) -> Iterator[Chunk]:
+        """A slice, cut where its blocks are, so that none is read twice."""
+        item, block = entry.item_bytes, self._checkpoint.manifest.block_bytes
+        step = max(item, limit // block * block or limit) // item
+        for first in range(0, piece.length, step):
+            count, start = min(step, piece.length - first), piece.start + first
+            pieces = () if index is None else (Piece(index, start, count, 0),)
+            yield Chunk(count * item, partial(self._checkpoint.read, key, start), pieces)
+
+    def _box(self, index: int, key: str, entry: TensorEntry, box: Box) -> Chunk:
+        assert entry.stride is not None
+        count = 1
+        for size in box.sizes:
+            count *= size
+        read: Callable[[int, memoryview], None] = partial(self._checkpoint.read, key)
+        fill = partial(read_box, box, entry.shape, entry.stride, entry.item_bytes, read)
+        return Chunk(count * entry.item_bytes, fill, (Piece(index, box.start, count, 0),))
+
+
+def _infos(manifest: Manifest) -> Iterator[TensorInfo]:
+    for parameter in manifest.parameters:
+        entry = manifest.tensors[model_key(parameter.name)]
+        kind = "parameter" if parameter.trainable else "frozen"
+        dtypes = entry.dtype, parameter.dtype
+        yield TensorInfo(parameter.name, entry.shape, *dtypes, kind, parameter.aliases)  # type: ignore[arg-type]
+    for name in manifest.buffers:
+        entry = manifest.tensors[model_key(name)]
+        yield TensorInfo(name, entry.shape, entry.dtype, entry.dtype, "buffer")
