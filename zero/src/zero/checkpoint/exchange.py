@@ -13,7 +13,7 @@ from typing import Any
 from accelz.collectives import Group
 from zero.errors import CommunicationError
 
-_SHORTEST, _LONGEST = 0.001, 0.05  # seconds between looks for an answer
+_SHORTEST, _LONGEST = 0.0005, 0.005  # seconds between looks for an answer
 
 
 class Exchange:

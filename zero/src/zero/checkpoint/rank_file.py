@@ -27,6 +27,7 @@ from zero.checkpoint.stream import CHUNK, Stream
 
 CHECKSUMS = "checksums"
 _PAGE = 4096
+_CACHED = 4 * BLOCK  # read for the checksums, and copied while the processor's cache still has it
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,11 @@ def _write_parts(file: Stream, accelerator: Accelerator, parts: Sequence[Part]) 
     table = bytearray()
     for chunk in _chunks(parts):
         for values in staging.on_host(chunk):
-            for begin in range(0, values.nbytes, BLOCK):
-                block = values[begin : begin + BLOCK]
-                table += crc32(block).to_bytes(4, "little")
-                file.append(block)
+            for begin in range(0, values.nbytes, _CACHED):
+                run = values[begin : begin + _CACHED]
+                for block in range(0, run.nbytes, BLOCK):
+                    table += crc32(run[block : block + BLOCK]).to_bytes(4, "little")
+                file.append(run)
     return bytes(table)
 
 

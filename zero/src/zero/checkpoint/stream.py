@@ -15,7 +15,7 @@ import numpy as np
 
 from zero.checkpoint.storage import PAGE, Storage
 
-CHUNK = 1 << 23  # bytes written at once
+CHUNK = 1 << 21  # bytes written at once
 _CHUNKS = 3  # one being filled, two being written
 
 
