@@ -126,8 +126,10 @@ def test_one_rank_gives_the_same_losses(straight: Outcome, one_rank: Outcome) ->
 
 
 def test_stop_and_resume_are_bitwise_the_straight_run(straight: Outcome, tmp_path: Path) -> None:
-    stopped = train(tmp_path, stop_at=3, sample_bytes=0)
+    stopped = train(tmp_path, stop_at=3, save_every=1, sample_bytes=0)
     assert stopped.losses == straight.losses[:3], "the same, run to run"
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["latest", "step-2", "step-3"], "two are kept"
     resumed = train(tmp_path, "--resume")
     assert resumed.losses == straight.losses, resumed.errors
     assert resumed.validation == straight.validation

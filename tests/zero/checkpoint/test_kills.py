@@ -29,7 +29,7 @@ from zero.checkpoint.reader import complete, find
 from zero.checkpoint.storage import DISK
 
 KILLS = int(os.environ.get("ZERO_KILLS", "12"))
-STEPS = 24  # of a run; then it begins anew
+STEPS = 36  # of a run
 ALONE = 0.2  # seconds that a survivor goes on
 
 
@@ -103,21 +103,24 @@ def test_kills(device: str, reference: dict[int, Contents], tmp_path: Path) -> N
     generator = random.Random(KILLS)
     runs = tmp_path / "runs"
     runs.mkdir()
-    resumed = left_over = 0
-    for _ in range(KILLS):
+    killed = resumed = left_over = 0
+    while killed < KILLS:
         outcomes = killed_run(device, runs, generator)
-        assert [o.status for o in outcomes] == ["died", "died"], outcomes
+        assert all(o.status != "hung" for o in outcomes), outcomes
+        # A survivor may notice at once; at the end of a run the kill may come too late.
+        assert all(o.error.startswith("CommunicationError") for o in outcomes if o.status == "raised"), (
+            outcomes
+        )
+        killed += any(o.status == "died" for o in outcomes)
         newest = _check(runs, reference)
         left_over += any(n.endswith((".new", ".old", ".trash")) for n in os.listdir(runs))
-        resumed += newest > 0
-        if newest >= STEPS - 4:
+        resumed += 0 < newest < STEPS
+        if newest > STEPS // 2:
             shutil.rmtree(runs)
             runs.mkdir()
     assert resumed
     assert left_over, "no kill came in the middle of a save"
-    print(
-        f"{KILLS} kills: {left_over} left something half-written, {resumed} times there was one to go on from"
-    )
+    print(f"{killed} kills: {left_over} left something half-written, {resumed} left one to go on from")
 
 
 def _check(runs: Path, reference: dict[int, Contents]) -> int:

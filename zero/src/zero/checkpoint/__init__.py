@@ -1,8 +1,15 @@
 """Checkpoints: saved by all ranks at once, published in one step, loaded at any world size.
 
-The format is in docs/checkpoint-format.md. Rooms, lowest first: `storage` (all input and output),
-`manifest` (what the manifest says), `reader` (tensors by key, every byte checked; no torch, no engine),
-`rank_file` (writing one rank's file), `user_state`, `random_state`, `engine_state` (what there is to save),
-`exchange` (messages between ranks), `publication` (how a checkpoint comes to its name), `save`, `names`,
-`load`.
+The format is in docs/checkpoint-format.md. Rooms, lowest first:
+
+storage, stream         all input and output
+manifest, reader        what the manifest says; tensors by key, every byte checked. No torch, no engine
+user_state, random_state, rank_file, engine_state
+                        what there is to save, and one rank's file
+exchange, problems      messages and errors between ranks
+publication, assembly   how a checkpoint comes to its name; one manifest out of all ranks' reports
+save_job, save          one save; the saves of an engine
+names, values, load_optimizer, load
+                        what goes where in another model, and reading it
+checkpoints             what the engine holds
 """

@@ -10,21 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelz.flat_buffer import HOST
-from zero.checkpoint import random_state, user_state
-from zero.checkpoint.dtypes import TORCH
-from zero.checkpoint.engine_state import EngineParts, kind_of, stride_of
-from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
+from zero.checkpoint import random_state
+from zero.checkpoint.engine_state import EngineParts, stride_of
+from zero.checkpoint.load_optimizer import OptimizerLoad
+from zero.checkpoint.manifest import Manifest, model_key
 from zero.checkpoint.names import Rename, Target, match, raise_for
 from zero.checkpoint.problems import error_of, problem_of
-from zero.checkpoint.rank_file import bytes_of
 from zero.checkpoint.reader import Checkpoint, find
 from zero.checkpoint.storage import Storage
-from zero.checkpoint.stream import CHUNK
+from zero.checkpoint.values import Values
 from zero.errors import CheckpointError, StateError
 from zero.flat_group import FlatGroup
-from zero.optimizer import OwnedPiece
-from zero.optimizer_state import in_memory_order
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,6 @@ class _Load:
         self._checkpoint = checkpoint
         self._manifest: Manifest = checkpoint.manifest
         self._options = options
-        self._entries = {entry.name: entry for entry in checkpoint.manifest.parameters}
         self._values = Values(checkpoint)
         self._sources: dict[str, str] = {}
         self._extra_state = {
@@ -133,7 +128,7 @@ class _Load:
             mine, saved = self._extra_state, self._manifest.extra_state.keys()
             raise_for({"extra state missing": [*mine - saved], "extra state unexpected": [*saved - mine]})
         if not options.weights_only:
-            self._check_optimizer()
+            self._optimizer().check(options.strict)
         lost = [name for name in options.restore if name not in self._manifest.state]
         if lost:
             raise StateError(
@@ -150,10 +145,8 @@ class _Load:
         self._state = decode(self._manifest.state)
         self._rank_states = tuple(decode(rank.state) for rank in self._manifest.ranks)
         if not self._options.weights_only:
-            for unit in self._engine.units:
-                for group in unit.groups:
-                    self._fill_optimizer(group)
-            self._restore_options()
+            self._optimizer().fill()
+            self._restore_random_state()
 
     def spread(self) -> None:
         """Refresh whole parameters that are kept. Collective."""
@@ -180,6 +173,14 @@ class _Load:
             self._checkpoint.path, manifest.steps, manifest.world_size, self._state, self._rank_states
         )
 
+    def _optimizer(self) -> OptimizerLoad:
+        return OptimizerLoad(self._engine, self._manifest, self._values, self._sources)
+
+    def _restore_random_state(self) -> None:
+        if self._engine.rank < self._manifest.world_size:
+            rng = self._manifest.ranks[self._engine.rank].rng
+            random_state.restore(self._engine.accelerator, self._values.decode(rng))
+
     def _fill_group(self, group: FlatGroup) -> None:
         wide = group.shard if group.master is None else group.master
         for piece in group.pieces:
@@ -202,146 +203,6 @@ class _Load:
             module, _, _ = name.rpartition(".")
             value = self._values.decode(self._manifest.extra_state[name])
             self._engine.module.get_submodule(module).set_extra_state(value)
-
-    def _check_optimizer(self) -> None:
-        optimizer, saved = self._engine.shards.optimizer, self._manifest.optimizer
-        if kind_of(optimizer) != saved.kind:
-            raise StateError(
-                f"the checkpoint's optimizer is {saved.kind} and this one {kind_of(optimizer)}; "
-                "weights_only=True loads the weights alone"
-            )
-        if len(saved.param_groups) != len(optimizer.param_groups):
-            raise StateError(
-                f"the checkpoint's optimizer has {len(saved.param_groups)} param_groups and this one "
-                f"{len(optimizer.param_groups)}; weights_only=True loads the weights alone"
-            )
-        problems: dict[str, list[str]] = {"without optimizer state": [], "with other optimizer state": []}
-        for group, owned in self._engine.shards.owned.items():
-            for piece in owned.pieces:
-                spec = group.layout.specs[piece.piece.index]
-                entry = self._with_state(spec.name)
-                if entry is None:
-                    if self._options.strict:
-                        problems["without optimizer state"].append(spec.name)
-                elif not self._state_fits(entry, piece, spec.numel, owned.flat is not None):
-                    problems["with other optimizer state"].append(f"{spec.name} ({', '.join(entry.state)})")
-        raise_for(problems)
-
-    def _state_fits(self, entry: ParameterEntry, piece: OwnedPiece, numel: int, kernel: bool) -> bool:
-        if kernel:
-            mine = set(self._engine.shards.optimizer.state[piece.parameter])
-            return not entry.state or set(entry.state) == mine
-        tensors = {key: self._manifest.tensors[state_key(key, entry.name)] for key in entry.state}
-        return piece.piece.length == numel or all(
-            not tensor.shape or self._sharded(key, entry, tensor) for key, tensor in tensors.items()
-        )
-
-    def _fill_optimizer(self, group: FlatGroup) -> None:
-        owned = self._engine.shards.owned.get(group)
-        for piece in owned.pieces if owned else ():
-            spec = group.layout.specs[piece.piece.index]
-            entry = self._with_state(spec.name)
-            if entry is None:
-                continue
-            state = self._engine.shards.optimizer.state[piece.parameter]
-            if owned and owned.flat is None:
-                state.clear()  # what the checkpoint does not have was not there yet
-            elif not entry.state:  # never stepped: a kernel's state is zero then
-                for value in state.values():
-                    value.zero_()
-            for key in entry.state:
-                self._fill_state(state, key, entry, piece, stride_of(spec))
-            state.update({key: self._values.decode(value) for key, value in entry.values.items()})
-            if "step" in state:
-                piece.history = hash(float(state["step"]))
-
-    def _fill_state(
-        self,
-        state: dict[str, Any],
-        key: str,
-        entry: ParameterEntry,
-        piece: OwnedPiece,
-        stride: tuple[int, ...] | None,
-    ) -> None:
-        name, parameter = state_key(key, entry.name), piece.parameter
-        tensor = self._manifest.tensors[name]
-        if self._sharded(key, entry, tensor):
-            if key not in state:
-                state[key] = torch.empty_like(parameter.detach(), dtype=TORCH[tensor.dtype])
-            self._values.fill(name, in_memory_order(state[key], parameter), piece.piece.start, stride)
-        elif key in state:
-            state[key].copy_(self._values.whole(name))
-        else:
-            options = self._engine.shards.optimizer.param_groups[piece.param_group]
-            host = key == "step" and not (options.get("capturable") or options.get("fused"))
-            state[key] = self._values.whole(name).to(HOST if host else parameter.device)
-
-    def _sharded(self, key: str, entry: ParameterEntry, tensor: TensorEntry) -> bool:
-        """Whether a state tensor has one value per element of its parameter."""
-        return key != "step" and tensor.shape == self._manifest.tensors[model_key(entry.name)].shape
-
-    def _restore_options(self) -> None:
-        """The param_groups' options, such as learning rates, and the generators."""
-        groups = self._engine.shards.optimizer.param_groups
-        for group, saved in zip(groups, self._manifest.optimizer.param_groups, strict=True):
-            for name, value in self._values.decode(saved).items():
-                if isinstance(group.get(name), Tensor):
-                    group[name].copy_(value if isinstance(value, Tensor) else torch.tensor(value))
-                else:
-                    group[name] = value
-        if self._engine.rank < self._manifest.world_size:
-            rng = self._manifest.ranks[self._engine.rank].rng
-            random_state.restore(self._engine.accelerator, self._values.decode(rng))
-
-    def _with_state(self, name: str) -> ParameterEntry | None:
-        """The parameter in the checkpoint, if its optimizer knew it there."""
-        entry = self._entries.get(self._sources.get(name, ""))
-        return entry if entry is not None and entry.trainable and entry.group is not None else None
-
-
-class Values:
-    """Tensors of a checkpoint into tensors of an engine, a bounded piece at a time."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._buffer: Tensor | None = None
-
-    def fill(self, key: str, target: Tensor, start: int, stride: tuple[int, ...] | None) -> None:
-        """Write a tensor's elements from `start` on into `target`, cast to its dtype.
-
-        target: one-dimensional, in the memory order that `stride` (None: row-major) means.
-        """
-        entry = self._checkpoint.tensor(key)
-        if entry.stride != stride:
-            target.copy_(_reordered(self.whole(key), stride)[start : start + target.numel()])
-            return
-        dtype, step = TORCH[entry.dtype], CHUNK // entry.item_bytes
-        if self._buffer is None:
-            self._buffer = torch.empty(CHUNK, dtype=torch.uint8)
-        for first in range(0, target.numel(), step):
-            part = target[first : first + step]
-            staged = self._buffer[: part.numel() * entry.item_bytes]
-            self._checkpoint.read(key, start + first, bytes_of(staged))
-            part.copy_(staged.view(dtype))
-
-    def whole(self, key: str) -> Tensor:
-        """A whole tensor, on the host, in its shape."""
-        entry = self._checkpoint.tensor(key)
-        flat = torch.empty(entry.numel, dtype=TORCH[entry.dtype])
-        self._checkpoint.read(key, 0, bytes_of(flat))
-        return flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)
-
-    def decode(self, value: Any) -> Any:
-        """User state, with its tensors."""
-        return user_state.decode(value, self.whole)
-
-
-def _reordered(values: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """A tensor's elements in the memory order that `stride` means."""
-    if stride is None:
-        return values.contiguous().view(-1)
-    other = torch.empty_strided(values.shape, stride, dtype=values.dtype).copy_(values)
-    return other.as_strided((values.numel(),), (1,))
 
 
 def _targets(engine: EngineParts) -> list[Target]:

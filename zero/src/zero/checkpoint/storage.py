@@ -63,11 +63,17 @@ class File:
 
     def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         try:
-            return os.pwritev(self._descriptor, buffers, offset)
+            done = self._pwritev(buffers, offset)
         except OSError as error:
             if error.errno != errno.EINVAL or not self._leave_direct():
                 raise
-            return os.pwritev(self._descriptor, buffers, offset)
+            done = self._pwritev(buffers, offset)
+        if done % PAGE:  # cut short: what is left is not aligned
+            self._leave_direct()
+        return done
+
+    def _pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(self._descriptor, buffers, offset)
 
     def _leave_direct(self) -> bool:
         """Go through the page cache from now on; whether it was otherwise before."""

@@ -1,0 +1,143 @@
+"""Files on real file systems, with and without a way around the page cache."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero.checkpoint.storage import DISK, PAGE, File, Storage, read_whole, write_whole
+from zero.checkpoint.stream import CHUNK, Stream
+
+IN_MEMORY = Path("/dev/shm")  # a file system without direct writes
+
+
+def written(storage: Storage, path: Path, pieces: Sequence[bytes]) -> bytes:
+    stream = Stream(storage, path, sum(map(len, pieces)))
+    try:
+        for piece in pieces:
+            scratch = bytearray(piece)
+            stream.append(memoryview(scratch))
+            scratch[:] = bytes(len(piece))  # the caller's again
+        stream.finish()
+    finally:
+        stream.close()
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "size", [0, 1, PAGE, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 4 * CHUNK - PAGE, 5 * CHUNK + 12345]
+)
+@pytest.mark.parametrize("memory", [False, True])
+def test_what_is_appended_is_what_is_there(tmp_path: Path, size: int, memory: bool) -> None:
+    if memory and not IN_MEMORY.is_dir():
+        pytest.skip("no file system in memory")
+    generator = random.Random(size)
+    data = generator.randbytes(size)
+    cuts = sorted(generator.randrange(size + 1) for _ in range(20))
+    pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
+    path = (IN_MEMORY if memory else tmp_path) / f"zero-test-{os.getpid()}"
+    try:
+        assert written(DISK, path, pieces) == data
+    finally:
+        path.unlink()
+
+
+class Reluctant(Storage):
+    """Writes a little at a time, and nothing directly that is not said at once."""
+
+    def __init__(self, most: int, refuse_direct: bool) -> None:
+        self.most = most
+        self.refuse_direct = refuse_direct
+        self.refused = 0
+
+    def create(self, path: Path, size: int, direct: bool = False) -> File:
+        file = super().create(path, size, direct)
+        storage = self
+
+        class Slow(File):
+            def _pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
+                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                if storage.refuse_direct and flags & os.O_DIRECT:
+                    storage.refused += 1
+                    raise OSError(errno.EINVAL, "not aligned enough")
+                return super()._pwritev([buffers[0][: storage.most]], offset)
+
+        return Slow(path, file._descriptor)
+
+
+@pytest.mark.parametrize("most", [PAGE, 3 * PAGE + 77])
+@pytest.mark.parametrize("refuse_direct", [False, True])
+def test_short_and_refused_writes_go_on(tmp_path: Path, most: int, refuse_direct: bool) -> None:
+    storage = Reluctant(most, refuse_direct)
+    data = random.Random(1).randbytes(CHUNK + 3 * PAGE + 5)
+    assert written(storage, tmp_path / "file", [data]) == data
+    assert storage.refused == (1 if refuse_direct else 0)
+
+
+class Full(Storage):
+    """Fails from some write on."""
+
+    def __init__(self, writes: int) -> None:
+        self.writes = writes
+
+    def create(self, path: Path, size: int, direct: bool = False) -> File:
+        file = super().create(path, size, direct)
+        write = file.write
+
+        def limited(offset: int, buffers: Sequence[memoryview]) -> None:
+            self.writes -= 1
+            if self.writes < 0:
+                raise OSError(errno.ENOSPC, "full")
+            write(offset, buffers)
+
+        file.write = limited  # type: ignore[method-assign]
+        return file
+
+
+@pytest.mark.parametrize("writes", [0, 1, 3, 6])
+def test_errors_of_writes_in_the_background_are_raised(tmp_path: Path, writes: int) -> None:
+    data = bytes(6 * CHUNK + 1)
+    with pytest.raises(OSError, match="full"):
+        written(Full(writes), tmp_path / "file", [data])
+    assert not _open_here(tmp_path)
+
+
+def test_small_files(tmp_path: Path) -> None:
+    write_whole(DISK, tmp_path / "file", b"content")
+    assert read_whole(DISK, tmp_path / "file") == b"content"
+    with pytest.raises(FileExistsError):
+        write_whole(DISK, tmp_path / "file", b"other")
+
+
+def test_locks(tmp_path: Path) -> None:
+    lock = DISK.lock(tmp_path)
+    assert lock is not None
+    assert DISK.lock(tmp_path) is None
+    lock.release()
+    again: Any = DISK.lock(tmp_path)
+    again.release()
+
+
+def test_remove(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").touch()
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "link").symlink_to(outside)
+    (tmp_path / "link").symlink_to(outside)
+    for path in (folder, tmp_path / "link", tmp_path / "nothing"):
+        DISK.remove(path)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "outside"]
+
+
+def _open_here(folder: Path) -> list[str]:
+    links = [f"/proc/self/fd/{n}" for n in os.listdir("/proc/self/fd")]
+    return [t for t in (os.readlink(link) for link in links if os.path.islink(link)) if str(folder) in t]

@@ -1,0 +1,54 @@
+"""One manifest out of what every rank reports of its file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zero.checkpoint.manifest import BLOCK, Manifest, seal, unescape, unseal
+from zero.errors import CheckpointError
+
+
+def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> bytes:
+    """Put together and read back: what could not be loaded is not published."""
+    tensors: dict[str, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for number, report in enumerate(reports):
+        for key, (dtype, shape, stride, piece) in report["tensors"].items():
+            entry = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "stride": stride, "slices": []})
+            if piece is not None:
+                entry["slices"].append([number, *piece])
+        for name, entries in report["values"].items():
+            values.setdefault(name, {}).update(entries)
+    for entry in tensors.values():
+        entry["slices"].sort(key=lambda piece: piece[1])
+    parameters = _with_state(described["parameters"], tensors, values)
+    members = {
+        **described,
+        "block_bytes": BLOCK,
+        "parameters": parameters,
+        "ranks": [{"rng": r["rng"], "state": r["state"]} for r in reports],
+        "files": [r["file"] for r in reports],
+        "tensors": tensors,
+    }
+    data = seal("zero-checkpoint", members)
+    try:
+        Manifest.model_validate_json(unseal("zero-checkpoint", data))
+    except ValueError as error:
+        raise CheckpointError(f"the state of this job makes no valid checkpoint: {error}") from error
+    return data
+
+
+def _with_state(
+    parameters: list[dict[str, Any]], tensors: Mapping[str, Any], values: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    keys: dict[str, list[str]] = {}
+    for key in tensors:
+        kind, _, rest = key.partition("/")
+        if kind == "optimizer":
+            state, _, name = rest.partition("/")
+            keys.setdefault(name, []).append(unescape(state))
+    return [
+        {**p, "state": sorted(keys.get(p["name"], [])), "values": values.get(p["name"], {})}
+        for p in parameters
+    ]

@@ -1,0 +1,134 @@
+"""The optimizer's part of a load: state of this rank's pieces, options of the param_groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelz.flat_buffer import HOST
+from zero.checkpoint.dtypes import TORCH
+from zero.checkpoint.engine_state import EngineParts, kind_of, stride_of
+from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
+from zero.checkpoint.names import raise_for
+from zero.checkpoint.values import Values
+from zero.errors import StateError
+from zero.optimizer import OwnedPiece
+from zero.optimizer_state import in_memory_order
+
+
+class OptimizerLoad:
+    """sources: for each parameter, its name in the checkpoint."""
+
+    def __init__(
+        self, engine: EngineParts, manifest: Manifest, values: Values, sources: Mapping[str, str]
+    ) -> None:
+        self._engine = engine
+        self._manifest = manifest
+        self._values = values
+        self._sources = sources
+        self._entries = {entry.name: entry for entry in manifest.parameters}
+
+    def check(self, strict: bool) -> None:
+        """Raise StateError if the checkpoint's optimizer is another one, or its state does not fit.
+
+        strict: also for parameters whose state it does not have.
+        """
+        optimizer, saved = self._engine.shards.optimizer, self._manifest.optimizer
+        if kind_of(optimizer) != saved.kind:
+            raise StateError(
+                f"the checkpoint's optimizer is {saved.kind} and this one {kind_of(optimizer)}; "
+                "weights_only=True loads the weights alone"
+            )
+        if len(saved.param_groups) != len(optimizer.param_groups):
+            raise StateError(
+                f"the checkpoint's optimizer has {len(saved.param_groups)} param_groups and this one "
+                f"{len(optimizer.param_groups)}; weights_only=True loads the weights alone"
+            )
+        problems: dict[str, list[str]] = {"without optimizer state": [], "with other optimizer state": []}
+        for group, owned in self._engine.shards.owned.items():
+            for piece in owned.pieces:
+                spec = group.layout.specs[piece.piece.index]
+                entry = self._with_state(spec.name)
+                if entry is None:
+                    if strict:
+                        problems["without optimizer state"].append(spec.name)
+                elif not self._state_fits(entry, piece, spec.numel, owned.flat is not None):
+                    problems["with other optimizer state"].append(f"{spec.name} ({', '.join(entry.state)})")
+        raise_for(problems)
+
+    def _state_fits(self, entry: ParameterEntry, piece: OwnedPiece, numel: int, kernel: bool) -> bool:
+        if kernel:
+            mine = set(self._engine.shards.optimizer.state[piece.parameter])
+            return not entry.state or set(entry.state) == mine
+        tensors = {key: self._manifest.tensors[state_key(key, entry.name)] for key in entry.state}
+        return piece.piece.length == numel or all(
+            not tensor.shape or self._sharded(key, entry, tensor) for key, tensor in tensors.items()
+        )
+
+    def fill(self) -> None:
+        """The state of this rank's pieces, and the options of the param_groups."""
+        for group, owned in self._engine.shards.owned.items():
+            for piece in owned.pieces:
+                spec = group.layout.specs[piece.piece.index]
+                entry = self._with_state(spec.name)
+                if entry is not None:
+                    self._fill_piece(piece, entry, stride_of(spec), kernel=owned.flat is not None)
+        self._restore_options()
+
+    def _fill_piece(
+        self, piece: OwnedPiece, entry: ParameterEntry, stride: tuple[int, ...] | None, kernel: bool
+    ) -> None:
+        state = self._engine.shards.optimizer.state[piece.parameter]
+        if not kernel:
+            state.clear()  # what the checkpoint does not have was not there yet
+        elif not entry.state:  # never stepped: a kernel's state is zero then
+            for value in state.values():
+                value.zero_()
+        for key in entry.state:
+            self._fill_state(state, key, entry, piece, stride)
+        state.update({key: self._values.decode(value) for key, value in entry.values.items()})
+        if "step" in state:
+            piece.history = hash(float(state["step"]))  # pieces of equal steps go in one kernel call
+
+    def _fill_state(
+        self,
+        state: dict[str, Any],
+        key: str,
+        entry: ParameterEntry,
+        piece: OwnedPiece,
+        stride: tuple[int, ...] | None,
+    ) -> None:
+        name, parameter = state_key(key, entry.name), piece.parameter
+        tensor = self._manifest.tensors[name]
+        if self._sharded(key, entry, tensor):
+            if key not in state:
+                state[key] = torch.empty_like(parameter.detach(), dtype=TORCH[tensor.dtype])
+            self._values.fill(name, in_memory_order(state[key], parameter), piece.piece.start, stride)
+        elif key in state:
+            state[key].copy_(self._values.whole(name))
+        else:
+            options = self._engine.shards.optimizer.param_groups[piece.param_group]
+            host = key == "step" and not (options.get("capturable") or options.get("fused"))
+            state[key] = self._values.whole(name).to(HOST if host else parameter.device)
+
+    def _sharded(self, key: str, entry: ParameterEntry, tensor: TensorEntry) -> bool:
+        """Whether a state tensor has one value per element of its parameter."""
+        return key != "step" and tensor.shape == self._manifest.tensors[model_key(entry.name)].shape
+
+    def _restore_options(self) -> None:
+        """The param_groups' options, such as learning rates."""
+        groups = self._engine.shards.optimizer.param_groups
+        for group, saved in zip(groups, self._manifest.optimizer.param_groups, strict=True):
+            for name, value in self._values.decode(saved).items():
+                if isinstance(group.get(name), Tensor):
+                    group[name].copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+                else:
+                    group[name] = value
+
+    def _with_state(self, name: str) -> ParameterEntry | None:
+        """The parameter in the checkpoint, if its optimizer knew it there."""
+        entry = self._entries.get(self._sources.get(name, ""))
+        return entry if entry is not None and entry.trainable and entry.group is not None else None

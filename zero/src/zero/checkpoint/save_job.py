@@ -1,0 +1,141 @@
+"""One save: every rank writes its file, rank 0 publishes, all learn the outcome. Knows nothing of engines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelz.accelerator import Accelerator
+from zero.checkpoint.assembly import assemble
+from zero.checkpoint.engine_state import RankState
+from zero.checkpoint.exchange import Exchange
+from zero.checkpoint.problems import Problem, error_of, problem_of
+from zero.checkpoint.publication import Publication
+from zero.checkpoint.rank_file import write_rank_file
+from zero.checkpoint.storage import Storage
+from zero.errors import CheckpointError, CommunicationError
+
+_log = logging.getLogger("zero")
+_LAST = 3.0  # the outcome takes longer: rank 0 itself may wait for a rank that is gone
+
+
+@dataclass
+class Job:
+    """One rank's part of a save. described: the manifest's members that rank 0 knows before it begins.
+
+    failure: what went wrong on this rank already; the others have to be told.
+    """
+
+    exchange: Exchange
+    storage: Storage
+    accelerator: Accelerator
+    publication: Publication
+    mine: RankState = field(default_factory=RankState)
+    described: dict[str, Any] = field(default_factory=dict)
+    failure: Exception | None = None
+
+    def run(self) -> None:
+        """Write and publish. Raises on every rank or on none."""
+        try:
+            problem = self._run()
+        finally:
+            self.publication.close()
+        if problem:
+            raise error_of(problem) from self.failure
+
+    def _run(self) -> Problem:
+        rank, exchange = self.exchange.rank, self.exchange
+        try:
+            report = self._write(self._begin())
+        except Exception as error:
+            self.failure = error
+            report = {"problem": problem_of(error, f"rank {rank} could not save its part of the checkpoint")}
+        exchange.publish("file", report)
+        if rank:
+            outcome: Problem = exchange.collect("outcome", [0], patience=_LAST)[0]
+            exchange.publish("leave", None)
+            return outcome
+        outcome = self._publish()
+        exchange.publish("outcome", outcome)
+        if outcome[:1] != [CommunicationError.__name__]:  # otherwise nobody may be there
+            self._take_leave()
+        return outcome
+
+    def _begin(self) -> Path:
+        """Rank 0 makes the directory; all go on when it is there."""
+        if self.exchange.rank:
+            problem = self.exchange.collect("directory", [0])[0]
+            if problem:
+                raise error_of(problem)
+        else:
+            self._make_directory()
+        if self.failure is not None:
+            raise self.failure  # not earlier: the others are waiting for the directory
+        return self.publication.staging
+
+    def _make_directory(self) -> None:
+        problem: Problem = []
+        try:
+            if self.failure is None:
+                self.publication.begin()
+        except Exception as error:
+            problem = problem_of(error, f"{self.publication.staging} could not be made")
+        self.exchange.publish("directory", problem)
+        if problem:
+            raise error_of(problem)
+
+    def _write(self, staging: Path) -> dict[str, Any]:
+        path = staging / f"rank-{self.exchange.rank:05d}.safetensors"
+        report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts)
+        return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
+
+    def _publish(self) -> Problem:
+        """Rank 0, once every rank has written its file."""
+        try:
+            reports = self.exchange.collect("file", self.exchange.ranks)
+            problem = next((r["problem"] for _, r in sorted(reports.items()) if "problem" in r), None)
+            if problem:
+                raise error_of(problem)
+            self._check_visible(reports)
+            self.publication.commit(assemble(self.described, [reports[r] for r in self.exchange.ranks]))
+        except Exception as error:
+            return self._abandon(problem_of(error, "the checkpoint could not be published"))
+        return []
+
+    def _abandon(self, problem: Problem) -> Problem:
+        try:
+            self.publication.abandon()
+        except OSError as error:
+            problem[1] += f" (what was written so far could not be removed: {error})"
+        return problem
+
+    def _check_visible(self, reports: Mapping[int, Any]) -> None:
+        """Ranks on other machines must have written to the same directory."""
+        for rank, report in reports.items():
+            entry = report["file"]
+            try:
+                file = self.storage.open(self.publication.staging / entry["name"])
+                size = file.size()
+                file.close()
+            except FileNotFoundError:
+                size = 0
+            if size != entry["bytes"]:
+                raise CheckpointError(
+                    f"of the {entry['bytes']} bytes that rank {rank} wrote rank 0 sees {size}: the "
+                    "checkpoint must be on a file system that all ranks share"
+                )
+
+    def _take_leave(self) -> None:
+        """Rank 0 may hold the store: it stays until everybody has read the outcome."""
+        others = self.exchange.ranks[1:]
+        try:
+            self.exchange.collect("leave", others)
+            self.exchange.forget("leave", others)
+            self.exchange.forget("file", self.exchange.ranks)
+            self.exchange.forget("directory", [0])
+            self.exchange.forget("outcome", [0])
+        except CommunicationError as error:
+            _log.warning("the checkpoint's outcome is settled, but %s", error)

@@ -1,0 +1,59 @@
+"""Tensors of a checkpoint into tensors of an engine, a bounded piece at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint import user_state
+from zero.checkpoint.dtypes import TORCH
+from zero.checkpoint.rank_file import bytes_of
+from zero.checkpoint.reader import Checkpoint
+from zero.checkpoint.stream import CHUNK
+
+
+class Values:
+    """Reads from an open checkpoint; holds CHUNK bytes."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._buffer: Tensor | None = None
+
+    def fill(self, key: str, target: Tensor, start: int, stride: tuple[int, ...] | None) -> None:
+        """Write a tensor's elements from `start` on into `target`, cast to its dtype.
+
+        target: one-dimensional, in the memory order that `stride` (None: row-major) means.
+        """
+        entry = self._checkpoint.tensor(key)
+        if entry.stride != stride:
+            target.copy_(_reordered(self.whole(key), stride)[start : start + target.numel()])
+            return
+        dtype, step = TORCH[entry.dtype], CHUNK // entry.item_bytes
+        if self._buffer is None:
+            self._buffer = torch.empty(CHUNK, dtype=torch.uint8)
+        for first in range(0, target.numel(), step):
+            part = target[first : first + step]
+            staged = self._buffer[: part.numel() * entry.item_bytes]
+            self._checkpoint.read(key, start + first, bytes_of(staged))
+            part.copy_(staged.view(dtype))
+
+    def whole(self, key: str) -> Tensor:
+        """A whole tensor, on the host, in its shape."""
+        entry = self._checkpoint.tensor(key)
+        flat = torch.empty(entry.numel, dtype=TORCH[entry.dtype])
+        self._checkpoint.read(key, 0, bytes_of(flat))
+        return flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)
+
+    def decode(self, value: Any) -> Any:
+        """User state, with its tensors."""
+        return user_state.decode(value, self.whole)
+
+
+def _reordered(values: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """A tensor's elements in the memory order that `stride` means."""
+    if stride is None:
+        return values.contiguous().view(-1)
+    other = torch.empty_strided(values.shape, stride, dtype=values.dtype).copy_(values)
+    return other.as_strided((values.numel(),), (1,))
