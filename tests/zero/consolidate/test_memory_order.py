@@ -48,6 +48,6 @@ def test_transposed_and_channels_last_tensors_larger_than_a_chunk(tmp_path: Path
     }
     synthetic.save(tmp_path / "checkpoint", tensors, ranks=3)
     with open_source(tmp_path / "checkpoint") as source:
-        result = consolidate(source, tmp_path / "out", Options(workers=2, memory=1 << 18, verify=True))
+        result = consolidate(source, tmp_path / "out", Options(workers=2, memory=2 * 139_264, verify=True))
     assert saved.same(saved.read(tmp_path / "out"), tensors)
     assert result.left_out == ("head._extra_state",)

@@ -6,13 +6,17 @@ import ctypes
 import os
 from pathlib import Path
 
-from zero.checkpoint.storage import Storage
+from zero.checkpoint.storage import File, Storage
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 class WeightStorage(Storage):
     """Methods raise OSError as the operating system does."""
+
+    def reopen(self, path: Path) -> File:
+        """An existing file for writing, through the page cache."""
+        return File(path, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
 
     def exchange(self, first: Path, second: Path) -> bool:
         """Swap two directories in one step; False where the system cannot."""

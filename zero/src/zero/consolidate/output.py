@@ -13,13 +13,15 @@ from torch import Tensor
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.checkpoint.rank_file import bytes_of
-from zero.checkpoint.storage import File, Storage
+from zero.checkpoint.storage import PAGE, File, Storage
+from zero.consolidate.files import WeightStorage
 from zero.consolidate.plan import Chosen, Plan, PlannedFile
 from zero.consolidate.source import Chunk, TensorInfo
 from zero.consolidate.workers import Buffers
 from zero.errors import CheckpointError
 
 UNFINISHED = ".part"
+_LARGE = 1 << 20  # bytes of a file
 
 
 class Part(NamedTuple):
@@ -41,9 +43,10 @@ class Converter:
         self.overflowed: set[str] = set()
 
     def parts(self, chunk: Chunk, values: Tensor, scratch: Tensor) -> Iterator[Part]:
-        """The parts of a chunk, of at most `scratch` bytes each, valid until the next.
+        """The parts of a chunk, valid until the next. Tensors that are not in the plan are left out.
 
-        values: the chunk's bytes. Tensors that are not in the plan are left out.
+        values: the chunk's bytes. scratch: uint8, on whole pages; a part lies on its pages as it will in the
+        file, which is what writing around the page cache wants.
         """
         for piece in chunk.pieces:
             if piece.tensor not in self._places:
@@ -53,18 +56,56 @@ class Converter:
             source = values[piece.at : piece.at + piece.length * ITEM_BYTES[stored]].view(TORCH[stored])
             item = ITEM_BYTES[chosen.dtype]
             offset = file.offsets[piece.tensor] + piece.start * item
-            for part in source.split(scratch.numel() // item):
-                yield Part(chosen, file, offset, self._cast(chosen, part, scratch))
-                offset += part.numel() * item
+            while source.numel():
+                shift = offset % PAGE
+                count = min(source.numel(), (scratch.numel() // PAGE * PAGE - shift) // item)
+                converted = self._convert(chosen, source[:count], scratch[shift : shift + count * item])
+                yield Part(chosen, file, offset, converted)
+                source, offset = source[count:], offset + count * item
 
-    def _cast(self, chosen: Chosen, values: Tensor, scratch: Tensor) -> Tensor:
-        dtype = TORCH[chosen.dtype]
-        if values.dtype != dtype:
-            cast = scratch[: values.numel() * dtype.itemsize].view(dtype).copy_(values)
-            if dtype == torch.float16 and not torch.equal(cast.isinf(), values.isinf()):
-                self.overflowed.add(chosen.name)
-            values = cast
-        return values.view(torch.uint8)
+    def _convert(self, chosen: Chosen, values: Tensor, into: Tensor) -> Tensor:
+        converted = into.view(TORCH[chosen.dtype]).copy_(values)
+        narrowed = converted.dtype == torch.float16 and values.dtype != torch.float16
+        if narrowed and not torch.equal(converted.isinf(), values.isinf()):
+            self.overflowed.add(chosen.name)
+        return into
+
+
+class PlacedFile:
+    """A new file whose bytes are written in any order, from any thread.
+
+    A large one is written around the page cache, whose copies would cost more than the disk; whatever does
+    not fill its first or last page goes through it.
+    """
+
+    def __init__(self, storage: WeightStorage, path: Path, size: int) -> None:
+        self._whole = storage.create(path, size, direct=size >= _LARGE)
+        try:
+            self._cut = storage.reopen(path)
+        except BaseException:
+            self._whole.close()
+            raise
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write bytes that lie on their pages as they will in the file."""
+        low = min(data.nbytes, -offset % PAGE)
+        high = low + (data.nbytes - low) // PAGE * PAGE
+        for file, first, last in ((self._cut, 0, low), (self._whole, low, high), (self._cut, high, None)):
+            part = data[first:last]
+            if part.nbytes:
+                file.write(offset + first, [part])
+
+    def write_anywhere(self, offset: int, data: bytes) -> None:
+        """Write bytes, wherever they lie."""
+        self._cut.write(offset, [memoryview(data)])
+
+    def sync(self) -> None:
+        """Return once all bytes are on the disk."""
+        self._cut.sync()
+
+    def close(self) -> None:
+        self._whole.close()
+        self._cut.close()
 
 
 class Output:
@@ -74,12 +115,12 @@ class Output:
     as they are. Raises OSError.
     """
 
-    def __init__(self, storage: Storage, directory: Path, plan: Plan, converter: Converter) -> None:
+    def __init__(self, storage: WeightStorage, directory: Path, plan: Plan, converter: Converter) -> None:
         self._storage = storage
         self._directory = directory
         self._converter = converter
         self._lock = threading.Lock()
-        self._files: dict[str, File] = {}
+        self._files: dict[str, PlacedFile] = {}
         self._left: dict[str, int] = {}
         self.pending: set[int] = set()
         try:
@@ -93,9 +134,9 @@ class Output:
     def write(self, chunk: Chunk, buffers: Buffers) -> int:
         """Read a chunk and write what belongs into unfinished files; returns the bytes written."""
         written = 0
-        for part in self._converter.parts(chunk, buffers.read(chunk), buffers.cast):
+        for part in self._converter.parts(chunk, buffers.read(chunk), buffers.output):
             if part.chosen.tensor in self.pending:
-                self._files[part.file.name].write(part.offset, [bytes_of(part.values)])
+                self._files[part.file.name].write(part.offset, bytes_of(part.values))
                 self._count(part.file, part.values.numel())
                 written += part.values.numel()
         return written
@@ -109,9 +150,9 @@ class Output:
     def _create(self, file: PlannedFile) -> None:
         part = self._directory / (file.name + UNFINISHED)
         self._storage.remove(part)
-        opened = self._files[file.name] = self._storage.create(part, file.nbytes)
+        opened = self._files[file.name] = PlacedFile(self._storage, part, file.nbytes)
         for offset, content in file.fixed:
-            opened.write(offset, [memoryview(content)])
+            opened.write_anywhere(offset, content)
         self._left[file.name] = file.payload
         self.pending.update(chosen.tensor for chosen in file.tensors)
         self._count(file, 0)
@@ -146,10 +187,10 @@ class Comparison:
 
     def compare(self, chunk: Chunk, buffers: Buffers) -> int:
         """Read a chunk, and what was made of it; returns the bytes compared."""
-        half = buffers.cast.numel() // 2
+        half = buffers.output.numel() // 2 // PAGE * PAGE
         compared = 0
-        for part in self._converter.parts(chunk, buffers.read(chunk), buffers.cast[:half]):
-            found = buffers.cast[half : half + part.values.numel()]
+        for part in self._converter.parts(chunk, buffers.read(chunk), buffers.output[:half]):
+            found = buffers.output[half : half + part.values.numel()]
             count = self._files[part.file.name].read(part.offset, bytes_of(found))
             if count != found.numel() or not torch.equal(found, part.values):
                 raise CheckpointError(

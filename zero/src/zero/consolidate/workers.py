@@ -3,6 +3,7 @@ interpreter lock, so threads are enough."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -11,21 +12,23 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.rank_file import bytes_of
+from zero.checkpoint.storage import PAGE
 from zero.consolidate.source import Chunk
 from zero.errors import UsageError
 
 DEFAULT_MEMORY = 128 << 20
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22  # bytes of a chunk; larger ones are no faster
+_ROOM = 2 * PAGE  # so that a chunk fits wherever on a page it begins
 Progress = Callable[[int], None]
 """Called with the bytes that are done since the last call, from any thread."""
 
 
 class Buffers:
-    """What one thread works in. source, cast: uint8, `limit` bytes each."""
+    """What one thread works in: uint8, on whole pages. source: for a chunk. output: for what it becomes."""
 
     def __init__(self, limit: int) -> None:
-        self.source = torch.empty(limit, dtype=torch.uint8)
-        self.cast = torch.empty(limit, dtype=torch.uint8)
+        self.source = torch.frombuffer(mmap.mmap(-1, limit), dtype=torch.uint8)
+        self.output = torch.frombuffer(mmap.mmap(-1, limit + _ROOM), dtype=torch.uint8)
 
     def read(self, chunk: Chunk) -> Tensor:
         """The bytes of a chunk."""
@@ -45,14 +48,13 @@ def chunk_bytes(memory: int, workers: int) -> int:
 
     Raises UsageError where they cannot.
     """
-    share = memory // (2 * workers)
-    if workers < 1 or share < _SMALLEST:
-        needed = 2 * _SMALLEST * max(1, workers)
+    least = 2 * _SMALLEST + _ROOM
+    if workers < 1 or memory // workers < least:
         raise UsageError(
-            f"{workers} workers in {memory} bytes of memory: at least one worker, and {2 * _SMALLEST} bytes "
-            f"for each ({needed}) are needed"
+            f"{workers} workers in {memory} bytes of memory: at least one worker, and {least} bytes for each "
+            "are needed"
         )
-    return min(_LARGEST, share // _SMALLEST * _SMALLEST)
+    return min(_LARGEST, (memory // workers - _ROOM) // 2 // _SMALLEST * _SMALLEST)
 
 
 def run(chunks: Iterator[Chunk], workers: int, limit: int, handle: Callable[[Chunk, Buffers], None]) -> None:
