@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ from tests.zero.checkpoint.test_load import fingerprint
 from tests.zero.models import LanguageModel
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
-from zero.checkpoint.reader import complete, find
+from zero.checkpoint.reader import Checkpoint, complete, find
 from zero.checkpoint.storage import DISK, File, Storage
 from zero.checkpoint.stream import CHUNK
 
@@ -135,6 +137,22 @@ def background_body(context: Context, runs: str) -> dict[str, Any]:
 def test_saving_in_the_background_keeps_the_moment_it_was_called(cluster: Clusters, tmp_path: Path) -> None:
     for found in cluster(2).run(background_body, runs=str(tmp_path)):
         assert found == {"published": False, "one": True, "two": True, "one copy": True}
+
+
+ENDS_AT_ONCE = """
+import sys, torch, zero
+model = torch.nn.Linear(2048, 1024)
+engine = zero.initialize(model, torch.optim.AdamW(model.parameters()), zero.Config())
+engine.save_checkpoint(sys.argv[1], async_=True)
+"""
+
+
+def test_a_program_that_ends_completes_its_save(device: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "ACCELZ_DEVICE": device}
+    path = tmp_path / "c"
+    subprocess.run([sys.executable, "-c", ENDS_AT_ONCE, str(path)], env=environment, check=True, timeout=60)
+    with Checkpoint(find(tmp_path)) as checkpoint:
+        assert list(checkpoint.verify()) == []
 
 
 def errors_body(context: Context, runs: str) -> dict[str, Any]:

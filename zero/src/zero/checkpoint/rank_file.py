@@ -57,17 +57,18 @@ Segment = tuple[Part, int, int]  # bytes of a part: from, to
 
 
 def write_rank_file(
-    storage: Storage, accelerator: Accelerator, path: Path, parts: Sequence[Part]
+    storage: Storage, accelerator: Accelerator, path: Path, parts: Sequence[Part], threads: bool = True
 ) -> dict[str, Any]:
     """Write and sync a rank's file; returns what the manifest has to say about it, as JSON values.
 
-    Raises OSError, and UsageError for a dtype that files cannot hold.
+    threads: whether some may help (see Stream). Raises OSError, and UsageError for a dtype that files
+    cannot hold.
     """
     ordered = sorted(parts, key=lambda part: -part.values.element_size())  # keeps every tensor aligned
     header, places = _plan(ordered)
     checksums_at = places[-1]
     blocks = sum(part.blocks for part in ordered)
-    file = Stream(storage, path, checksums_at + 4 * blocks)
+    file = Stream(storage, path, checksums_at + 4 * blocks, threads)
     try:
         file.append(memoryview(header))
         table = _write_parts(file, accelerator, ordered)

@@ -51,6 +51,7 @@ class Saver:
             storage,
             self._engine.accelerator,
             Publication(storage, path, keep_last),
+            background=async_,
         )
         try:
             self._prepare(job, steps, state, rank_state, async_)

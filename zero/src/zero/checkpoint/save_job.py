@@ -26,7 +26,8 @@ _LAST = 3.0  # the outcome takes longer: rank 0 itself may wait for a rank that 
 class Job:
     """One rank's part of a save. described: the manifest's members that rank 0 knows before it begins.
 
-    failure: what went wrong on this rank already; the others have to be told.
+    failure: what went wrong on this rank already; the others have to be told. background: whether the
+    program goes on meanwhile, and may end.
     """
 
     exchange: Exchange
@@ -36,6 +37,7 @@ class Job:
     mine: RankState = field(default_factory=RankState)
     described: dict[str, Any] = field(default_factory=dict)
     failure: Exception | None = None
+    background: bool = False
 
     def run(self) -> None:
         """Write and publish. Raises on every rank or on none."""
@@ -89,7 +91,9 @@ class Job:
 
     def _write(self, staging: Path) -> dict[str, Any]:
         path = staging / f"rank-{self.exchange.rank:05d}.safetensors"
-        report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts)
+        report = write_rank_file(
+            self.storage, self.accelerator, path, self.mine.parts, threads=not self.background
+        )
         return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
 
     def _publish(self) -> Problem:

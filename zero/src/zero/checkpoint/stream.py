@@ -20,17 +20,20 @@ _CHUNKS = 3  # one being filled, two being written
 
 
 class Stream:
-    """A new file of `size` bytes. Methods raise OSError, also for what was appended earlier."""
+    """A new file of `size` bytes. Methods raise OSError, also for what was appended earlier.
 
-    def __init__(self, storage: Storage, path: Path, size: int) -> None:
+    threads: whether to have chunks written by threads meanwhile. A program that ends cannot start any, and
+    what writes in the background may outlast it.
+    """
+
+    def __init__(self, storage: Storage, path: Path, size: int, threads: bool = True) -> None:
         self._size = size
         self._large = size > CHUNK
         self._file = storage.create(path, size, direct=self._large)
-        self._chunks = [
-            _aligned(CHUNK if self._large else size) for _ in range(_CHUNKS if self._large else 1)
-        ]
-        self._writers = ThreadPoolExecutor(_CHUNKS - 1, thread_name_prefix=f"writing {path.name}")
-        self._pending: list[Future[None] | None] = [None] * _CHUNKS
+        several = self._large and threads
+        self._writers = ThreadPoolExecutor(_CHUNKS - 1) if several else None
+        self._chunks = [_aligned(min(size, CHUNK)) for _ in range(_CHUNKS if several else 1)]
+        self._pending: list[Future[None] | None] = [None] * len(self._chunks)
         self._current = 0  # index of the chunk being filled
         self._filled = 0  # bytes of it
         self._position = 0  # of its first byte in the file
@@ -56,7 +59,8 @@ class Stream:
 
     def close(self) -> None:
         """Close the file, finished or not."""
-        self._writers.shutdown()
+        if self._writers is not None:
+            self._writers.shutdown()
         self._file.close()
 
     def _finish_large(self) -> None:
@@ -64,17 +68,20 @@ class Stream:
         self._chunks[self._current][self._filled : end] = 0
         self._filled = end
         self._send()
-        for index in range(_CHUNKS):
+        for index in range(len(self._chunks)):
             self._wait(index)
         self._file.truncate(self._size)
 
     def _send(self) -> None:
-        """Write the current chunk in the background and begin another, once it is free."""
+        """Write the current chunk, in the background if there are others, and begin the next free one."""
         data = _view(self._chunks[self._current][: self._filled])
-        self._pending[self._current] = self._writers.submit(self._file.write, self._position, [data])
+        if self._writers is None:
+            self._file.write(self._position, [data])
+        else:
+            self._pending[self._current] = self._writers.submit(self._file.write, self._position, [data])
         self._position += self._filled
         self._filled = 0
-        self._current = (self._current + 1) % _CHUNKS
+        self._current = (self._current + 1) % len(self._chunks)
         self._wait(self._current)
 
     def _wait(self, index: int) -> None:
