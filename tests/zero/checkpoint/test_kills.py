@@ -29,7 +29,7 @@ from zero.checkpoint.reader import complete, find
 from zero.checkpoint.storage import DISK
 
 KILLS = int(os.environ.get("ZERO_KILLS", "12"))
-STEPS = 36  # of a run
+STEPS = 24  # of a run
 ALONE = 0.2  # seconds that a survivor goes on
 
 
