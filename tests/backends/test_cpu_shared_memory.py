@@ -183,7 +183,7 @@ def test_a_killed_rank_is_noticed_early_and_leaves_nothing_behind(disposable: Cl
     for outcome in (outcomes[0], outcomes[2]):
         message, seconds, seen, named = outcome.value
         assert "rank 1 (process " in message
-        assert seconds < 2.0, "a dead process is looked for, not waited for"
+        assert seconds < 4.0, "a dead process is looked for, not waited for: the timeout is 5 s"
         assert named == [], "no segment has a name that somebody would have to remove"
         segments |= seen
     assert len(segments) >= 6, "a mailbox and a block of each rank"
