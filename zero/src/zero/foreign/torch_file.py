@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelz.flat_buffer import HOST
 from zero.errors import CheckpointError, CorruptCheckpointError
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
@@ -133,7 +134,7 @@ def _load(path: Path, stand_ins: Mapping[str, type]) -> Any:
                     f"{path} holds objects that are not read, since that would run their code: "
                     f"{', '.join(sorted(foreign))}"
                 )
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            return torch.load(path, map_location=HOST, mmap=True, weights_only=True)
     except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
