@@ -47,6 +47,19 @@ def test_consolidate_writes_weights_and_says_what(checkpoint: Path, tmp_path: Pa
     assert len(saved.weight_map(out)) == 2
 
 
+def test_convert_makes_a_checkpoint_that_can_be_read(checkpoint: Path, tmp_path: Path) -> None:
+    assert run("consolidate", checkpoint, tmp_path / "weights").exit_code == 0
+    assert "no checksums" in run("verify", tmp_path / "weights").stdout
+    result = run("convert", tmp_path / "weights", tmp_path / "begin")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{tmp_path / 'begin'}: 2 tensors, 2.4 kB\n"
+    assert run("verify", tmp_path / "begin").stdout == f"{tmp_path / 'begin'}: intact\n"
+    result = run("consolidate", tmp_path / "begin", tmp_path / "torch", "--format", "torch")
+    assert result.exit_code == 0, result.output
+    found = torch.load(tmp_path / "torch" / "pytorch_model.bin", weights_only=True)
+    assert saved.same(found, MODEL)
+
+
 def test_inspect_tells_what_is_there(checkpoint: Path) -> None:
     result = run("inspect", checkpoint)
     assert result.exit_code == 0

@@ -105,6 +105,20 @@ def save(folder: Path, model: Model, layout: Layout) -> Path:
     return tag
 
 
+def save_universal(folder: Path, model: Model, layout: Layout) -> Path:
+    """What ds_to_universal makes of a checkpoint: at stage 3 flat and bare, else whole and in a dict."""
+    sharded = save(folder / "sharded", model, layout)
+    tag = folder / f"{layout.tag}_universal"
+    for name, value in model.masters.items():
+        (tag / "zero" / name).mkdir(parents=True)
+        content = value.flatten() if layout.stage == 3 else {"cat_dim": 0, "param": value}
+        torch.save(content, tag / "zero" / name / "fp32.pt")
+    for path in sharded.glob("*_model_states.pt"):
+        path.rename(tag / path.name)
+    (folder / "latest_universal").write_text(tag.name)
+    return tag
+
+
 def optimizer_states(groups: Sequence[State], layout: Layout, rank: int) -> dict[str, Any]:
     flat = [_shards(group, layout)[rank] for group in groups]
     moments = {

@@ -1,4 +1,4 @@
-"""The command line: `zero consolidate`, `inspect`, `verify`."""
+"""The command line: `zero consolidate`, `convert`, `inspect`, `verify`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 import zero
+from zero.consolidate import convert as to_zero
 from zero.consolidate import run
 from zero.consolidate.opening import open_source
 from zero.consolidate.source import Source
@@ -55,9 +56,16 @@ class Dtype(str, Enum):
     keep = "keep"
 
 
+class Format(str, Enum):
+    safetensors = "safetensors"
+    torch = "torch"
+
+
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or the directory of several: its latest.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Threads; all cores where nothing is said.")]
 Memory = Annotated[str, typer.Option(help="For all buffers together. Python and torch need 300 MB besides.")]
+Include = Annotated[list[str] | None, typer.Option(help="Only names like this, e.g. 'model.*'.")]
+Exclude = Annotated[list[str] | None, typer.Option(help="No names like this.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout alone.")]
 
 
@@ -91,19 +99,22 @@ def consolidate(
     dtype: Annotated[
         Dtype, typer.Option(help="Of what is in floating point. keep: what each weight had in training.")
     ] = Dtype.fp32,
+    format: Annotated[Format, typer.Option(help="Of the files; torch: of torch.save.")] = Format.safetensors,
     max_shard_size: Annotated[str, typer.Option(help="Of one file, e.g. 5GB, 500MiB.")] = "5GB",
-    include: Annotated[list[str] | None, typer.Option(help="Only names like this, e.g. 'model.*'.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="No names like this.")] = None,
+    include: Include = None,
+    exclude: Exclude = None,
     workers: Workers = None,
     memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights in OUT.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read OUT back and compare.")] = False,
 ) -> None:
-    """Whole weights from a sharded checkpoint, as safetensors in the layout of transformers.
+    """Whole weights from a sharded checkpoint, in the layout of transformers.
 
-    OUT appears when all of it is on the disk. A run that was killed goes on when it is called again.
+    Reads checkpoints of zero and of DeepSpeed (ZeRO 1 to 3, universal), and safetensors. OUT appears when
+    all of it is on the disk. A run that was killed goes on when it is called again.
     """
     options = run.Options(
+        format=format.value,
         dtype=dtype.value,
         max_shard_size=size(max_shard_size),
         workers=workers or default_workers(),
@@ -120,6 +131,33 @@ def consolidate(
     files = f"{len(result.files)} file{'s' if len(result.files) > 1 else ''}"
     print(f"{result.out}: {result.tensors} tensors, {human(result.nbytes)} in {files}, {seconds:.1f} s")
     _warn("infinite in fp16, although finite in the checkpoint", result.overflowed)
+    _warn("left out, since it is no tensor", result.left_out)
+
+
+@app.command()
+@clean
+def convert(
+    weights: Annotated[Path, typer.Argument(help="A checkpoint of DeepSpeed's, or safetensors.")],
+    out: Annotated[Path, typer.Argument(help="The checkpoint to write; its parent must be there.")],
+    include: Include = None,
+    exclude: Exclude = None,
+    workers: Workers = None,
+    memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
+) -> None:
+    """Weights as a checkpoint of zero's, without optimizer state, to begin a job with.
+
+    `engine.load_checkpoint(OUT, weights_only=True)` loads it, each rank its part.
+    """
+    options = run.Options(
+        dtype="stored",
+        workers=workers or default_workers(),
+        memory=size(memory),
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+    )
+    with open_source(weights) as source, progress_bar() as progress:
+        result = to_zero(source, out, options, progress)
+    print(f"{result.out}: {result.tensors} tensors, {human(result.nbytes)}")
     _warn("left out, since it is no tensor", result.left_out)
 
 
@@ -145,12 +183,12 @@ def verify(checkpoint: Checkpoint, workers: Workers = None) -> None:
     """Read every byte of a checkpoint and compare it with its checksum; exit code 1 if one differs."""
     with open_source(checkpoint) as source, progress_bar() as progress:
         problems = run.verify(source, workers, progress=progress)
-        path = source.path
+        path, summed = source.path, source.facts.get("checksums") != "none"
     for problem in problems:
         print(problem)
     if problems:
         raise typer.Exit(1)
-    print(f"{path}: intact")
+    print(f"{path}: intact" if summed else f"{path}: complete; it has no checksums to compare with")
 
 
 def size(text: str) -> int:

@@ -7,15 +7,22 @@ from pathlib import Path
 from zero.checkpoint.storage import DISK, Storage
 from zero.consolidate.source import Source
 from zero.consolidate.zero_source import ZeroSource
-from zero.foreign.deepspeed import DeepSpeedSource, is_deepspeed
+from zero.foreign.deepspeed import ShardedSource, UniversalSource
+from zero.foreign.deepspeed_files import find_sharded, find_universal
+from zero.foreign.safetensors_files import SafetensorsSource, is_safetensors
 
 
 def open_source(path: str | Path, storage: Storage = DISK) -> Source:
-    """The weights at `path`: a checkpoint of zero's or DeepSpeed's, or a directory of several with `latest`.
+    """The weights at `path`: a checkpoint of zero's or DeepSpeed's (sharded or universal), or the directory
+    of several with `latest`; or safetensors, a file or a model's directory.
 
     Raises CheckpointError where there is none, or not all of one; CorruptCheckpointError for damage.
     """
     path = Path(path)
-    if is_deepspeed(path):
-        return DeepSpeedSource(path, storage)
+    if (sharded := find_sharded(path)) is not None:
+        return ShardedSource(sharded, storage)
+    if (universal := find_universal(path)) is not None:
+        return UniversalSource(universal, storage)
+    if is_safetensors(path):
+        return SafetensorsSource(path, storage)
     return ZeroSource(path, storage)

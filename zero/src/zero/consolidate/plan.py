@@ -15,7 +15,7 @@ from zero.checkpoint.manifest import ITEM_BYTES
 from zero.consolidate.source import TensorInfo
 from zero.errors import CheckpointError, UsageError
 
-Dtype = Literal["fp32", "bf16", "fp16", "keep"]
+Dtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]
 _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _PAGE = 4096
 METADATA = "__metadata__"  # what safetensors keeps for itself
@@ -71,7 +71,8 @@ def choose(
 ) -> list[Chosen]:
     """The tensors to write, in the source's order.
 
-    dtype: of everything in floating point; "keep" is each weight's dtype in training. include, exclude: shell
+    dtype: of everything in floating point; "keep" is each weight's dtype in training, "stored" that of the
+    source, which may be a wider master's. include, exclude: shell
     patterns of names; none includes everything. A tied tensor takes the first of its names that is left.
     Raises UsageError for a pattern that fits nothing, and where nothing is left.
     """
@@ -95,6 +96,8 @@ def choose(
 
 def output_dtype(tensor: TensorInfo, dtype: Dtype) -> str:
     """The dtype that a tensor is written in: only what is in floating point is cast."""
+    if dtype == "stored":
+        return tensor.dtype
     floating = tensor.dtype.startswith(("F", "BF"))
     if dtype == "keep" or not floating:
         return tensor.training_dtype

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from zero.checkpoint.storage import write_whole
 from zero.consolidate.files import WEIGHTS, WeightStorage
@@ -17,19 +18,24 @@ from zero.consolidate.output import Comparison, Converter, Output
 from zero.consolidate.plan import Dtype, Plan, choose, plan_safetensors
 from zero.consolidate.publish import Staging
 from zero.consolidate.source import Chunk, Source
+from zero.consolidate.torch_plan import plan_torch
 from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes, default_workers, run
 from zero.errors import CheckpointError
 
+Format = Literal["safetensors", "torch"]
+_PLANS = {"safetensors": plan_safetensors, "torch": plan_torch}
 Progress = Callable[[str, int, int], None]
 """Called from any thread with what is being done, the bytes that are done of it, and all bytes of it."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """dtype: of what is in floating point; "keep" has each weight's dtype in training. max_shard_size: bytes
-    of tensors in a file. workers: threads. memory: bytes of all their buffers. include, exclude: shell
-    patterns of names. overwrite: replace an output that is there. verify: read it back and compare."""
+    """format: "safetensors", or "torch" for files of torch.save. dtype: of what is in floating point; "keep"
+    is each weight's dtype in training. max_shard_size: bytes of tensors in a file. workers: threads. memory:
+    bytes of all their buffers. include, exclude: shell patterns of names. overwrite: replace an output that
+    is there. verify: read it back and compare."""
 
+    format: Format = "safetensors"
     dtype: Dtype = "fp32"
     max_shard_size: int = 5_000_000_000
     workers: int = field(default_factory=default_workers)
@@ -72,15 +78,29 @@ def consolidate(
     read or written, CorruptCheckpointError for damage in the source.
     """
     options = options or Options()
-    limit = chunk_bytes(options.memory, options.workers)
     chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
-    plan = plan_safetensors(chosen, options.max_shard_size)
-    staging = Staging(storage, Path(out), options.overwrite)
+    plan = _PLANS[options.format](chosen, options.max_shard_size)
+    return publish(source, plan, Path(out), options, progress, storage)
+
+
+def publish(
+    source: Source,
+    plan: Plan,
+    out: Path,
+    options: Options,
+    progress: Progress,
+    storage: WeightStorage,
+    complete: Callable[[Path], None] = lambda _: None,
+) -> Result:
+    """Carry a plan out. complete: called with the directory before it has its name, to add to it."""
+    limit = chunk_bytes(options.memory, options.workers)
+    staging = Staging(storage, out, options.overwrite)
     job = _Job(source, plan, Converter(plan, source.tensors), storage, options.workers, limit, progress)
     with _translated(staging.out, plan):
         staging.begin(_fingerprint(source, plan))
         try:
             job.write(staging.path)
+            complete(staging.path)
             if options.verify:
                 job.compare(staging.path)
             staging.commit()
@@ -90,8 +110,9 @@ def consolidate(
         finally:
             staging.release()
     names = tuple(file.name for file in plan.files)
+    tensors = sum(len(file.tensors) for file in plan.files)
     overflowed = tuple(sorted(job.converter.overflowed))
-    return Result(staging.out, names, len(chosen), plan.payload, overflowed, source.left_out)
+    return Result(staging.out, names, tensors, plan.payload, overflowed, source.left_out)
 
 
 def verify(

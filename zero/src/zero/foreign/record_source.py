@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 class RecordSource(Source, ABC):
-    """What sources made of records have in common; a subclass says with `place` what lies where.
+    """What sources made of records have in common; a subclass says what lies where.
 
     `tensors` must be set before chunks are asked for.
     """
@@ -54,13 +54,20 @@ class RecordSource(Source, ABC):
         self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of every chunk, by its begin
         self._lock = threading.Lock()
 
-    def add_file(self, file: TorchFile) -> None:
+    def add_file(self, path: Path, records: Iterable[Record]) -> None:
         """Open a file for reading its records."""
         try:
-            self._open[file.path] = self._storage.open(file.path)
+            self._open[path] = self._storage.open(path)
         except OSError as error:
-            raise CheckpointError(f"{file.path} cannot be read: {error}") from error
-        self._records.update({Key(file.path, record): None for record in file.records})
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        self._records.update({Key(path, record): None for record in records})
+
+    def place_record(self, tensor: int, path: Path, record: Record) -> None:
+        """Say that a record is all of a tensor."""
+        if record.nbytes:
+            item = ITEM_BYTES[self.tensors[tensor].dtype]
+            place = Place(0, tensor, 0, record.nbytes // item)
+            self._places.setdefault(Key(path, record), []).append(place)
 
     def place(
         self,

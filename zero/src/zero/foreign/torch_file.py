@@ -55,7 +55,7 @@ class TorchFile:
 
     def __init__(self, path: Path, stand_ins: Mapping[str, type]) -> None:
         self.path = path
-        self.records = _records(path)
+        self.records = records_of(path)
         self.content = _load(path, stand_ins)
         self._data = {r.offset: r for r in self.records if "/data/" in r.name and r.nbytes}
         self._base = self._find_base()
@@ -96,7 +96,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(vars(value))
 
 
-def _records(path: Path) -> list[Record]:
+def records_of(path: Path) -> list[Record]:
+    """The records of a zip; raises as TorchFile does."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             size = path.stat().st_size

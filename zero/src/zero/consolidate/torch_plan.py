@@ -1,0 +1,64 @@
+"""Files of torch.save as an output: what torch itself would write, with room where the tensors' bytes go.
+
+torch saves tensors without values, skipping their bytes; where the room for each is, the directory of the zip
+says. Checksums of the records stay zero, as with `torch.serialization.set_crc32_options(False)`.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.dtypes import TORCH
+from zero.consolidate.plan import Chosen, Plan, PlannedFile, file_name, index_of, shards
+from zero.foreign.torch_file import Record, records_of
+
+
+def plan_torch(tensors: Sequence[Chosen], limit: int) -> Plan:
+    """The files of a model, which torch.load gives back as dicts. limit: bytes of tensors in one.
+
+    Tied tensors are one tensor with several names.
+    """
+    parts = shards(tensors, limit)
+    files = [_file(part, number, len(parts)) for number, part in enumerate(parts)]
+    others = {"pytorch_model.bin.index.json": index_of(files, with_aliases=True)} if len(files) > 1 else {}
+    return Plan(tuple(files), others)
+
+
+def _file(tensors: Sequence[Chosen], number: int, count: int) -> PlannedFile:
+    from torch._subclasses import FakeTensorMode  # a second and 70 MB that other outputs can do without
+
+    with FakeTensorMode():
+        values = {t.tensor: torch.empty(t.shape, dtype=TORCH[t.dtype]) for t in tensors}
+    state: dict[str, Tensor] = {name: values[t.tensor] for t in tensors for name in (t.name, *t.aliases)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "skeleton"  # its room takes no space: torch skips it
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(state, path)
+        records = {record.name.partition("/data/")[2]: record for record in records_of(path)}
+        rooms = [records[str(key)] for key in range(len(tensors))]  # torch numbers storages as they come
+        offsets = {t.tensor: room.offset for t, room in zip(tensors, rooms, strict=True)}
+        return PlannedFile(
+            file_name("pytorch_model", ".bin", number, count),
+            path.stat().st_size,
+            offsets,
+            tuple(tensors),
+            tuple(_rest(path, rooms)),
+        )
+
+
+def _rest(path: Path, rooms: Sequence[Record]) -> list[tuple[int, bytes]]:
+    """All that is not room, with its offsets."""
+    found, position = [], 0
+    with path.open("rb") as file:
+        for begin, nbytes in sorted((room.offset, room.nbytes) for room in rooms):
+            file.seek(position)
+            found.append((position, file.read(begin - position)))
+            position = begin + nbytes
+        file.seek(position)
+        found.append((position, file.read()))
+    return found

@@ -1,0 +1,105 @@
+"""Where a parameter lies in the flat groups of DeepSpeed's optimizers. Arithmetic only.
+
+Stages 1 and 2 lay the parameters of a group one after another (with gaps, `param_alignment_paddings`) and cut
+the whole into one partition a rank. Stage 3 cuts every parameter into ceil(elements / ranks) a rank, and lays
+a rank's pieces one after another, over all its sub-groups.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from zero.errors import CorruptCheckpointError
+
+
+class Stretch(NamedTuple):
+    """Elements of a parameter in a rank's flat group. start: in the parameter. first: in the group."""
+
+    start: int
+    rank: int
+    group: int
+    first: int
+    length: int
+
+
+def stage2(
+    groups: Sequence[Mapping[str, tuple[int, ...]]],
+    sizes: Sequence[Sequence[int]],
+    paddings: Sequence[Sequence[int]] | None,
+) -> Iterator[tuple[str, list[Stretch]]]:
+    """Where every parameter of stage 1 or 2 lies.
+
+    groups: names and shapes of each group, in order. sizes: elements by rank and group. paddings: elements
+    that follow each parameter. Raises CorruptCheckpointError if they do not fit together; so does stage3.
+    """
+    if len(groups) != len(sizes[0]):
+        raise CorruptCheckpointError(
+            f"{len(groups)} groups of names belong to {len(sizes[0])} groups of masters"
+        )
+    for number, group in enumerate(groups):
+        ends = list(accumulate(rank[number] for rank in sizes))
+        gaps = paddings[number] if paddings is not None else [0] * len(group)
+        if len(gaps) != len(group):
+            raise CorruptCheckpointError(
+                f"group {number} has {len(group)} parameters and {len(gaps)} paddings"
+            )
+        position = 0
+        for (name, shape), gap in zip(group.items(), gaps, strict=True):
+            numel = math.prod(shape)
+            if position + numel > ends[-1]:
+                raise CorruptCheckpointError(f"the masters of group {number} end within {name!r}")
+            yield name, list(_cut(position, numel, ends, number))
+            position += numel + gap
+        _check_rest(number, position, ends[-1], 2 * len(sizes))
+
+
+def _check_rest(group: int, used: int, there: int, alignment: int) -> None:
+    """The rest of a group is padding, less than one alignment of it on either side."""
+    if -(-used // alignment) != -(-there // alignment):
+        raise CorruptCheckpointError(f"group {group} has {there} masters, and its parameters need {used}")
+
+
+def _cut(position: int, numel: int, ends: Sequence[int], group: int) -> Iterator[Stretch]:
+    """Where elements of a group lie that begins at rank 0 and ends, by rank, at `ends`."""
+    start = 0
+    while start < numel:
+        rank = bisect_right(ends, position + start)
+        begin = ends[rank - 1] if rank else 0
+        length = min(numel - start, ends[rank] - position - start)
+        yield Stretch(start, rank, group, position + start - begin, length)
+        start += length
+
+
+def stage3(
+    groups: Sequence[Mapping[str, tuple[int, ...]]], sizes: Sequence[Sequence[int]]
+) -> Iterator[tuple[str, list[Stretch]]]:
+    """Where every parameter of stage 3 lies. groups: by sub-group. sizes: elements by rank and sub-group."""
+    ranks = len(sizes)
+    if any(size != sizes[0] for size in sizes):
+        raise CorruptCheckpointError(f"the ranks have masters of different sizes: {sizes}")
+    ends = list(accumulate(sizes[0]))
+    position = 0
+    for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
+        numel = math.prod(shape)
+        share = -(-numel // ranks)
+        if position + share > ends[-1]:
+            raise CorruptCheckpointError(f"the masters end within {name!r}")
+        yield name, list(_shares(position, numel, share, ranks, ends))
+        position += share
+    if position != ends[-1]:
+        raise CorruptCheckpointError(f"each rank has {ends[-1]} masters, and its parameters need {position}")
+
+
+def _shares(position: int, numel: int, share: int, ranks: int, ends: Sequence[int]) -> Iterator[Stretch]:
+    for rank in range(ranks):
+        start, stop = rank * share, min(numel, (rank + 1) * share)
+        while start < stop:
+            at = position + start - rank * share
+            group = bisect_right(ends, at)
+            length = min(stop - start, ends[group] - at)
+            yield Stretch(start, rank, group, at - (ends[group - 1] if group else 0), length)
+            start += length
