@@ -165,6 +165,7 @@ def victim_body(context: Context) -> tuple[str, float, set[str], list[str]]:
     calls = collectives(context)
     whole, shard = torch.zeros(3 * MIB), torch.ones(MIB)
     calls.all_gather(whole, shard, context.group)
+    calls.barrier(context.group)  # everyone has read it: what a dead rank published may be gone
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
