@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.checkpoint.test_load import fingerprint
+from tests.zero.checkpoint.test_load import fingerprint, raised
 from tests.zero.models import LanguageModel
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
@@ -59,14 +59,6 @@ class BrokenStorage(Storage):
 
         file.write = broken  # type: ignore[method-assign]
         return file
-
-
-def raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
 
 
 def rotation_body(context: Context, runs: str) -> list[list[str]]:

@@ -285,13 +285,15 @@ class Engine:
 
         Raises, on every rank: CheckpointError if there is no complete checkpoint, StateError with all names
         that do not fit, both before anything changes; CorruptCheckpointError where bytes are damaged. The
-        engine then refuses to go on until a checkpoint has been loaded.
+        engine then refuses to go on until a whole checkpoint has been loaded.
         """
-        options = Options(restore or {}, strict, weights_only, rename)
+        options, before = Options(restore or {}, strict, weights_only, rename), self._interrupted
         loaded = self._checkpoints.load(path, options, self._begin_load)
         if not weights_only:
             self.steps = loaded.steps
-        self._interrupted = False
+        self._interrupted = before and (
+            weights_only or not strict
+        )  # what it left half done may still be there
         return loaded
 
     def wait_for_checkpoint(self) -> None:
