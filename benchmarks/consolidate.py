@@ -1,8 +1,8 @@
 """`python -m benchmarks.consolidate`: whole weights from a sharded checkpoint, beside a copy of their bytes.
 
-The checkpoint is laid out as DeepSpeed's stage 3 saves it. Where DeepSpeed and huggingface_hub are installed,
-DeepSpeed's zero_to_fp32 takes part. Every turn is a process of its own; the peak of its resident memory is the
-system's number.
+The checkpoint is laid out as DeepSpeed's stage 3 saves it. Where DeepSpeed and huggingface_hub are
+installed, DeepSpeed's zero_to_fp32 takes part. Every turn is a process of its own; the peak of its
+resident memory is the system's number.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class Turn:
 
 
 def run(options: ConsolidateOptions, folder: Path) -> list[dict[str, Any]]:
-    """A row for each way: median seconds, bytes written, peak resident bytes. folder: on the disk to measure."""
+    """A row for each way: median seconds, bytes written, peak resident bytes.
+
+    folder: on the disk to measure.
+    """
     with _checkpoint(options, folder) as checkpoint:
         commands = _commands(options, checkpoint, folder / "out")
         turns: dict[str, list[Turn]] = {name: [] for name in commands}
