@@ -42,6 +42,7 @@ PUBLIC = [
     "Streams",
     "current",
     "hookimpl",
+    "host_kernels",
     "list_backends",
     "use",
 ]

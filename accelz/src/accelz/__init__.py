@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accelz.kernels import Kernels
     from accelz.memory import Memory, MemoryStats
     from accelz.rng import Rng
-    from accelz.selection import current, use
+    from accelz.selection import current, host_kernels, use
     from accelz.streams import Event, NullStreams, Stream, Streams
 
 _HOME = {  # where each public name lives; imported at its first use
@@ -58,6 +58,7 @@ _HOME = {  # where each public name lives; imported at its first use
     "MemoryStats": "memory",
     "Rng": "rng",
     "current": "selection",
+    "host_kernels": "selection",
     "use": "selection",
     "Event": "streams",
     "NullStreams": "streams",
@@ -96,6 +97,7 @@ __all__ = [
     "Streams",
     "current",
     "hookimpl",
+    "host_kernels",
     "list_backends",
     "use",
 ]

@@ -41,6 +41,7 @@ class BackendDescriptor:
         below 0, a simulation say, never wins: it is used where it is asked for.
     probe: cheap, repeatable, safe before and after fork; imports the device library only if it must.
     load: builds the accelerator; called once per process, after the choice is made.
+    host: its device is host memory, and its kernels work on what other devices keep there.
     """
 
     name: str
@@ -48,6 +49,7 @@ class BackendDescriptor:
     priority: int
     probe: Callable[[], Probe]
     load: Callable[[], Accelerator]
+    host: bool = False
 
 
 @hookspec

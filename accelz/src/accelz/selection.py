@@ -6,11 +6,14 @@ import os
 import threading
 import warnings
 from collections.abc import Mapping
+from functools import cache
 
 from accelz import discovery, hardware_hints
 from accelz.accelerator import Accelerator
 from accelz.discovery import BackendRow, Status
 from accelz.errors import BackendError, BackendNotFoundError, BackendUnavailableError, SelectionError
+from accelz.flat_buffer import HOST
+from accelz.kernels import Kernels
 
 _lock = threading.RLock()
 _selected: Accelerator | None = None
@@ -45,6 +48,26 @@ def use(name: str) -> Accelerator:
                 "unset the variable or drop the call"
             )
         return _commit(load_named(name, os.environ))
+
+
+def host_kernels() -> Kernels:
+    """Kernels for tensors in host memory, for state that a device keeps there.
+
+    The current accelerator's where its device is the host; else those of the best available backend that
+    says `host=True`; torch's references where there is none.
+    """
+    accelerator = current()
+    if accelerator.device.type == HOST.type:
+        return accelerator.kernels
+    with _lock:
+        return _host_kernels()
+
+
+@cache
+def _host_kernels() -> Kernels:
+    rows = discovery.list_backends(os.environ)
+    host = [r for r in rows if r.status is Status.AVAILABLE and r.descriptor and r.descriptor.host]
+    return _load(host[0]).kernels if host else Kernels()
 
 
 def load_named(name: str, environ: Mapping[str, str]) -> Accelerator:
