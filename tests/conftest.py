@@ -12,6 +12,7 @@ from accelz.conformance.cluster import Cluster, Clusters
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="the accelz backend that the tests run on")
     parser.addoption("--max-ranks", type=int, default=8, help="skip distributed tests with more ranks")
+    parser.addoption("--kills", type=int, default=12, help="how often a job that saves is killed")
 
 
 @pytest.fixture(scope="session")

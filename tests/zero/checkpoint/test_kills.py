@@ -1,8 +1,8 @@
 """A saving two-rank job, killed for real at random moments, over and over in one directory.
 
-    ZERO_KILLS=200 python -m pytest tests/zero/checkpoint/test_kills.py
+    python -m pytest tests/zero/checkpoint/test_kills.py --kills 200 -s
 
-kills more often than the suite does.
+kills more often than the suite does, and takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from tests.zero.training import adamw
 from zero.checkpoint.reader import complete, find
 from zero.checkpoint.storage import DISK
 
-KILLS = int(os.environ.get("ZERO_KILLS", "12"))
 STEPS = 24  # of a run
 ALONE = 0.2  # seconds that a survivor goes on
 
@@ -99,12 +98,15 @@ def _names(runs: Path) -> list[str]:
     return []
 
 
-def test_kills(device: str, reference: dict[int, Contents], tmp_path: Path) -> None:
-    generator = random.Random(KILLS)
+def test_kills(
+    device: str, reference: dict[int, Contents], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    kills = request.config.getoption("--kills")
+    generator = random.Random(kills)
     runs = tmp_path / "runs"
     runs.mkdir()
     killed = resumed = left_over = 0
-    while killed < KILLS:
+    while killed < kills:
         outcomes = killed_run(device, runs, generator)
         assert all(o.status != "hung" for o in outcomes), outcomes
         # A survivor may notice at once; at the end of a run the kill may come too late.
