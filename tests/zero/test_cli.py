@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 import zero
 from tests.zero.consolidate import saved, synthetic
-from zero import cli
+from zero import cli, sizes
 
 MODEL = {"embedding.weight": torch.arange(600.0).view(20, 30), "scale": torch.tensor([1.5])}
 
@@ -107,10 +107,10 @@ def test_errors_are_one_message(checkpoint: Path, tmp_path: Path) -> None:
     [("17", 17), ("5GB", 5 * 10**9), ("1.5 kB", 1500), ("2MiB", 2 << 20), ("3g", 3 * 10**9)],
 )
 def test_sizes(text: str, nbytes: int) -> None:
-    assert cli.size(text) == nbytes
+    assert sizes.size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5iB", "-3", "5 parsecs"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(zero.UsageError, match="is no size"):
-        cli.size(text)
+        sizes.size(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import resource
 import threading
 import time
@@ -35,7 +34,8 @@ from zero.consolidate import run
 from zero.consolidate.opening import open_source
 from zero.consolidate.source import Source
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
-from zero.errors import UsageError, ZeroError
+from zero.errors import ZeroError
+from zero.sizes import human, size
 
 app = typer.Typer(
     help="Checkpoints: what is in them, whether they are intact, and whole weights out of them.",
@@ -43,10 +43,6 @@ app = typer.Typer(
     add_completion=False,
 )
 errors = Console(stderr=True)
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 class Dtype(str, Enum):
@@ -189,24 +185,6 @@ def verify(checkpoint: Checkpoint, workers: Workers = None) -> None:
     if problems:
         raise typer.Exit(1)
     print(f"{path}: intact" if summed else f"{path}: complete; it has no checksums to compare with")
-
-
-def size(text: str) -> int:
-    """Bytes from e.g. "5GB" (powers of 1000) or "512MiB" (of 1024); raises UsageError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match[3] and not match[2]):
-        raise UsageError(f"{text!r} is no size; write e.g. 5GB, 512MiB or a number of bytes")
-    number, unit, binary = match[1], match[2].upper(), match[3]
-    return int(float(number) * (_BINARY if binary else _UNITS)[unit])
-
-
-def human(nbytes: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"
 
 
 @contextmanager
