@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 from torch import nn
 
-from zero.errors import ConfigError
+from zero.validated import Validated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UnitRule = Literal["auto"] | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool]
 
 
-class Config(BaseModel):
+class Config(Validated):
     """How a model is trained. Wrong values and unknown keys raise `ConfigError`.
 
     stage: 0 replicates everything (data parallel), 1 shards the optimizer state, 2 also the gradients,
@@ -39,8 +38,6 @@ class Config(BaseModel):
     timeout: seconds after which a collective that does not complete is an error.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True)
-
     stage: Literal[0, 1, 2, 3] = 3
     precision: Literal["model", "fp32", "bf16", "fp16"] = "model"
     gradient_accumulation_steps: int = Field(1, ge=1)
@@ -55,12 +52,6 @@ class Config(BaseModel):
     cast_inputs: bool = True
     cast_buffers: bool = False
     timeout: float = Field(600.0, gt=0, allow_inf_nan=False)
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
 
     @field_validator("units", mode="before")
     @classmethod
@@ -80,18 +71,3 @@ class Config(BaseModel):
     def dtype(self) -> torch.dtype | None:
         """The dtype of `precision`; None for "model"."""
         return DTYPES.get(self.precision)
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for problem in error.errors():
-        key = str(problem["loc"][0]) if problem["loc"] else "config"
-        if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, Config.model_fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(Config.model_fields)}"
-            line = f"unknown key {key!r}; {hint}"
-        else:
-            line = f"{key} = {problem['input']!r}: {problem['msg']}"
-        if line not in lines:
-            lines.append(line)
-    return "zero.Config: " + "; ".join(lines)

@@ -1,0 +1,39 @@
+"""Settings whose wrong values and unknown keys are a ConfigError that says what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from zero.errors import ConfigError
+
+
+class Validated(BaseModel):
+    """Frozen, strict, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(type(self), error)) from None
+
+
+def _explain(kind: type[BaseModel], error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        key = str(problem["loc"][0]) if problem["loc"] else ""
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, kind.model_fields, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.model_fields)}"
+            line = f"unknown key {key!r}; {hint}"
+        elif key:
+            line = f"{key} = {problem['input']!r}: {problem['msg']}"
+        else:  # of several fields together
+            line = problem["msg"].removeprefix("Value error, ")
+        if line not in lines:
+            lines.append(line)
+    return f"zero.{kind.__name__}: " + "; ".join(lines)
