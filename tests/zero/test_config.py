@@ -193,6 +193,7 @@ def test_the_public_face_is_frozen() -> None:
         "gathered",
         "init",
         "initialize",
+        "load_pretrained",
     ]
     engine = [n for n in vars(zero.Engine) if not n.startswith("_")]
     assert engine == [
@@ -213,6 +214,7 @@ def test_the_public_face_is_frozen() -> None:
         "full_optimizer_state",
         "save_checkpoint",
         "load_checkpoint",
+        "load_pretrained",
         "wait_for_checkpoint",
     ]
     assert list(zero.Config.model_fields) == [

@@ -14,10 +14,10 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
+from tests.zero.checkpoint.counting import CountingStorage
 from tests.zero.checkpoint.test_resume import OPTIMIZERS, Job
 from tests.zero.models import LanguageModel, device_of, tokens
 from tests.zero.training import adamw
-from zero.checkpoint.storage import File, Storage
 
 Fingerprint = dict[str, int]
 
@@ -100,25 +100,6 @@ def test_another_device(cluster: Clusters, device: str, tmp_path: Path) -> None:
     finally:
         host.stop()
     assert cluster(2).run(load_body, path=path, stage=3)[0] == before
-
-
-class CountingStorage(Storage):
-    """Counts the bytes that are read from rank files."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def open(self, path: Path) -> File:
-        file = super().open(path)
-        if path.suffix == ".safetensors":
-            read = file.read
-
-            def counted(offset: int, into: memoryview) -> int:
-                self.bytes += into.nbytes
-                return read(offset, into)
-
-            file.read = counted  # type: ignore[method-assign]
-        return file
 
 
 def large(context: Context) -> tuple[zero.Engine, nn.Module]:

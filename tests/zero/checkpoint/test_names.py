@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -14,19 +13,17 @@ from torch import Tensor
 
 import zero
 from zero.checkpoint import user_state
-from zero.checkpoint.manifest import Manifest, escape, unescape
-from zero.checkpoint.names import Rename, Target, match
+from zero.checkpoint.manifest import escape, unescape
+from zero.checkpoint.names import Rename, Stored, Target, match
 from zero.checkpoint.rank_file import Part
 
 
 def stored(
     *names: str, aliases: dict[str, tuple[str, ...]] | None = None, **other: tuple[int, ...]
-) -> Manifest:
-    """A manifest with parameters of shape (4,), and buffers of the given shapes."""
-    parameters = [SimpleNamespace(name=n, aliases=(aliases or {}).get(n, ())) for n in names]
-    shapes = dict.fromkeys(names, (4,)) | other
-    tensors = {f"model/{n}": SimpleNamespace(shape=s, dtype="F32") for n, s in shapes.items()}
-    return cast(Manifest, SimpleNamespace(parameters=parameters, buffers=tuple(other), tensors=tensors))
+) -> list[Stored]:
+    """Parameters of shape (4,), and buffers of the given shapes."""
+    parameters = [Stored(n, (4,), "F32", (aliases or {}).get(n, ())) for n in names]
+    return parameters + [Stored(name, shape, "F32") for name, shape in other.items()]
 
 
 def wanted(*names: str, **aliases: tuple[str, ...]) -> list[Target]:
@@ -42,15 +39,15 @@ def test_names_match_themselves() -> None:
 
 
 @pytest.mark.parametrize(
-    ("manifest", "targets", "expected"),
+    ("found", "targets", "expected"),
     [
         (stored("a", aliases={"a": ("b",)}), wanted("b", b=("a",)), {"b": "a"}),  # tied both, other order
         (stored("a", aliases={"a": ("b",)}), wanted("a", "b"), {"a": "a", "b": "a"}),  # tied there only
         (stored("a", aliases={"a": ("b",)}), wanted("b"), {"b": "a"}),  # the model has one of the names
     ],
 )
-def test_tied_names(manifest: Manifest, targets: list[Target], expected: dict[str, str]) -> None:
-    assert match(manifest, targets, None, True) == expected
+def test_tied_names(found: list[Stored], targets: list[Target], expected: dict[str, str]) -> None:
+    assert match(found, targets, None, True) == expected
 
 
 def test_untied_values_for_a_tied_parameter_are_refused() -> None:

@@ -27,6 +27,7 @@ from zero.errors import (
 )
 from zero.initialize import initialize
 from zero.lion import Lion
+from zero.pretrained import load_pretrained
 
 __all__ = [
     "CheckpointError",
@@ -47,5 +48,6 @@ __all__ = [
     "gathered",
     "init",
     "initialize",
+    "load_pretrained",
 ]
 __version__ = "0.1.0"

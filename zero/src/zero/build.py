@@ -77,6 +77,7 @@ def _build_unit(
 ) -> ShardedUnit:
     group = communicator.group
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
+    awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
     deferred_init.materialize(p for _, p in plan.parameters)
     nbytes = sum(p.numel() * _target(p, config).itemsize for _, p in plan.parameters)
     with room_for(accelerator, "to shard", plan.name, nbytes):
@@ -84,7 +85,7 @@ def _build_unit(
             FlatGroup(accelerator, plan.name, named, dtype, shards, shard)
             for dtype, named in _partition(plan, config, param_group_of)
         ]
-        if group.size > 1:
+        if group.size > 1 and not awaited:
             for flat in groups:
                 communicator.broadcast(plan.name, flat.home.data, 0)
         resident = config.stage < 3 or group.size == 1 or plan.persistent
@@ -119,7 +120,8 @@ def _digest(plans: Sequence[UnitPlan], config: Config, param_group_of: dict[nn.P
     for plan in plans:
         text.append(plan.name)
         text.extend(
-            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {param_group_of.get(p)}"
+            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {param_group_of.get(p)} "
+            f"{deferred_init.promised(p)}"
             for name, p in plan.parameters
         )
     return crc32("\n".join(text).encode())

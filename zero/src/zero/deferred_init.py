@@ -29,6 +29,7 @@ from zero.recording import (
     Hollow,
     Operation,
     Recording,
+    allocate,
     generator_state,
     map_tensors,
     references_in,
@@ -41,6 +42,7 @@ SMALL = 4096  # elements below which a new tensor is simply made: masks, tables,
 
 
 _RECORDING_ATTRIBUTE = "_zero_recording"  # (recording, class) in a deferred parameter's __dict__
+_PROMISE_ATTRIBUTE = "_zero_promise"  # in the __dict__ of one whose values come from elsewhere
 
 
 @contextmanager
@@ -68,15 +70,31 @@ def is_deferred(parameter: nn.Parameter) -> bool:
     return _RECORDING_ATTRIBUTE in parameter.__dict__
 
 
+def promise(parameter: nn.Parameter, source: object) -> None:
+    """Say that a deferred parameter's values will come from `source`: materialize() then leaves them open."""
+    parameter.__dict__[_PROMISE_ATTRIBUTE] = source
+
+
+def promised(parameter: nn.Parameter) -> Any:
+    """What promise() was given; None without a promise."""
+    return parameter.__dict__.get(_PROMISE_ATTRIBUTE)
+
+
+def forget_promise(parameter: nn.Parameter) -> None:
+    """After the values have come."""
+    parameter.__dict__.pop(_PROMISE_ATTRIBUTE, None)
+
+
 def materialize(parameters: Iterable[nn.Parameter]) -> None:
-    """Give deferred parameters their values; others are left alone."""
+    """Give deferred parameters their memory, and their values unless these are promised; others are left
+    alone."""
     for parameter in parameters:
         recording, cls = parameter.__dict__.pop(_RECORDING_ATTRIBUTE, (None, None))
         if recording is not None:
             parameter.__class__ = cls
             number = recording.number(parameter)
             assert number is not None
-            replay(recording, [number])
+            (replay if promised(parameter) is None else allocate)(recording, [number])
 
 
 class _Recorder(TorchDispatchMode):

@@ -24,6 +24,7 @@ from zero.gradients import GradientPolicy, GradientReducer, GroupGradients
 from zero.optimizer import ShardedOptimizer
 from zero.optimizer_state import OptimizerState
 from zero.precision import INITIAL_SCALE, LossScale
+from zero.pretrained import Request, fill_engine
 from zero.schedule import Schedule
 from zero.sharded_unit import ShardedUnit
 from zero.tensors import map_tensors
@@ -295,6 +296,18 @@ class Engine:
             weights_only or not strict
         )  # what it left half done may still be there
         return loaded
+
+    def load_pretrained(self, path: str | Path, *, strict: bool = True, rename: Rename | None = None) -> None:
+        """Fill parameters and buffers from safetensors, each rank reading its slices; collective.
+
+        The arguments are those of `zero.load_pretrained`, which does this before `zero.initialize`. The
+        optimizer's state and the step count stay as they are. Raises, on every rank, what that does, before
+        anything changes; after an error in reading the engine refuses to go on until a checkpoint is loaded.
+        """
+        before = self._interrupted
+        request = Request(Path(path), strict, rename, self._checkpoints.storage)
+        fill_engine(self.module, self._whole, request, self._begin_load)
+        self._interrupted = before
 
     def wait_for_checkpoint(self) -> None:
         """Return once a save in the background is complete; raises its error."""

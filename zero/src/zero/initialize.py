@@ -15,6 +15,7 @@ from zero.engine import Engine
 from zero.errors import ConfigError
 from zero.job import join
 from zero.optimizer import check_optimizer
+from zero.pretrained import keep_promises
 from zero.units import find_units
 from zero.whole import spread_buffer
 
@@ -29,8 +30,8 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     so schedulers and references to modules and parameters stay valid; the optimizer's param_groups then
     hold this rank's slices.
 
-    Raises ConfigError, ModelError or OptimizerError before anything is changed, and RankMismatchError
-    where ranks bring different models.
+    Raises ConfigError, ModelError or OptimizerError before anything is changed, RankMismatchError where
+    ranks bring different models, and CheckpointError where pretrained weights cannot be read any more.
     """
     config = Config() if config is None else config
     if not isinstance(config, Config):
@@ -45,6 +46,7 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
     _move_buffers(model, config, accelerator, communicator)
     units = build_units(plans, config, accelerator, communicator, param_group_of)
+    keep_promises(model, units, communicator)
     return Engine(model, optimizer, config, accelerator, communicator, units, param_group_of)
 
 

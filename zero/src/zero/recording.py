@@ -67,6 +67,14 @@ class Recording:
         self.operations.append(operation)
 
 
+def allocate(recording: Recording, numbers: Sequence[int]) -> None:
+    """Give hollow storages their bytes, with whatever is in them."""
+    for number in numbers:
+        storage = recording.storages[number]
+        storage.resize_(recording.nbytes[number])
+        recording.numbers.pop(storage._cdata, None)
+
+
 def replay(recording: Recording, numbers: Sequence[int]) -> None:
     """Give hollow storages their bytes by running what was recorded about them, in order.
 

@@ -6,10 +6,11 @@ storage, stream         all input and output
 manifest, reader        what the manifest says; tensors by key, every byte checked. No torch, no engine
 user_state, random_state, rank_file, engine_state
                         what there is to save, and one rank's file
-exchange, problems      messages and errors between ranks
+exchange, problems, together
+                        messages and errors between ranks
 publication, assembly   how a checkpoint comes to its name; one manifest out of all ranks' reports
 save_job, save          one save; the saves of an engine
-names, values, load_optimizer, load
+names, values, weights, load_optimizer, load
                         what goes where in another model, and reading it
 checkpoints             what the engine holds
 """

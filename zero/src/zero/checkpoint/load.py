@@ -7,20 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero.checkpoint import random_state
-from zero.checkpoint.engine_state import EngineParts, stride_of
+from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load_optimizer import OptimizerLoad
 from zero.checkpoint.manifest import Manifest, model_key
-from zero.checkpoint.names import Rename, Target, match, raise_for
-from zero.checkpoint.problems import error_of, problem_of
+from zero.checkpoint.names import Rename, match, raise_for, stored_in
 from zero.checkpoint.reader import Checkpoint, find
 from zero.checkpoint.storage import Storage
+from zero.checkpoint.together import Together
 from zero.checkpoint.values import Values
+from zero.checkpoint.weights import fill_buffers, fill_units, spread, targets
 from zero.errors import CheckpointError, StateError
-from zero.flat_group import FlatGroup
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def load(
     engine: EngineParts, storage: Storage, path: Path, options: Options, before_change: Callable[[], None]
 ) -> Loaded:
     """Collective. before_change: called when everything has been checked and values begin to change."""
-    together = _Together(engine)
+    together = Together(engine.communicator, "the checkpoint")
     where = together(lambda: str(find(path, storage)) if engine.rank == 0 else None)[0]
     opened: list[Checkpoint] = []
     try:
@@ -70,28 +69,6 @@ def load(
     finally:
         for checkpoint in opened:
             checkpoint.close()
-
-
-class _Together:
-    """Runs something on every rank; if it fails on one, it raises on all."""
-
-    def __init__(self, engine: EngineParts) -> None:
-        self._communicator = engine.communicator
-        self._rank = engine.rank
-
-    def __call__(self, action: Callable[[], Any]) -> list[Any]:
-        """Every rank's result, JSON values, by rank."""
-        cause: Exception | None = None
-        try:
-            mine = {"value": action()}
-        except Exception as error:
-            cause = error
-            mine = {"problem": problem_of(error, f"rank {self._rank} could not load the checkpoint")}
-        results = self._communicator.share_all(mine)
-        for result in results:
-            if "problem" in result:
-                raise error_of(result["problem"]) from cause
-        return [result["value"] for result in results]
 
 
 def _open(engine: EngineParts, storage: Storage, path: Path, opened: list[Checkpoint]) -> int:
@@ -123,7 +100,9 @@ class _Load:
     def check(self) -> None:
         """Raise StateError or UsageError for whatever does not fit. Changes nothing."""
         options = self._options
-        self._sources = match(self._manifest, _targets(self._engine), options.rename, options.strict)
+        self._sources = match(
+            stored_in(self._manifest), targets(self._engine.module), options.rename, options.strict
+        )
         if options.strict:
             mine, saved = self._extra_state, self._manifest.extra_state.keys()
             raise_for({"extra state missing": [*mine - saved], "extra state unexpected": [*saved - mine]})
@@ -137,10 +116,10 @@ class _Load:
 
     def fill(self) -> None:
         """This rank's shards, masters, optimizer state and generators; the module's buffers."""
-        for unit in self._engine.units:
-            for group in unit.groups:
-                self._fill_group(group)
-        self._fill_buffers()
+        keys = {name: model_key(source) for name, source in self._sources.items()}
+        fill_units(self._engine.units, self._values, keys)
+        fill_buffers(self._engine.module, self._values, keys)
+        self._set_extra_state()
         decode = self._values.decode
         self._state = decode(self._manifest.state)
         self._rank_states = tuple(decode(rank.state) for rank in self._manifest.ranks)
@@ -150,15 +129,7 @@ class _Load:
 
     def spread(self) -> None:
         """Refresh whole parameters that are kept. Collective."""
-        resident = [unit for unit in self._engine.units if unit.resident]
-        handles = [
-            group.start_gather(self._engine.communicator, None)
-            for unit in resident
-            for group in unit.groups
-            if group.shards > 1
-        ]
-        for handle in handles:
-            handle.wait()
+        spread(self._engine.units, self._engine.communicator)
 
     def finish(self) -> Loaded:
         """Loss scale and the caller's objects."""
@@ -181,50 +152,8 @@ class _Load:
             rng = self._manifest.ranks[self._engine.rank].rng
             random_state.restore(self._engine.accelerator, self._values.decode(rng))
 
-    def _fill_group(self, group: FlatGroup) -> None:
-        wide = group.shard if group.master is None else group.master
-        for piece in group.pieces:
-            spec = group.layout.specs[piece.index]
-            source = self._sources.get(spec.name)
-            if source is None:
-                continue
-            target = wide[piece.shard_slice]
-            self._values.fill(model_key(source), target, piece.start, stride_of(spec))
-            if wide is not group.shard:
-                group.shard[piece.shard_slice].copy_(target)
-
-    @torch.no_grad()
-    def _fill_buffers(self) -> None:
-        for name, buffer in _buffers(self._engine.module).items():
-            if name in self._sources:
-                values = self._values.whole(model_key(self._sources[name]))
-                buffer.copy_(values)
+    def _set_extra_state(self) -> None:
         for name in self._extra_state & self._manifest.extra_state.keys():
             module, _, _ = name.rpartition(".")
             value = self._values.decode(self._manifest.extra_state[name])
             self._engine.module.get_submodule(module).set_extra_state(value)
-
-
-def _targets(engine: EngineParts) -> list[Target]:
-    aliases: dict[str, list[str]] = {}
-    for name, first in engine.aliases.items():
-        aliases.setdefault(first, []).append(name)
-    parameters = [
-        Target(spec.name, spec.shape, group.dtype.is_floating_point, tuple(aliases.get(spec.name, ())))
-        for unit in engine.units
-        for group in unit.groups
-        for spec in group.layout.specs
-    ]
-    buffers = _buffers(engine.module)
-    return parameters + [
-        Target(n, tuple(b.shape), b.is_floating_point() or b.is_complex()) for n, b in buffers.items()
-    ]
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors in the module's state dict that are no parameters."""
-    return {
-        name: value
-        for name, value in module.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    }

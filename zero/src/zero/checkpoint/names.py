@@ -1,15 +1,25 @@
-"""Which tensor of a checkpoint goes to which parameter or buffer of a model. Arithmetic on names only."""
+"""Which stored tensor goes to which parameter or buffer of a model. Arithmetic on names only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from zero.checkpoint.manifest import Manifest
+from zero.checkpoint.manifest import Manifest, model_key
 from zero.errors import StateError, UsageError
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 _SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter or buffer in files. dtype: named as in safetensors. aliases: further names of the same."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -22,8 +32,15 @@ class Target:
     aliases: tuple[str, ...] = ()
 
 
+def stored_in(manifest: Manifest) -> list[Stored]:
+    """The parameters and buffers of a checkpoint."""
+    named = [(p.name, p.aliases) for p in manifest.parameters] + [(b, ()) for b in manifest.buffers]
+    entries = [(name, manifest.tensors[model_key(name)], aliases) for name, aliases in named]
+    return [Stored(name, entry.shape, entry.dtype, aliases) for name, entry, aliases in entries]
+
+
 def match(
-    manifest: Manifest, targets: Iterable[Target], rename: Rename | None, strict: bool
+    stored: Iterable[Stored], targets: Iterable[Target], rename: Rename | None, strict: bool
 ) -> dict[str, str]:
     """For each target's name, the name in the checkpoint that its values come from.
 
@@ -32,20 +49,20 @@ def match(
     do not fit.
     """
     wanted = {name: target for target in targets for name in (target.name, *target.aliases)}
-    stored = {p.name: (p.name, *p.aliases) for p in manifest.parameters} | {b: (b,) for b in manifest.buffers}
-    new_name = _renamer(rename, {name for names in stored.values() for name in names})
+    names = {source: (source.name, *source.aliases) for source in stored}
+    new_name = _renamer(rename, {name for several in names.values() for name in several})
     sources: dict[str, str] = {}
     unexpected, wrong = [], []
-    for source, names in stored.items():
-        renamed = [n for n in map(new_name, names) if n is not None]
+    for source, several in names.items():
+        renamed = [n for n in map(new_name, several) if n is not None]
         found = {wanted[n].name for n in renamed if n in wanted}
         if renamed and not found:
             unexpected.append(renamed[0])
         for name in sorted(found):
             if name in sources:
-                wrong.append(f"{name} (both {sources[name]} and {source} in the checkpoint)")
-            sources[name] = source
-            wrong.extend(_misfit(manifest, wanted[name], source))
+                wrong.append(f"{name} (both {sources[name]} and {source.name} in the checkpoint)")
+            sources[name] = source.name
+            wrong.extend(_misfit(wanted[name], source))
     missing = [name for name, target in wanted.items() if target.name == name and name not in sources]
     problems = {"not fitting": wrong}
     if strict:
@@ -79,12 +96,11 @@ def _renamer(rename: Rename | None, names: set[str]) -> Callable[[str], str | No
     return lambda name: mapping.get(name, name)
 
 
-def _misfit(manifest: Manifest, target: Target, source: str) -> list[str]:
-    stored = manifest.tensors[f"model/{source}"]
-    if stored.shape != target.shape:
-        return [f"{target.name} (shape {stored.shape} instead of {target.shape})"]
-    if _is_floating(stored.dtype) != target.floating:
-        return [f"{target.name} (dtype {stored.dtype})"]
+def _misfit(target: Target, source: Stored) -> list[str]:
+    if source.shape != target.shape:
+        return [f"{target.name} (shape {source.shape} instead of {target.shape})"]
+    if _is_floating(source.dtype) != target.floating:
+        return [f"{target.name} (dtype {source.dtype})"]
     return []
 
 

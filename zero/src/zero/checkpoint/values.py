@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint into tensors of an engine, a bounded piece at a time."""
+"""Stored tensors into tensors of a model, a bounded piece at a time."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,15 +10,39 @@ from torch import Tensor
 from zero.checkpoint import user_state
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.rank_file import bytes_of
-from zero.checkpoint.reader import Checkpoint
 from zero.checkpoint.stream import CHUNK
 
 
-class Values:
-    """Reads from an open checkpoint; holds CHUNK bytes."""
+class Entry(Protocol):
+    """What is known of a stored tensor: see manifest.TensorEntry."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...] | None: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def item_bytes(self) -> int: ...
+
+
+class Tensors(Protocol):
+    """Stored tensors by key, any part of any: an open checkpoint, or other files."""
+
+    def tensor(self, key: str) -> Entry:
+        """What is known of a tensor."""
+
+    def read(self, key: str, start: int, into: memoryview) -> None:
+        """Fill `into` with a tensor's elements from `start` on, in its memory order."""
+
+
+class Values:
+    """Reads stored tensors; holds CHUNK bytes."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
         self._buffer: Tensor | None = None
 
     def fill(self, key: str, target: Tensor, start: int, stride: tuple[int, ...] | None) -> None:
@@ -26,7 +50,7 @@ class Values:
 
         target: one-dimensional, in the memory order that `stride` (None: row-major) means.
         """
-        entry = self._checkpoint.tensor(key)
+        entry = self._tensors.tensor(key)
         if entry.stride != stride:
             target.copy_(_reordered(self.whole(key), stride)[start : start + target.numel()])
             return
@@ -36,14 +60,14 @@ class Values:
         for first in range(0, target.numel(), step):
             part = target[first : first + step]
             staged = self._buffer[: part.numel() * entry.item_bytes]
-            self._checkpoint.read(key, start + first, bytes_of(staged))
+            self._tensors.read(key, start + first, bytes_of(staged))
             part.copy_(staged.view(dtype))
 
     def whole(self, key: str) -> Tensor:
         """A whole tensor, on the host, in its shape."""
-        entry = self._checkpoint.tensor(key)
+        entry = self._tensors.tensor(key)
         flat = torch.empty(entry.numel, dtype=TORCH[entry.dtype])
-        self._checkpoint.read(key, 0, bytes_of(flat))
+        self._tensors.read(key, 0, bytes_of(flat))
         return flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)
 
     def decode(self, value: Any) -> Any:

@@ -9,7 +9,8 @@ from zero.consolidate.source import Source
 from zero.consolidate.zero_source import ZeroSource
 from zero.foreign.deepspeed import ShardedSource, UniversalSource
 from zero.foreign.deepspeed_files import find_sharded, find_universal
-from zero.foreign.safetensors_files import SafetensorsSource, is_safetensors
+from zero.foreign.safetensors_files import SafetensorsSource
+from zero.foreign.safetensors_header import is_safetensors
 
 
 def open_source(path: str | Path, storage: Storage = DISK) -> Source:

@@ -1,0 +1,32 @@
+"""Actions that succeed on every rank or raise on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zero.checkpoint.problems import error_of, problem_of
+from zero.communicator import Communicator
+
+
+class Together:
+    """Runs something on every rank; if it fails on one, it raises on all. what: that it is for people."""
+
+    def __init__(self, communicator: Communicator, what: str) -> None:
+        self._communicator = communicator
+        self._what = what
+
+    def __call__(self, action: Callable[[], Any]) -> list[Any]:
+        """Every rank's result, JSON values, by rank."""
+        cause: Exception | None = None
+        try:
+            mine = {"value": action()}
+        except Exception as error:
+            cause = error
+            rank = self._communicator.group.rank
+            mine = {"problem": problem_of(error, f"rank {rank} could not load {self._what}")}
+        results = self._communicator.share_all(mine)
+        for result in results:
+            if "problem" in result:
+                raise error_of(result["problem"]) from cause
+        return [result["value"] for result in results]

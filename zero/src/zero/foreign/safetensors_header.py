@@ -1,0 +1,137 @@
+"""What safetensors files hold and where: one, or a directory in the layout of transformers.
+
+Every tensor's place is checked against its shape and the file's size, so that nothing outside is ever read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero.checkpoint.manifest import ITEM_BYTES
+from zero.errors import CheckpointError, CorruptCheckpointError
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100_000_000  # bytes, the limit of safetensors
+
+
+@dataclass(frozen=True)
+class SafeTensor:
+    """A tensor in a file. offset: of its first byte in the file. aliases: further names of the same tensor,
+    as `safetensors.torch.save_model` leaves them in the metadata."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    aliases: tuple[str, ...] = ()
+    stride: None = None  # always row-major
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a path is a file of safetensors, or a directory with such files of a model."""
+    if path.is_dir():
+        return (path / INDEX).exists() or (path / WHOLE).exists()
+    return path.suffix == ".safetensors" and path.exists()
+
+
+def describe(path: Path) -> list[SafeTensor]:
+    """All tensors at `path`, by file and place.
+
+    Raises CheckpointError for a file that is not there or cannot be read, CorruptCheckpointError for files
+    that contradict themselves or each other.
+    """
+    if not path.is_dir() or not (path / INDEX).exists():
+        return _in_file(path / WHOLE if path.is_dir() else path)
+    weight_map = _weight_map(path / INDEX)
+    found = [tensor for name in sorted(set(weight_map.values())) for tensor in _in_file(path / name)]
+    places: dict[str, Path] = {}
+    for tensor in found:
+        if tensor.name in places:
+            raise CorruptCheckpointError(f"{path}: {tensor.name!r} is in two files")
+        places |= dict.fromkeys((tensor.name, *tensor.aliases), tensor.path)
+    for name, file in weight_map.items():
+        if places.get(name) != path / file:
+            raise CorruptCheckpointError(f"{path / INDEX} says that {name!r} is in {file}, and it is not")
+    return found
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of every name; files are beside the index and there."""
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{index} cannot be used: {error}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}, which is no file beside it")
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index.parent} is not complete: {name} is missing")
+    return dict(weight_map)
+
+
+def _in_file(path: Path) -> list[SafeTensor]:
+    header, begin = _header(path)
+    metadata = header.pop("__metadata__", {})
+    aliases: dict[Any, list[str]] = {}
+    for alias, name in metadata.items():
+        if isinstance(name, str) and alias != "format":
+            aliases.setdefault(name, []).append(alias)
+    return list(_placed(path, header, aliases, begin))
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """A file's header, and where its data begin."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length <= _LONGEST_HEADER else b""
+        header = json.loads(text)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{path} is cut or is no file of safetensors: {error}") from error
+    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict):
+        raise CorruptCheckpointError(f"{path} is no file of safetensors: its header is no object")
+    return header, 8 + length
+
+
+def _placed(
+    path: Path, header: Mapping[str, Any], aliases: Mapping[Any, list[str]], begin: int
+) -> Iterator[SafeTensor]:
+    """The tensors in the order of their bytes, which are neither shared nor left out."""
+    size, end = path.stat().st_size, 0
+    try:
+        for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            first, last = entry["data_offsets"]
+            shape = tuple(int(n) for n in entry["shape"])
+            further = tuple(aliases.get(name, ()))
+            tensor = SafeTensor(path, name, entry["dtype"], shape, begin + first, further)
+            if first != end or last - first != tensor.nbytes or min(shape, default=0) < 0:
+                raise ValueError(f"{name!r} does not have the place that its shape says")
+            yield tensor
+            end = last
+        if begin + end != size:
+            raise ValueError(f"it has {size} bytes, and its tensors end at {begin + end}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path} is cut or is no file of safetensors: {error}") from error

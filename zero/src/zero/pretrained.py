@@ -1,0 +1,160 @@
+"""Parameters from safetensors files, each rank reading its slices.
+
+Before `zero.initialize` a parameter that was made under `zero.init()` is only *promised* its values: the
+engine's units are built with their memory left open, and then this rank's slices are read into its shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zero import deferred_init
+from zero.access import WHOLE_ATTRIBUTE
+from zero.checkpoint.names import Rename, match
+from zero.checkpoint.storage import DISK, Storage
+from zero.checkpoint.together import Together
+from zero.checkpoint.values import Values
+from zero.checkpoint.weights import fill_buffers, fill_units, spread, targets
+from zero.communicator import Communicator
+from zero.errors import CheckpointError, ModelError, UsageError
+from zero.foreign.safetensors_header import is_safetensors
+from zero.foreign.safetensors_weights import SafetensorsWeights
+from zero.sharded_unit import ShardedUnit
+from zero.whole import WholeValues
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of load_pretrained(). storage: the file system; tests put another in its place."""
+
+    path: Path
+    strict: bool = True
+    rename: Rename | None = None
+    storage: Storage = DISK
+
+    def open(self) -> SafetensorsWeights:
+        """The weights, whose files are opened when they are read."""
+        if not is_safetensors(self.path):
+            raise CheckpointError(
+                f"{self.path} is no file of safetensors, and no directory with model.safetensors or an "
+                "index; `zero consolidate` makes such weights from a checkpoint"
+            )
+        return SafetensorsWeights(self.path, self.storage)
+
+    def match(self, weights: SafetensorsWeights, model: nn.Module) -> dict[str, str]:
+        """For names of the model, those of the tensors that fill them."""
+        return match(weights.stored, targets(model), self.rename, self.strict)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Where a deferred parameter's values will come from. key: the tensor's name there."""
+
+    weights: SafetensorsWeights
+    key: str
+
+    def __str__(self) -> str:  # the same on every rank, wherever its files are
+        return f"pretrained {self.key}"
+
+
+def load_pretrained(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> None:
+    """Fill a model's parameters and buffers from safetensors, before `zero.initialize`.
+
+        with zero.init(): model = BigModel()
+        zero.load_pretrained(model, "weights/")
+
+    Parameters made under `zero.init()` are filled by `zero.initialize`, each rank reading its slices: no rank
+    holds more than its shards and one unit. Others are filled at once, whole. Values are cast to the
+    parameter's dtype; fp32 masters are filled from the file's values, not from their 16-bit rounding.
+
+    path: a file of safetensors, or a directory with model.safetensors or an index, which every rank sees.
+    strict: refuse names that are missing or unexpected; what is missing otherwise keeps the constructor's
+    values. rename: a mapping or function from names in the files to the model's, None for those to leave
+    out. For a model that has an engine, see Engine.load_pretrained.
+
+    Raises, before anything changes: CheckpointError where files are missing, CorruptCheckpointError where
+    they make no sense, StateError with all names that do not fit, UsageError for a sharded model.
+    """
+    fill(model, Request(Path(path), strict, rename))
+
+
+def fill(model: nn.Module, request: Request) -> None:
+    """load_pretrained()."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if any(WHOLE_ATTRIBUTE in parameter.__dict__ for parameter in model.parameters()):
+        raise UsageError("the model has an engine: call engine.load_pretrained(path) instead")
+    with closing(request.open()) as weights:
+        keys = request.match(weights, model)
+        values = Values(weights)
+        fill_buffers(model, values, keys)
+        for name, parameter in model.named_parameters():
+            if name not in keys:
+                continue
+            if deferred_init.is_deferred(parameter):
+                deferred_init.promise(parameter, Promise(weights, keys[name]))
+            else:
+                with torch.no_grad():
+                    parameter.copy_(values.whole(keys[name]))
+
+
+def keep_promises(model: nn.Module, units: Sequence[ShardedUnit], communicator: Communicator) -> None:
+    """Fill the shards and masters of parameters that were promised their values. Collective if there are any.
+
+    Raises CheckpointError, on every rank, where a file cannot be read any more.
+    """
+    keys: dict[SafetensorsWeights, dict[str, str]] = {}
+    for name, parameter in model.named_parameters():
+        promise = deferred_init.promised(parameter)
+        if promise is not None:
+            keys.setdefault(promise.weights, {})[name] = promise.key
+            deferred_init.forget_promise(parameter)
+    if keys:
+        Together(communicator, "pretrained weights")(lambda: _fill_shards(units, keys))
+        spread(units, communicator)
+
+
+def fill_engine(
+    model: nn.Module, whole: WholeValues, request: Request, before_change: Callable[[], None]
+) -> None:
+    """See Engine.load_pretrained. before_change: called when everything has been checked."""
+    together = Together(whole.communicator, "pretrained weights")
+    opened: list[SafetensorsWeights] = []
+    keys: dict[str, str] = {}
+
+    def check() -> None:
+        opened.append(request.open())
+        keys.update(request.match(opened[0], model))
+
+    def change() -> None:
+        fill_buffers(model, Values(opened[0]), keys)
+        _fill_shards(whole.units, {opened[0]: keys})
+
+    try:
+        together(check)
+        before_change()
+        together(change)
+        spread(whole.units, whole.communicator)
+    finally:
+        for weights in opened:
+            weights.close()
+
+
+def _fill_shards(units: Sequence[ShardedUnit], keys: Mapping[SafetensorsWeights, Mapping[str, str]]) -> None:
+    for weights, names in keys.items():
+        try:
+            fill_units(units, Values(weights), names)
+        finally:
+            weights.close()
