@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -26,6 +27,7 @@ struct Block {
   size_t nbytes;
   c10::DeviceIndex device;
   c10::StreamId stream;  // whose order decides when freed memory may be reused
+  std::vector<c10::StreamId> users;  // further streams that record_stream has named
 };
 
 struct Heap {
@@ -85,13 +87,25 @@ Block forget(void* pointer) {
   return block;
 }
 
-void free_block(void* pointer) {
-  if (pointer == nullptr) return;
-  const Block block = forget(pointer);
-  const auto poison = [=] { std::memset(pointer, kPoison, block.nbytes); };
+void poison_behind(void* pointer, const Block& block) {
+  const auto poison = [pointer, nbytes = block.nbytes] { std::memset(pointer, kPoison, nbytes); };
   // Work of the stream that allocated it comes first; other streams have to be waited for by the user.
   if (!submit_behind(block.stream, poison)) poison();
   reap();
+}
+
+std::vector<c10::StreamId> users_of(void* pointer) {
+  auto& h = heap();
+  const std::lock_guard lock(h.mutex);
+  const auto found = h.blocks.find(pointer);
+  return found == h.blocks.end() ? std::vector<c10::StreamId>{} : found->second.users;
+}
+
+// A block that other streams use is in use, and counted, until they have done what is queued on them now.
+void free_block(void* pointer) {
+  if (pointer == nullptr) return;
+  const std::shared_ptr<void> last(pointer, [](void* freed) { poison_behind(freed, forget(freed)); });
+  for (const auto stream : users_of(pointer)) submit_behind(stream, [last] {});
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -101,7 +115,7 @@ struct DeviceAllocator final : c10::Allocator {
     if (nbytes > 0) {
       pointer = host_alloc(nbytes);
       try {
-        reserve(pointer, {nbytes, device, current_stream(device)});
+        reserve(pointer, {nbytes, device, current_stream(device), {}});
       } catch (...) {
         std::free(pointer);
         throw;
@@ -211,6 +225,13 @@ c10::DeviceIndex device_of(const void* pointer) {
   const auto found = h.blocks.find(const_cast<void*>(pointer));
   TORCH_CHECK(found != h.blocks.end(), "the pointer is not the start of a block on a sim device");
   return found->second.device;
+}
+
+void note_use(const void* pointer, c10::StreamId stream) {
+  auto& h = heap();
+  const std::lock_guard lock(h.mutex);
+  const auto found = h.blocks.find(const_cast<void*>(pointer));
+  if (found != h.blocks.end()) found->second.users.push_back(stream);
 }
 
 void resize_storage(const c10::Storage& storage, size_t nbytes) {

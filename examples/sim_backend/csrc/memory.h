@@ -4,6 +4,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -28,6 +29,9 @@ c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
 // Throws where the pointer is not device memory.
 c10::DeviceIndex device_of(const void* pointer);
+
+// Freeing the block waits for what is queued on the stream when it is freed.
+void note_use(const void* pointer, c10::StreamId stream);
 
 // Resize in place: shrinking to 0 frees, growing keeps the content and poisons the rest.
 void resize_storage(const c10::Storage& storage, size_t nbytes);

@@ -143,7 +143,7 @@ c10::Scalar local_scalar(const Tensor& self) {
 }
 
 void record_stream(Tensor& self, c10::Stream stream) {
-  submit_behind(stream.id(), [storage = self.storage()] {});
+  note_use(self.storage().data(), stream.id());
 }
 
 // torch asks a device that is not its own for fused dropout, without a generator to draw from.

@@ -151,6 +151,27 @@ class StreamsContract:
             expect_close(seen, want, "Streams.keep_alive", "must keep freed memory until the stream is done")
             del thieves
 
+    @about("Streams.keep_alive")
+    @needs("streams", "storage_resize")
+    def test_keep_alive_protects_bytes_that_a_resize_drops(self, accelerator: Accelerator) -> None:
+        """Bytes that a resize drops while another stream has to read them are not given away before that."""
+        streams = accelerator.streams
+        side = streams.new()
+        for round_ in range(ROUNDS):
+            values = torch.full((1 << 20,), float(round_), device=accelerator.device)
+            side.wait(streams.current().record())
+            with streams.use(side):
+                long_work(accelerator, LONG_SECONDS / ROUNDS)
+                seen = values.clone()
+                done = side.record()
+            streams.keep_alive(values, side)
+            values.untyped_storage().resize_(0)
+            thieves = [torch.full((1 << 20,), -1.0, device=accelerator.device) for _ in range(4)]
+            done.synchronize()
+            want = torch.full((1 << 20,), float(round_))
+            expect_close(seen, want, "Streams.keep_alive", "must keep dropped bytes until the stream is done")
+            del thieves
+
 
 class TestStreams(StreamsContract):
     pass
