@@ -183,6 +183,8 @@ def test_the_public_face_is_frozen() -> None:
         "Engine",
         "Lion",
         "ModelError",
+        "Offload",
+        "OffloadError",
         "OptimizerError",
         "OutOfMemoryError",
         "RankMismatchError",
@@ -231,5 +233,6 @@ def test_the_public_face_is_frozen() -> None:
         "prefetch",
         "cast_inputs",
         "cast_buffers",
+        "offload",
         "timeout",
     ]

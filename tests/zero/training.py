@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,7 +176,8 @@ def state_error(got: dict[str, Any], expected: dict[str, Any]) -> float:
         assert got[name].shape == value.shape, name
         if value.numel():
             difference = (got[name].double() - value.double()).abs().max()
-            worst = max(worst, float(difference / value.double().abs().max().clamp(min=1e-3)))
+            error = float(difference / value.double().abs().max().clamp(min=1e-3))
+            worst = max(worst, math.inf if math.isnan(error) else error)
     return worst
 
 

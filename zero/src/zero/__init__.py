@@ -17,6 +17,7 @@ from zero.errors import (
     ConfigError,
     CorruptCheckpointError,
     ModelError,
+    OffloadError,
     OptimizerError,
     OutOfMemoryError,
     RankMismatchError,
@@ -27,6 +28,7 @@ from zero.errors import (
 )
 from zero.initialize import initialize
 from zero.lion import Lion
+from zero.offload import Offload
 from zero.pretrained import load_pretrained
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "Engine",
     "Lion",
     "ModelError",
+    "Offload",
+    "OffloadError",
     "OptimizerError",
     "OutOfMemoryError",
     "RankMismatchError",

@@ -17,8 +17,11 @@ from zero.config import DTYPES, Config
 from zero.errors import ConfigError, ModelError
 from zero.flat_group import FlatGroup
 from zero.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter
+from zero.offload import Offload
 from zero.room import room_for
 from zero.sharded_unit import ShardedUnit
+from zero.tiers.placement import Placement, Planner
+from zero.tiers.stores import Stores
 from zero.units import UnitPlan
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -55,14 +58,15 @@ def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> 
 def build_units(
     plans: Sequence[UnitPlan],
     config: Config,
-    accelerator: Accelerator,
+    stores: Stores,
     communicator: Communicator,
     param_group_of: dict[nn.Parameter, int],
 ) -> list[ShardedUnit]:
     """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time."""
     communicator.check_equal("the model", _digest(plans, config, param_group_of))
+    planner = Planner(config.offload or Offload(), 4 * (1 + stores.moments), stores.resolve)
     return [
-        _build_unit(index, plan, config, accelerator, communicator, param_group_of)
+        _build_unit(index, plan, config, stores, planner, communicator, param_group_of)
         for index, plan in enumerate(plans)
     ]
 
@@ -71,30 +75,44 @@ def _build_unit(
     index: int,
     plan: UnitPlan,
     config: Config,
-    accelerator: Accelerator,
+    stores: Stores,
+    planner: Planner,
     communicator: Communicator,
     param_group_of: dict[nn.Parameter, int],
 ) -> ShardedUnit:
-    group = communicator.group
+    group, accelerator = communicator.group, stores.accelerator
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
+    resident = config.stage < 3 or plan.persistent or (group.size == 1 and not _params_away(config, stores))
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
     deferred_init.materialize(p for _, p in plan.parameters)
     nbytes = sum(p.numel() * _target(p, config).itemsize for _, p in plan.parameters)
     with room_for(accelerator, "to shard", plan.name, nbytes):
         groups = [
-            FlatGroup(accelerator, plan.name, named, dtype, shards, shard)
+            FlatGroup(
+                stores, _place(planner, named, shards, resident), plan.name, named, dtype, shards, shard
+            )
             for dtype, named in _partition(plan, config, param_group_of)
         ]
         if group.size > 1 and not awaited:
             for flat in groups:
                 communicator.broadcast(plan.name, flat.home.data, 0)
-        resident = config.stage < 3 or group.size == 1 or plan.persistent
         unit = ShardedUnit(index, plan.name, plan.anchors, groups, communicator, resident)
         unit.settle()
     for name, parameter in plan.parameters:
         parameter.__dict__[NAME_ATTRIBUTE] = name
         parameter.__dict__.pop(REASON_ATTRIBUTE, None)
     return unit
+
+
+def _place(
+    planner: Planner, named: Sequence[tuple[str, nn.Parameter]], shards: int, resident: bool
+) -> Placement:
+    numel = sum(parameter.numel() for _, parameter in named) // shards
+    return planner.place(numel, named[0][1].requires_grad, resident)
+
+
+def _params_away(config: Config, stores: Stores) -> bool:
+    return config.offload is not None and stores.resolve(config.offload.params) != "device"
 
 
 def _partition(

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import nn
 
+from zero.offload import Offload
 from zero.validated import Validated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -35,23 +36,25 @@ class Config(Validated):
     prefetch: units gathered ahead of their use (stage 3); 0 gathers on demand only.
     cast_inputs: cast floating-point arguments of the model to a 16-bit `precision`.
     cast_buffers: cast floating-point buffers too, as `module.bfloat16()` would.
+    offload: what does not stay on the device; see `Offload`.
     timeout: seconds after which a collective that does not complete is an error.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
     precision: Literal["model", "fp32", "bf16", "fp16"] = "model"
-    gradient_accumulation_steps: int = Field(1, ge=1)
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
     accumulate: Literal["sharded", "local"] = "sharded"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    clip_norm: float | None = Field(None, gt=0, allow_inf_nan=False)
+    clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     loss_scale: Literal["dynamic"] | float = "dynamic"
-    loss_scale_window: int = Field(2000, ge=1)
+    loss_scale_window: int = Field(default=2000, ge=1)
     units: UnitRule = "auto"
-    persistent_below: int = Field(0, ge=0)
-    prefetch: int = Field(1, ge=0)
+    persistent_below: int = Field(default=0, ge=0)
+    prefetch: int = Field(default=1, ge=0)
     cast_inputs: bool = True
     cast_buffers: bool = False
-    timeout: float = Field(600.0, gt=0, allow_inf_nan=False)
+    offload: Offload | None = None
+    timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
 
     @field_validator("units", mode="before")
     @classmethod
@@ -66,6 +69,12 @@ class Config(Validated):
         if not isinstance(value, str) and not 0 < value < float("inf"):
             raise ValueError("must be 'dynamic' or a positive, finite number")
         return value
+
+    @model_validator(mode="after")
+    def _offload_fits_the_stage(self) -> Config:
+        if self.offload is not None and self.offload.params != "device" and self.stage < 3:
+            raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
+        return self
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelz.accelerator import Accelerator
 from zero import model_state
 from zero.access import WHOLE_ATTRIBUTE
 from zero.checkpoint.checkpoints import Checkpoints
@@ -28,6 +27,7 @@ from zero.pretrained import Request, fill_engine
 from zero.schedule import Schedule
 from zero.sharded_unit import ShardedUnit
 from zero.tensors import map_tensors
+from zero.tiers.stores import Stores
 from zero.unit_hooks import Phase, UnitHooks
 from zero.whole import WholeValues
 
@@ -47,7 +47,7 @@ class Engine:
         module: nn.Module,
         optimizer: Optimizer,
         config: Config,
-        accelerator: Accelerator,
+        stores: Stores,
         communicator: Communicator,
         units: list[ShardedUnit],
         param_group_of: dict[nn.Parameter, int],
@@ -55,17 +55,18 @@ class Engine:
         self.module = module
         self.optimizer = optimizer
         self.config = config
-        self.accelerator = accelerator
+        self.accelerator = accelerator = stores.accelerator
         self.steps = 0
         self.grad_norm: Tensor | None = None
         self.units = tuple(units)
+        self._stores = stores
         self._communicator = communicator
         self._micro_steps = 0
         self._interrupted = False  # in the middle of an optimizer step or a load
         self._phase = Phase()
         self._schedule = Schedule(units, config.prefetch)
         trainable = [g for u in units for g in u.groups if g.trainable]
-        self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, accelerator)
+        self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores)
         self._loss_scale = _make_loss_scale(config, accelerator.device)
         self._whole = WholeValues(units, communicator)
         self._optimizer_state = OptimizerState(self._whole, self._shards)
@@ -87,7 +88,7 @@ class Engine:
         }
         self._reducer = GradientReducer(
             units,
-            accelerator,
+            stores,
             communicator,
             _gradient_policy(config, communicator.group.size),
             lambda unit: self._hooks[unit].gradients_complete(),
@@ -147,6 +148,7 @@ class Engine:
         self._shards.check_groups()
         scale, skip = self._gradient_factor()
         self._update(scale, skip)
+        self._stores.join()
         if self._loss_scale is not None and skip is not None:
             self._loss_scale.update(skip)
         self.zero_grad()
@@ -214,7 +216,7 @@ class Engine:
         A frozen parameter has no master: its own value is returned, in fp32.
         """
         _, group, _ = self._whole.locate(name)
-        return self._whole.parameter(name, group.shard if group.master is None else group.master).float()
+        return self._whole.parameter(name, group.widest).float()
 
     def full_gradient(self, name: str) -> Tensor | None:
         """The whole gradient of `name`, fp32: averaged and unscaled, before clipping.
@@ -225,9 +227,9 @@ class Engine:
         if self._micro_steps and not self.is_boundary and self._reducer.local:
             raise UsageError("with local accumulation gradients are complete at the last micro-batch only")
         have = next((g for g in self._reducer.all if g.group is group), None)
-        if have is None or have.shard is None or index not in have.used:
+        if have is None or not have.present or index not in have.used:
             return None
-        value = self._whole.parameter(name, have.shard).float()
+        value = self._whole.parameter(name, have.reduced_slice).float()
         factor = self._mean_factor()
         return value if factor is None else value * factor
 
@@ -402,11 +404,7 @@ class Engine:
         return None if size == 1 else torch.full((), 1.0 / size, dtype=torch.float32, device=device)
 
     def _global_norm(self, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-        shards = [g.shard for g in self._reducer.all if g.shard is not None]
-        if shards:
-            result = self.accelerator.kernels.norm_and_nonfinite(shards)
-        else:
-            result = torch.zeros(2, dtype=torch.float32, device=self.accelerator.device)
+        result = self._reducer.norm_and_nonfinite()
         if self.config.stage > 0 and self.world_size > 1:
             self._communicator.all_reduce("gradient norm", result).wait()
         norm = result[0].sqrt()

@@ -48,6 +48,10 @@ class OutOfMemoryError(ZeroError, torch.OutOfMemoryError):
     """
 
 
+class OffloadError(ZeroError):
+    """State could not be kept on, or brought back from, the host or the disk."""
+
+
 class CommunicationError(ZeroError):
     """A collective failed. The message names the unit and the ranks concerned."""
 

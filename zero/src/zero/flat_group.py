@@ -6,9 +6,11 @@ home        the flat buffer in the parameters' own dtype.
 cast buffer a flat buffer in an autocast dtype, which an fp32 group travels in under torch.autocast.
 shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). Where the whole
             buffer stays (stages 0 to 2, one rank, persistent units, ranks with memory in common) it is a
-            view of `home`.
+            view of `home`. With offloaded parameters it is on the host, or on disk.
 private     a copy of a common `home` that its user may write to, while a `zero.gathered` block lasts.
-master      fp32 values of the shard, what the optimizer updates. For fp32 groups it *is* the shard.
+master      fp32 values of the shard, what the optimizer updates. For fp32 groups it *is* the shard
+            where both are in the same memory.
+record      the master and the optimizer's moments, wherever they are.
 """
 
 from __future__ import annotations
@@ -25,18 +27,23 @@ from zero import layout
 from zero.communicator import Communicator, NamedHandle
 from zero.layout import ParameterSpec
 from zero.room import room_for
+from zero.tiers.placement import Placement
+from zero.tiers.record import Record
+from zero.tiers.stores import Stores
+from zero.tiers.values import Values, fetch
 
 
 class FlatGroup:
     """Flattens its parameters when built; `settle()` then leaves the shard, or shard and whole.
 
     unit: its name. parameters keep their identity; `dtype` is what they are cast to. shards: slices the
-    buffer is cut in (1: replicated). shard: which one this rank owns.
+    buffer is cut in (1: replicated). shard: which one this rank owns. placement: where its state goes.
     """
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        stores: Stores,
+        placement: Placement,
         unit: str,
         named: Sequence[tuple[str, nn.Parameter]],
         dtype: torch.dtype,
@@ -52,47 +59,67 @@ class FlatGroup:
         self.layout = layout.plan(specs, shards, dtype.itemsize)
         self.window = self.layout.shard_slice(shard)
         self.pieces = self.layout.pieces(shard)
-        self._accelerator = accelerator
+        self.placement = placement
+        self._stores = stores
+        self._accelerator: Accelerator = stores.accelerator
         self._cast_buffers: dict[torch.dtype, FlatBuffer] = {}
         self._private: FlatBuffer | None = None
         # Masters start from the values as they were given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
-        self.home: FlatBuffer = accelerator.flat_buffers.flatten(
+        self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
             self.parameters, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
         )
-        self.shard: Tensor = self.home.data[self.window]
-        self.master: Tensor | None = None
+        self.shard: Values = self.home.data[self.window]
+        self.record: Record | None = None
 
     @property
     def shards(self) -> int:
         return self.layout.shards
 
     @property
-    def master_shard(self) -> Tensor:
-        """The master of a trainable group."""
-        assert self.master is not None
-        return self.master
+    def master(self) -> Values | None:
+        """None of a frozen group."""
+        return None if self.record is None else self.record.master
+
+    @property
+    def widest(self) -> Values:
+        """The most precise values there are: the master's, or a frozen group's own."""
+        return self.shard if self.record is None else self.record.master
+
+    @property
+    def kept(self) -> Record:
+        """The record of a trainable group."""
+        assert self.record is not None
+        return self.record
 
     def settle(self, whole: bool, ranks: Group) -> None:
         """After the values are final: make the master, take on `dtype`, keep the whole buffer or part with
         it. ranks: those that the shards are spread over."""
-        if self.trainable and self.dtype.itemsize < 4:
-            self.master = self.shard.float() if self.home.data.dtype is self.dtype else self.shard.clone()
+        tier = self.placement.optimizer
+        shard_serves = self.dtype.itemsize >= 4 and tier == self.placement.params != "disk"
+        if self.trainable and not shard_serves:
+            dtype = torch.promote_types(self.dtype, torch.float32)
+            self.record = self._stores.record(self._mine, dtype, tier)
         if self.home.data.dtype is not self.dtype:
             self._narrow()
         if not whole:
             self._part_with_whole(ranks)
-        if self.trainable and self.master is None:
-            self.master = self.shard
+        if self.trainable and shard_serves:
+            self.record = Record(tier, self.shard)
+
+    @property
+    def _mine(self) -> Tensor:
+        return self.home.data[self.window]
 
     def _part_with_whole(self, ranks: Group) -> None:
         """Leave the whole buffer to all ranks in common, or nothing of it but the shard."""
-        common = self._accelerator.flat_buffers.share(self.home, ranks)
+        tier = self.placement.params
+        common = self._accelerator.flat_buffers.share(self.home, ranks) if tier == "device" else None
         if common is not None:
             self.home = common
             self.shard = common.data[self.window]
             return
-        self.shard = self.shard.clone()
+        self.shard = self._mine.clone() if tier == "device" else self._stores.keep(self._mine, tier)
         self.home.release()
 
     def _narrow(self) -> None:
@@ -130,16 +157,26 @@ class FlatGroup:
             self._cast_buffers[cast] = self._accelerator.flat_buffers.empty_like(self.home, cast)
         return self._cast_buffers[cast]
 
-    def start_gather(self, communicator: Communicator, cast: torch.dtype | None) -> NamedHandle:
-        """Begin to fill the buffer from all ranks' shards; the cast happens before anything travels."""
+    def start_gather(self, communicator: Communicator, cast: torch.dtype | None) -> NamedHandle | None:
+        """Begin to fill the buffer from all ranks' shards; the cast happens before anything travels.
+
+        None where nobody else has a shard.
+        """
         buffer = self.buffer(cast)
         with room_for(self._accelerator, "to gather", self.unit, buffer.nbytes):
             buffer.materialize()
-        if buffer is self.home:
-            return communicator.all_gather(self.unit, buffer.data, self.shard)
-        mine = buffer.data[self.window]
-        self._accelerator.kernels.scale_cast(mine, self.shard)
-        return communicator.all_gather(self.unit, buffer.data, mine)
+        shard = self._mine_in(buffer)
+        return None if self.shards == 1 else communicator.all_gather(self.unit, buffer.data, shard)
+
+    def _mine_in(self, buffer: FlatBuffer) -> Tensor:
+        """This rank's slice as it goes into `buffer`: the shard itself where it fits, else put there."""
+        shard, mine = self.shard, buffer.data[self.window]
+        if buffer is self.home and isinstance(shard, Tensor):
+            if shard.device == mine.device and self.shards > 1:
+                return shard
+            return mine.copy_(shard, non_blocking=True)
+        self._accelerator.kernels.scale_cast(mine, fetch(shard, mine.device))
+        return mine
 
     def bind(self, cast: torch.dtype | None) -> None:
         """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""

@@ -19,12 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.flat_buffer import FlatBuffer
+from accelz.flat_buffer import HOST, FlatBuffer
 from zero.communicator import Communicator, NamedHandle
 from zero.flat_group import FlatGroup
 from zero.room import room_for
 from zero.sharded_unit import ShardedUnit
+from zero.tiers.carrier import Landing
+from zero.tiers.stores import Stores
+from zero.tiers.swap_file import Stored
+from zero.tiers.values import Values, fetch
 from zero.units import PERSISTENT, ROOT
 
 IN_FLIGHT = 2  # whole gradient buffers that may be under reduction while backward goes on
@@ -45,13 +48,10 @@ class GroupGradients:
 
     fired: parameters whose gradient came in this backward. closed: no more will come in this backward.
     filled: parameters that have a value in `whole`. have: parameters with a gradient on this rank since
-    the last agreement; used: on any rank since the last step. shard: the reduced slice,
-    shape (shard_numel,), 16-bit or fp32; None while there is no gradient.
+    the last agreement; used: on any rank since the last step.
     """
 
-    def __init__(
-        self, group: FlatGroup, unit: ShardedUnit, accelerator: Accelerator, policy: GradientPolicy
-    ) -> None:
+    def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
         self.group = group
         self.unit = unit
         self.fired: set[int] = set()
@@ -61,8 +61,11 @@ class GroupGradients:
         self.used: set[int] = set()
         self.reduced = False
         self.whole: FlatBuffer | None = None
-        self.shard: Tensor | None = None
-        self._accelerator = accelerator
+        self._shard: Values | None = None
+        self._place: Stored | None = None  # for a gradient on disk
+        self._landing: Landing | None = None  # on its way to be added to the shard
+        self._stores = stores
+        self._accelerator = stores.accelerator
         self._policy = policy
         self._buffers: dict[torch.dtype, FlatBuffer] = {}  # released, kept for their views
         self._lent: list[FlatBuffer] = []
@@ -120,20 +123,65 @@ class GroupGradients:
             whole.data[gap].zero_()
         return whole.data
 
+    @property
+    def present(self) -> bool:
+        """Whether there is a gradient."""
+        return self._shard is not None or self._landing is not None
+
+    @property
+    def shard(self) -> Values | None:
+        """The reduced slice, shape (shard_numel,), 16-bit or fp32, in its tier; waits until it is there."""
+        if self._landing is not None:
+            landing, self._landing = self._landing, None
+            self._fold(landing.wait())
+        return self._shard
+
+    @property
+    def reduced_slice(self) -> Values:
+        """The slice of a group that has a gradient."""
+        shard = self.shard
+        assert shard is not None
+        return shard
+
     def settle(self, whole: FlatBuffer, slice_: Tensor) -> None:
         """Fold a reduced slice into the shard. `whole` is released unless the slice lives in it."""
-        widen = self._policy.steps > 1 and not self._policy.local  # sums of slices are kept in fp32
-        if self.shard is not None:
-            self._accelerator.kernels.accumulate(self.shard, slice_)
-        elif widen and slice_.dtype.itemsize < 4:
-            self.shard = slice_.float()
+        if self.group.placement.gradients != "device":
+            self._move(slice_)
         else:
-            self.shard = slice_
-            if slice_ is whole.data:
+            self._fold(slice_)
+            if self._shard is whole.data:
                 self._lent.append(whole)  # the shard lives in it until clear()
                 return
         whole.release()
         self._buffers.setdefault(whole.data.dtype, whole)
+
+    def _move(self, slice_: Tensor) -> None:
+        """Begin to move a slice off the device; the one before it has had a micro-batch to land in."""
+        _ = self.shard
+        if slice_.device == HOST:
+            self._fold(slice_)
+        else:
+            self._landing = self._stores.carrier.to_host(slice_)
+            if self.group.placement.gradients == "disk":
+                _ = self.shard  # host memory is short too
+
+    def _fold(self, slice_: Tensor) -> None:
+        widen = self._policy.steps > 1 and not self._policy.local  # sums of slices are kept in fp32
+        if self._shard is not None:
+            sum_ = fetch(self._shard, slice_.device)
+            self._stores.kernels(slice_.device).accumulate(sum_, slice_)
+            slice_ = sum_
+        elif widen and slice_.dtype.itemsize < 4:
+            slice_ = slice_.float()
+        on_disk = self.group.placement.gradients == "disk"
+        self._shard = self._put_away(slice_) if on_disk else slice_
+
+    def _put_away(self, slice_: Tensor) -> Stored:
+        """On disk, in the place that this group's gradient had before."""
+        if self._place is None or self._place.dtype is not slice_.dtype:
+            self._place = self._stores.on_disk(slice_.numel(), slice_.dtype)
+        self._place.write(slice_)
+        return self._place
 
     def detach_whole(self) -> FlatBuffer:
         """Hand the sealed buffer over to a reduction; further gradients start a new one."""
@@ -150,7 +198,10 @@ class GroupGradients:
 
     def clear(self) -> None:
         """Forget everything of this optimizer step."""
-        self.shard = None
+        self._shard = None
+        if self._landing is not None:
+            self._landing.wait()
+            self._landing = None
         for whole in (*self._lent, *([self.whole] if self.whole is not None else [])):
             whole.release()
             self._buffers.setdefault(whole.data.dtype, whole)
@@ -193,16 +244,17 @@ class GradientReducer:
     def __init__(
         self,
         units: Sequence[ShardedUnit],
-        accelerator: Accelerator,
+        stores: Stores,
         communicator: Communicator,
         policy: GradientPolicy,
         on_complete: Callable[[ShardedUnit], None],
     ) -> None:
+        self._stores = stores
         self._communicator = communicator
         self._policy = policy
         self._on_complete = on_complete
         self.all: tuple[GroupGradients, ...] = tuple(
-            GroupGradients(group, unit, accelerator, policy)
+            GroupGradients(group, unit, stores, policy)
             for unit in units
             for group in unit.groups
             if group.trainable
@@ -273,6 +325,25 @@ class GradientReducer:
         self._learn_order()
         self._agree_on_usage()
 
+    def norm_and_nonfinite(self) -> Tensor:
+        """Of this rank's slices: (2,) fp32 on the device, sum of squares and whether one is not finite."""
+        near: list[Values] = []
+        far: list[Values] = []
+        for gradients in self.all:
+            if gradients.present:
+                values = gradients.reduced_slice
+                (near if _is_on(values, self._stores.accelerator.device) else far).append(values)
+        result = self._norm_of(near)
+        for values in far:  # one after another: what is on disk is not in memory all at once
+            result = result + self._norm_of([fetch(values, HOST)]).to(result.device)
+        return result
+
+    def _norm_of(self, values: Sequence[Values]) -> Tensor:
+        tensors = [v for v in values if isinstance(v, Tensor)]
+        if not tensors:
+            return torch.zeros(2, dtype=torch.float32, device=self._stores.accelerator.device)
+        return self._stores.kernels(tensors[0].device).norm_and_nonfinite(tensors)
+
     def clear(self) -> None:
         """Drop all gradients: after the optimizer step, or after an exception."""
         for reduction in self._reductions:
@@ -331,6 +402,10 @@ class GradientReducer:
         if self._communicator.group.size > 1:
             self._communicator.broadcast("gradient order", order, 0)
         self._order = [self.all[i] for i in order.tolist()]
+
+
+def _is_on(values: Values, device: torch.device) -> bool:
+    return isinstance(values, Tensor) and values.device == device
 
 
 def _flags(indices: Iterable[int], count: int) -> Tensor:

@@ -14,8 +14,10 @@ from zero.config import Config
 from zero.engine import Engine
 from zero.errors import ConfigError
 from zero.job import join
+from zero.kernel_rules import rule_for
 from zero.optimizer import check_optimizer
 from zero.pretrained import keep_promises
+from zero.tiers.stores import Stores
 from zero.units import find_units
 from zero.whole import spread_buffer
 
@@ -42,12 +44,30 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     plans = find_units(model, config.units, config.persistent_below)
     param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
 
+    check_offload(optimizer, config)
+
     group, control = join(accelerator, config.timeout)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
     _move_buffers(model, config, accelerator, communicator)
-    units = build_units(plans, config, accelerator, communicator, param_group_of)
+    stores = _make_stores(optimizer, config, accelerator)
+    units = build_units(plans, config, stores, communicator, param_group_of)
     keep_promises(model, units, communicator)
-    return Engine(model, optimizer, config, accelerator, communicator, units, param_group_of)
+    return Engine(model, optimizer, config, stores, communicator, units, param_group_of)
+
+
+def check_offload(optimizer: Optimizer, config: Config) -> None:
+    """Raise ConfigError where state would go to a disk that the optimizer cannot be stepped from."""
+    if config.offload is not None and config.offload.optimizer == "disk" and rule_for(optimizer) is None:
+        raise ConfigError(
+            f"Offload(optimizer='disk') serves Adam, AdamW, SGD and Lion; {type(optimizer).__name__} with "
+            "these options steps its own tensors, which have to be in memory: optimizer='host'"
+        )
+
+
+def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:
+    rule = rule_for(optimizer)
+    folder = None if config.offload is None else config.offload.path
+    return Stores(accelerator, len(rule.moments) if rule else 0, folder)
 
 
 def _move_buffers(

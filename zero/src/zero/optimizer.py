@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelz.accelerator import Accelerator
+from accelz.flat_buffer import HOST
 from zero.errors import OptimizerError, UsageError
 from zero.flat_group import FlatGroup
 from zero.gradients import GroupGradients
 from zero.kernel_rules import Rule, rule_for
 from zero.layout import Piece
 from zero.room import room_for
+from zero.tiers.record import Opened
+from zero.tiers.stores import Stores
+from zero.tiers.swap_file import Stored
+from zero.tiers.values import fetch
 
 NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
 WHOLE_PARAMETERS = {"Adafactor", "Muon"}
@@ -42,22 +46,34 @@ class OwnedPiece:
 
 
 @dataclass
-class FlatState:
-    """State for the kernel, on the device. moments: the rule's, each (shard_numel,) fp32. steps: (pieces,)
-    fp32, each piece's own number of steps. window: steps that the group took part in."""
+class StepCount:
+    """steps: (pieces,) fp32, each piece's own number of steps, beside the record or, where that is on disk,
+    on the host. window: steps that the group took part in."""
 
-    moments: tuple[Tensor, ...]
     steps: Tensor
     window: int = 0
 
 
 @dataclass
 class OwnedGroup:
-    """A trainable group with this rank's pieces; flat: where a kernel serves."""
+    """A trainable group with this rank's pieces; count: where a kernel serves."""
 
     group: FlatGroup
     pieces: list[OwnedPiece] = field(default_factory=list)
-    flat: FlatState | None = None
+    count: StepCount | None = None
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a step needs to know of all gradients, on one device. scale: 0-dim factor. skip: 0-dim, 1.0
+    changes nothing."""
+
+    scale: Tensor | None
+    skip: Tensor | None
+
+    def to(self, device: torch.device) -> Factors:
+        """The same there; leaving the device waits for it."""
+        return Factors(*(None if f is None else f.to(device) for f in (self.scale, self.skip)))
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, sharded: bool) -> dict[nn.Parameter, int]:
@@ -117,11 +133,11 @@ class ShardedOptimizer:
         optimizer: Optimizer,
         groups: Sequence[FlatGroup],
         param_group_of: dict[nn.Parameter, int],
-        accelerator: Accelerator,
+        stores: Stores,
     ) -> None:
         self.optimizer = optimizer
-        self._accelerator = accelerator
-        self._kernels = accelerator.kernels
+        self._stores = stores
+        self._accelerator = stores.accelerator
         self._rule = rule_for(optimizer)
         self.owned = {group: _own(group, param_group_of) for group in groups}
         self._stepping = False
@@ -144,10 +160,22 @@ class ShardedOptimizer:
     def kernel_step(
         self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
     ) -> None:
-        for have in gradients:
-            if have.shard is not None:
-                with self._room("for the step of", have.group):
-                    self._step_group(self.owned[have.group], have, scale, skip)
+        factors = Factors(scale, skip)
+        away = factors.to(HOST) if any(g.group.kept.tier != "device" for g in gradients) else factors
+        for have, state in self._in_turn([g for g in gradients if g.present]):
+            here = factors if state.master.device == self._accelerator.device else away
+            with self._room("for the step of", have.group):
+                self._step_group(self.owned[have.group], have, state, here)
+
+    def _in_turn(self, gradients: Sequence[GroupGradients]) -> Iterator[tuple[GroupGradients, Opened]]:
+        """Every group with its record in memory; those on disk come and go through the pipeline."""
+        stored = [g.group.kept for g in gradients if g.group.kept.tier == "disk"]
+        with closing(self._stores.pipeline.through(stored)) as arriving:
+            for have in gradients:
+                record = have.group.kept
+                yield have, next(arriving) if record.tier == "disk" else record.opened()
+            for _ in arriving:  # asking once more ends the last turn
+                raise AssertionError("a record that no group has")
 
     def _room(self, purpose: str, group: FlatGroup) -> AbstractContextManager[None]:
         return room_for(self._accelerator, purpose, group.unit, 4 * group.layout.shard_numel)
@@ -190,62 +218,78 @@ class ShardedOptimizer:
                     self._make_state(owned, self._rule)
 
     def _make_state(self, owned: OwnedGroup, rule: Rule) -> None:
-        master = owned.group.master_shard
-        steps = torch.zeros(len(owned.pieces), dtype=torch.float32, device=master.device)
-        flat = owned.flat = FlatState(tuple(torch.zeros_like(master) for _ in rule.moments), steps)
+        record = owned.group.kept
+        self._stores.make_moments(record)
+        device = record.master.device if isinstance(record.master, Tensor) else HOST
+        owned.count = StepCount(torch.zeros(len(owned.pieces), dtype=torch.float32, device=device))
         for index, piece in enumerate(owned.pieces):
-            state = {"step": steps[index]} if rule.counts else {}
-            for name, moment in zip(rule.moments, flat.moments, strict=True):
-                state[name] = _shaped(moment, owned.group, piece.piece)
-            self.optimizer.state[piece.parameter] = state
+            self.optimizer.state[piece.parameter] = self._state_of_piece(owned, index, rule)
 
-    def _step_group(
-        self, owned: OwnedGroup, have: GroupGradients, scale: Tensor | None, skip: Tensor | None
-    ) -> None:
-        rule, group, flat, gradient = self._rule, owned.group, owned.flat, have.shard
+    def _state_of_piece(self, owned: OwnedGroup, index: int, rule: Rule) -> dict[str, Any]:
+        """Views of the flat state; of moments on disk, their places there."""
+        assert owned.count is not None
+        piece = owned.pieces[index].piece
+        state: dict[str, Any] = {"step": owned.count.steps[index]} if rule.counts else {}
+        for name, moment in zip(rule.moments, owned.group.kept.moments, strict=True):
+            state[name] = (
+                moment[piece.shard_slice]
+                if isinstance(moment, Stored)
+                else _shaped(moment, owned.group, piece)
+            )
+        return state
+
+    def _step_group(self, owned: OwnedGroup, have: GroupGradients, state: Opened, factors: Factors) -> None:
+        rule, group, count = self._rule, owned.group, owned.count
         assert rule is not None
-        assert flat is not None
-        assert gradient is not None
-        kernel = rule.function(self._kernels, group.master_shard.dtype)
-        _count_step(owned, flat, have.used, skip)
+        assert count is not None
+        device = state.master.device
+        kernel = rule.function(self._stores.kernels(device), state.master.dtype)
+        gradient = fetch(have.reduced_slice, device)
+        outlet = self._stores.outlet(group.shard, state.master)
+        stepped = []
+        _count_step(owned, count, have.used, factors.skip)
         for first, window in _runs(owned, have.used):
+            stepped.append(window)
             options = self.optimizer.param_groups[owned.pieces[first].param_group]
             kernel(
-                group.master_shard[window],
+                state.master[window],
                 gradient[window],
-                *(moment[window] for moment in flat.moments),
-                *([flat.steps[first]] if rule.counts else []),
+                *(moment[window] for moment in state.moments),
+                *([count.steps[first]] if rule.counts else []),
                 **rule.options(self.optimizer, options),
                 lr=float(options["lr"]),
                 weight_decay=options["weight_decay"],
                 maximize=options["maximize"],
-                grad_scale=scale,
-                skip=skip,
-                weights=None if group.master is group.shard else group.shard[window],
+                grad_scale=factors.scale,
+                skip=factors.skip,
+                weights=None if outlet.narrow is None else outlet.narrow[window],
             )
+        outlet.deliver(stepped, factors.skip)
 
     def _step_pieces(
         self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
     ) -> None:
         if skip is not None and bool(skip):  # this optimizer decides on the host
             return
-        for have in gradients:
-            if have.shard is not None:
-                with self._room("for the fp32 gradients of", have.group):
-                    self._set_piece_gradients(self.owned[have.group], have, scale)
+        present = [have for have in gradients if have.present]
+        for have in present:
+            with self._room("for the fp32 gradients of", have.group):
+                self._set_piece_gradients(self.owned[have.group], have, scale)
         self.optimizer.step()
         for owned in self.owned.values():
             for piece in owned.pieces:
                 piece.parameter.grad = None
-            if owned.group.master is not owned.group.shard:
-                self._kernels.scale_cast(owned.group.shard, owned.group.master_shard)
+        for have in present:
+            self._stores.outlet(have.group.shard, have.group.kept.opened().master).deliver([])
 
     def _set_piece_gradients(self, owned: OwnedGroup, have: GroupGradients, scale: Tensor | None) -> None:
-        assert have.shard is not None
-        gradient = have.shard
-        if scale is not None or gradient.dtype is not owned.group.master_shard.dtype:
-            gradient = torch.empty_like(have.shard, dtype=owned.group.master_shard.dtype)
-            self._kernels.scale_cast(gradient, have.shard, scale)
+        master = owned.group.kept.opened().master
+        gradient = fetch(have.reduced_slice, master.device)
+        if scale is not None or gradient.dtype is not master.dtype:
+            wide = torch.empty_like(gradient, dtype=master.dtype)
+            scale = None if scale is None else scale.to(master.device)
+            self._stores.kernels(master.device).scale_cast(wide, gradient, scale)
+            gradient = wide
         for piece in owned.pieces:
             if piece.piece.index in have.used:
                 piece.parameter.grad = _shaped(gradient, owned.group, piece.piece)
@@ -270,9 +314,18 @@ def _own(group: FlatGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedGrou
     for piece in group.pieces:
         index = param_group_of.get(group.parameters[piece.index])
         if index is not None:
-            parameter = nn.Parameter(_shaped(group.master_shard, group, piece))
+            parameter = nn.Parameter(_piece_of_master(group, piece))
             owned.pieces.append(OwnedPiece(piece, index, parameter))
     return owned
+
+
+def _piece_of_master(group: FlatGroup, piece: Piece) -> Tensor:
+    """A view of the master; where that is on disk, a tensor of its shape that has no values."""
+    master = group.kept.master
+    if isinstance(master, Stored):
+        like = torch.empty(group.layout.shard_numel, dtype=master.dtype, device="meta")
+        return _shaped(like, group, piece)
+    return _shaped(master, group, piece)
 
 
 def _shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
@@ -292,7 +345,8 @@ def _sliced(state: dict[str, Any], group: FlatGroup, piece: Piece) -> dict[str, 
     result = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == spec.shape and key != "step":
-            flat = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=group.shard.device)
+            device = _piece_of_master(group, piece).device
+            flat = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=device)
             flat.copy_(value)
             part = flat.as_strided((piece.length,), (1,), piece.start)
             result[key] = part.clone() if piece.length < spec.numel else flat
@@ -301,18 +355,18 @@ def _sliced(state: dict[str, Any], group: FlatGroup, piece: Piece) -> dict[str, 
     return result
 
 
-def _count_step(owned: OwnedGroup, flat: FlatState, used: set[int], skip: Tensor | None) -> None:
-    flat.window += 1
+def _count_step(owned: OwnedGroup, count: StepCount, used: set[int], skip: Tensor | None) -> None:
+    count.window += 1
     increment = 1 if skip is None else 1 - skip
     missed = [i for i, p in enumerate(owned.pieces) if p.piece.index not in used]
     if not missed:
-        flat.steps.add_(increment)
+        count.steps.add_(increment)
         return
     mask = torch.ones(len(owned.pieces))
     mask[missed] = 0
-    flat.steps.add_(mask.to(flat.steps.device) * increment)
+    count.steps.add_(mask.to(count.steps.device) * increment)
     for index in missed:
-        owned.pieces[index].history = hash((owned.pieces[index].history, flat.window))
+        owned.pieces[index].history = hash((owned.pieces[index].history, count.window))
 
 
 def _runs(owned: OwnedGroup, used: set[int]) -> Iterator[tuple[int, slice]]:

@@ -15,6 +15,8 @@ from zero.errors import StateError
 from zero.flat_group import FlatGroup
 from zero.optimizer import OwnedGroup, ShardedOptimizer
 from zero.sharded_unit import ShardedUnit
+from zero.tiers.swap_file import Stored
+from zero.tiers.values import Values, fetch
 from zero.whole import WholeValues, view_of
 
 Kind = Literal["elements", "scalar"]
@@ -44,7 +46,7 @@ class OptimizerState:
         mine: dict[str, Kind] = {}
         for piece in owned.pieces:
             for key, value in self._state.get(piece.parameter, {}).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, (Tensor, Stored)):
                     wide = is_elementwise(key, value, piece.parameter)
                     mine[key] = "elements" if wide else mine.get(key, "scalar")
         merged: dict[str, Kind] = {}
@@ -57,11 +59,13 @@ class OptimizerState:
         """One state tensor of a whole group: flat in buffer order, or one number per parameter."""
         group = owned.group
         numel = group.layout.shard_numel if kind == "elements" else len(group.names)
-        flat = torch.zeros(numel, dtype=torch.float32, device=group.shard.device)
+        flat = torch.zeros(numel, dtype=torch.float32, device=group.home.data.device)
         for piece in owned.pieces:
             value = self._state.get(piece.parameter, {}).get(key)
             if value is not None and kind == "elements":
-                flat[piece.piece.shard_slice].copy_(in_memory_order(value, piece.parameter))
+                flat[piece.piece.shard_slice].copy_(
+                    fetch(in_memory_order(value, piece.parameter), flat.device)
+                )
             elif value is not None:
                 flat[piece.piece.index] = value
         if kind == "elements":
@@ -71,13 +75,17 @@ class OptimizerState:
         return flat
 
 
-def is_elementwise(key: str, value: Tensor, parameter: nn.Parameter) -> bool:
+def is_elementwise(key: str, value: Values, parameter: nn.Parameter) -> bool:
     """Whether a state tensor of a piece has one value per element."""
+    if isinstance(value, Stored):
+        return True
     return key != "step" and value.shape == parameter.shape
 
 
-def in_memory_order(value: Tensor, parameter: nn.Parameter) -> Tensor:
+def in_memory_order(value: Values, parameter: nn.Parameter) -> Values:
     """A dense tensor as one dimension, in the order of its parameter's memory; shares its storage."""
+    if isinstance(value, Stored):
+        return value
     if value.stride() != parameter.stride():
         raise StateError("optimizer state with other strides than its parameter cannot be sharded")
     return value.as_strided((value.numel(),), (1,), value.storage_offset())

@@ -88,7 +88,9 @@ class ShardedUnit:
         if self.state(cast) is State.SHARDED:
             handles = self._pending.setdefault(cast, [])  # a failure half-way leaves what to wait for
             for group in self.groups:
-                handles.append(group.start_gather(self._communicator, cast))
+                handle = group.start_gather(self._communicator, cast)
+                if handle is not None:
+                    handles.append(handle)
 
     def gather(self, cast: torch.dtype | None) -> None:
         """Make the parameters whole in `cast`, waiting for the gather if need be."""
@@ -130,7 +132,10 @@ class ShardedUnit:
         """Begin to spread updated shards into the whole buffers of a resident unit."""
         if not self.resident:
             return []
-        return [g.start_gather(self._communicator, None) for g in self.groups if g.trainable and g.shards > 1]
+        begun = [
+            g.start_gather(self._communicator, None) for g in self.groups if g.trainable and g.shards > 1
+        ]
+        return [handle for handle in begun if handle is not None]
 
     def abandon(self) -> None:
         """Forget all users and release: after an exception, or when a forward never got its backward."""

@@ -15,6 +15,7 @@ from zero.communicator import Communicator
 from zero.errors import StateError
 from zero.flat_group import FlatGroup
 from zero.sharded_unit import ShardedUnit
+from zero.tiers.values import Values, fetch, put
 
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
 
@@ -46,15 +47,16 @@ class WholeValues:
             raise StateError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
         return self._places[name]
 
-    def gather(self, unit: ShardedUnit, group: FlatGroup, shard: Tensor) -> Tensor:
+    def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
         """All ranks' slices put together, shape (layout.numel,), on the device."""
+        shard = fetch(values, group.home.data.device)
         if group.shards == 1:
             return shard
         full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
         self.communicator.all_gather(unit.name, full, shard).wait()
         return full
 
-    def parameter(self, name: str, shard: Tensor) -> Tensor:
+    def parameter(self, name: str, shard: Values) -> Tensor:
         """One parameter's whole value, its own copy, from its group's `shard`."""
         unit, group, index = self.locate(name)
         return view_of(self.gather(unit, group, shard), group, index).clone()
@@ -67,7 +69,7 @@ class WholeValues:
         values: Mapping[int, Tensor | None],
     ) -> Tensor:
         """Rank 0's whole values by parameter index, in a whole buffer on every rank's device."""
-        whole = torch.zeros(group.layout.numel, dtype=dtype, device=group.shard.device)
+        whole = torch.zeros(group.layout.numel, dtype=dtype, device=group.home.data.device)
         if self.is_source:
             for index, value in values.items():
                 assert value is not None
@@ -139,9 +141,9 @@ def assign(group: FlatGroup, index: int, whole: Tensor) -> None:
         if piece.index == index:
             start = group.layout.slots[index].offset + piece.start
             values = whole[start : start + piece.length]
-            group.shard[piece.shard_slice].copy_(values)
+            put(group.shard, piece.shard_slice, values)
             if group.master is not None and group.master is not group.shard:
-                group.master[piece.shard_slice].copy_(values)
+                put(group.master, piece.shard_slice, values)
 
 
 def spread_buffer(communicator: Communicator, name: str, buffer: Tensor) -> None:

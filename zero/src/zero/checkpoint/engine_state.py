@@ -29,6 +29,7 @@ from zero.optimizer import OwnedPiece, ShardedOptimizer
 from zero.optimizer_state import in_memory_order, is_elementwise
 from zero.precision import LossScale
 from zero.sharded_unit import ShardedUnit
+from zero.tiers.swap_file import Stored
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
 def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> None:
     owned = engine.shards.owned.get(group)
     pieces = {piece.piece.index: piece for piece in owned.pieces} if owned else {}
-    flat = group.shard if group.master is None else group.master
+    flat = group.widest
     for index, start, place, length in _written_by(group, engine.rank, engine.world_size):
         spec = group.layout.specs[index]
         values = flat[place : place + length]
@@ -161,7 +162,7 @@ def _collect_state(
 ) -> None:
     for name, value in engine.shards.optimizer.state.get(piece.parameter, {}).items():
         key = state_key(name, spec.name)
-        if isinstance(value, Tensor) and is_elementwise(name, value, piece.parameter):
+        if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, piece.parameter):
             first = start - piece.piece.start
             values = in_memory_order(value, piece.parameter)[first : first + length]
             found.parts.append(Part(key, spec.shape, values, start, stride_of(spec)))

@@ -17,6 +17,7 @@ from zero.checkpoint.values import Values
 from zero.errors import StateError
 from zero.optimizer import OwnedPiece
 from zero.optimizer_state import in_memory_order
+from zero.tiers.values import changing
 
 
 class OptimizerLoad:
@@ -55,7 +56,7 @@ class OptimizerLoad:
                 if entry is None:
                     if strict:
                         problems["without optimizer state"].append(spec.name)
-                elif not self._state_fits(entry, piece, spec.numel, owned.flat is not None):
+                elif not self._state_fits(entry, piece, spec.numel, owned.count is not None):
                     problems["with other optimizer state"].append(f"{spec.name} ({', '.join(entry.state)})")
         raise_for(problems)
 
@@ -75,7 +76,7 @@ class OptimizerLoad:
                 spec = group.layout.specs[piece.piece.index]
                 entry = self._with_state(spec.name)
                 if entry is not None:
-                    self._fill_piece(piece, entry, stride_of(spec), kernel=owned.flat is not None)
+                    self._fill_piece(piece, entry, stride_of(spec), kernel=owned.count is not None)
         self._restore_options()
 
     def _fill_piece(
@@ -86,7 +87,8 @@ class OptimizerLoad:
             state.clear()  # what the checkpoint does not have was not there yet
         elif not entry.state:  # never stepped: a kernel's state is zero then
             for value in state.values():
-                value.zero_()
+                with changing(value) as values:
+                    values.zero_()
         for key in entry.state:
             self._fill_state(state, key, entry, piece, stride)
         state.update({key: self._values.decode(value) for key, value in entry.values.items()})
@@ -106,7 +108,8 @@ class OptimizerLoad:
         if self._sharded(key, entry, tensor):
             if key not in state:
                 state[key] = torch.empty_like(parameter.detach(), dtype=TORCH[tensor.dtype])
-            self._values.fill(name, in_memory_order(state[key], parameter), piece.piece.start, stride)
+            with changing(in_memory_order(state[key], parameter)) as target:
+                self._values.fill(name, target, piece.piece.start, stride)
         elif key in state:
             state[key].copy_(self._values.whole(name))
         else:

@@ -24,6 +24,8 @@ from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.manifest import BLOCK
 from zero.checkpoint.storage import Storage
 from zero.checkpoint.stream import CHUNK, Stream
+from zero.tiers.swap_file import Stored
+from zero.tiers.values import Values
 
 CHECKSUMS = "checksums"
 _PAGE = 4096
@@ -39,7 +41,7 @@ class Part:
 
     key: str
     shape: tuple[int, ...]
-    values: Tensor
+    values: Values
     start: int = 0
     stride: tuple[int, ...] | None = None
 
@@ -98,12 +100,11 @@ def copy_to_host(
         end += -(-part.nbytes // 64) * 64
     if arena is None or arena.numel() < end:
         arena = accelerator.memory.empty_host((end,), torch.uint8)
-    copies = [
-        replace(part, values=arena[offset : offset + part.nbytes].view(part.values.dtype))
-        for part, offset in zip(parts, offsets, strict=True)
-    ]
-    for part, copy in zip(parts, copies, strict=True):
-        copy.values.copy_(part.values, non_blocking=True)
+    copies = []
+    for part, offset in zip(parts, offsets, strict=True):
+        copy = arena[offset : offset + part.nbytes].view(part.values.dtype)
+        _copy(part.values, copy)
+        copies.append(replace(part, values=copy))
     accelerator.streams.synchronize()
     return copies, arena
 
@@ -181,16 +182,25 @@ class Staging:
         for part, begin, end in chunk:
             item = part.values.element_size()
             values = part.values[begin // item : end // item]
-            if values.device != HOST:
+            if isinstance(values, Stored) or values.device != HOST:
                 if self._buffer is None:
                     self._buffer = self._accelerator.memory.empty_host((CHUNK,), torch.uint8)
                 staged = self._buffer[used : used + end - begin].view(values.dtype)
-                values = staged.copy_(values, non_blocking=True)
+                _copy(values, staged)
+                values = staged
                 used += end - begin
             views.append(bytes_of(values))
         if used:
             self._accelerator.streams.synchronize()
         return views
+
+
+def _copy(values: Values, out: Tensor) -> None:
+    """To the host; what comes from the device is there after `streams.synchronize`."""
+    if isinstance(values, Stored):
+        values.read_into(out)
+    else:
+        out.copy_(values, non_blocking=True)
 
 
 def bytes_of(values: Tensor) -> memoryview:

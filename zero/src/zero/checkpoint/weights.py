@@ -13,6 +13,7 @@ from zero.checkpoint.values import Values
 from zero.communicator import Communicator
 from zero.flat_group import FlatGroup
 from zero.sharded_unit import ShardedUnit
+from zero.tiers.values import changing, put
 
 
 def targets(module: nn.Module) -> list[Target]:
@@ -68,12 +69,11 @@ def spread(units: Iterable[ShardedUnit], communicator: Communicator) -> None:
 
 
 def _fill_group(group: FlatGroup, values: Values, keys: Mapping[str, str]) -> None:
-    wide = group.shard if group.master is None else group.master
     for piece in group.pieces:
         spec = group.layout.specs[piece.index]
         if spec.name not in keys:
             continue
-        target = wide[piece.shard_slice]
-        values.fill(keys[spec.name], target, piece.start, stride_of(spec))
-        if wide is not group.shard:
-            group.shard[piece.shard_slice].copy_(target)
+        with changing(group.widest[piece.shard_slice]) as target:
+            values.fill(keys[spec.name], target, piece.start, stride_of(spec))
+            if group.widest is not group.shard:
+                put(group.shard, piece.shard_slice, target)

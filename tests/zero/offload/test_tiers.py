@@ -1,0 +1,136 @@
+"""State on the host and on disk: the values of training without, whatever lives where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.test_parity import fresh, language_loss
+from tests.zero.training import Run, adamw, same_bits, scaled_error, state_error, train_zero
+
+STEPS = 6
+
+
+def lion(model: nn.Module) -> Optimizer:
+    return zero.Lion(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def adagrad(model: nn.Module) -> Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=1e-2)
+
+
+def tiers(path: str) -> dict[str, zero.Offload]:
+    """Every tier of every kind of state, alone and together."""
+    return {
+        "host": zero.Offload(optimizer="host"),
+        "half": zero.Offload(optimizer="host", fraction=0.5),
+        "disk": zero.Offload(optimizer="disk", path=path),
+        "cache": zero.Offload(optimizer="disk", path=path, host_budget=8000),
+        "params": zero.Offload(params="host"),
+        "params on disk": zero.Offload(params="disk", path=path),
+        "gradients": zero.Offload(gradients="host"),
+        "gradients stay": zero.Offload(optimizer="host", gradients="device"),
+        "all on host": zero.Offload(optimizer="host", params="host"),
+        "all on disk": zero.Offload(optimizer="disk", params="disk", gradients="disk", path=path),
+    }
+
+
+def run_of(
+    context: Context,
+    offload: zero.Offload | None,
+    optimizer: Callable[[nn.Module], Optimizer] = adamw,
+    steps: int = STEPS,
+    **settings: Any,
+) -> Run:
+    config = zero.Config(offload=offload, timeout=20, **settings)
+    return train_zero(context, fresh(), language_loss, config, optimizer, steps)
+
+
+def compared(run: Run, reference: Run) -> tuple[bool, float]:
+    """Whether two runs agree bit for bit, and the largest difference."""
+    loss = scaled_error(run.losses, reference.losses)
+    return same_bits(run, reference), max(loss, state_error(run.state, reference.state) if run.state else 0.0)
+
+
+def check(found: dict[str, tuple[bool, float]], device: str, bound: float) -> None:
+    """On the host the tiers share the device's kernels, so everything is equal; elsewhere it is rounding."""
+    for name, (same, error) in found.items():
+        assert same or device != "cpu", name
+        assert error < bound, (name, error)
+
+
+def tiers_body(context: Context, path: str, precision: str) -> dict[str, tuple[bool, float]]:
+    settings = {"precision": precision, "clip_norm": 0.5}
+    reference = run_of(context, None, **settings)
+    return {
+        name: compared(run_of(context, offload, **settings), reference)
+        for name, offload in tiers(path).items()
+    }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_tier_trains_alike(
+    cluster: Clusters, tmp_path: Path, device: str, size: int, precision: str
+) -> None:
+    for found in cluster(size).run(tiers_body, path=str(tmp_path), precision=precision, limit=120):
+        check(found, device, 1e-5 if precision == "fp32" else 3e-2)
+    assert os.listdir(tmp_path) == []  # no name, so nothing to be left behind
+
+
+def settings_body(context: Context, path: str) -> dict[str, tuple[bool, float]]:
+    disk = zero.Offload(optimizer="disk", path=path)
+    everything = zero.Offload(optimizer="disk", params="disk", gradients="disk", path=path)
+    host = zero.Offload(optimizer="host", params="host")
+    cases: dict[str, tuple[zero.Offload, dict[str, Any]]] = {
+        "stage 1": (disk, {"stage": 1}),
+        "stage 2": (disk, {"stage": 2, "gradient_accumulation_steps": 2}),
+        "stage 2 host": (zero.Offload(optimizer="host"), {"stage": 2, "precision": "bf16"}),
+        "accumulation": (host, {"gradient_accumulation_steps": 3}),
+        "accumulation on disk": (everything, {"gradient_accumulation_steps": 3, "precision": "bf16"}),
+        "local": (everything, {"gradient_accumulation_steps": 2, "accumulate": "local"}),
+        "persistent": (host, {"persistent_below": 100}),
+        "fp16": (disk, {"precision": "fp16", "clip_norm": 1.0}),
+        "fp16 host": (host, {"precision": "fp16"}),
+        "no prefetch": (everything, {"prefetch": 0}),
+    }
+    found = {}
+    for name, (offload, settings) in cases.items():
+        found[name] = compared(run_of(context, offload, **settings), run_of(context, None, **settings))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tiers_with_every_setting(cluster: Clusters, tmp_path: Path, device: str, size: int) -> None:
+    for found in cluster(size).run(settings_body, path=str(tmp_path), limit=120):
+        check(found, device, 3e-2)
+
+
+def optimizers_body(context: Context, path: str) -> dict[str, tuple[bool, float]]:
+    disk, host = zero.Offload(optimizer="disk", path=path), zero.Offload(optimizer="host", params="host")
+    found = {}
+    for optimizer in (lion, momentum, adagrad):
+        reference = run_of(context, None, optimizer, precision="bf16", clip_norm=1.0)
+        for name, offload in {"disk": disk, "host": host}.items():
+            if optimizer is not adagrad or name == "host":
+                run = run_of(context, offload, optimizer, precision="bf16", clip_norm=1.0)
+                found[f"{optimizer.__name__} {name}"] = compared(run, reference)
+    return found
+
+
+def test_tiers_with_every_optimizer(cluster: Clusters, tmp_path: Path, device: str) -> None:
+    for found in cluster(2).run(optimizers_body, path=str(tmp_path), limit=120):
+        check(found, device, 3e-2)

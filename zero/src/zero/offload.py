@@ -1,0 +1,73 @@
+"""Where state lives between its uses: the settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from zero import sizes
+from zero.errors import UsageError
+from zero.validated import Validated
+
+Tier = Literal["device", "host", "disk"]
+
+
+class Offload(Validated):
+    """State that does not stay on the device. Values and results are those of training without it.
+
+    optimizer: fp32 masters and moments; on the host and from the disk they are stepped by the host's
+        kernels. "disk" serves Adam, AdamW, SGD and Lion.
+    params: shards of the parameters (stage 3).
+    gradients: reduced slices, from backward to the step. None: the host where the optimizer is not on the
+        device. "disk" is for when not even the gradients fit in host memory.
+    fraction: part of the optimizer state, by elements, that leaves the device; the rest stays.
+    host_budget: host memory for optimizer state in bytes, or e.g. "8GiB", per rank. What it cannot hold stays
+        on the device with optimizer="host", and is on disk with optimizer="disk"; None: no limit, and none of
+        it for "disk".
+    path: directory on a local disk for what is there. A rank's file has mode 0600 and no name, so nothing is
+        left when a job ends, however it ends.
+    compact: keep of masters on disk only what the 16-bit parameters lack (Adam: 20 bytes moved per parameter
+        and step instead of 24). Same values, bit for bit; more work for the processor.
+    """
+
+    optimizer: Tier = "device"
+    params: Tier = "device"
+    gradients: Tier | None = None
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    host_budget: int | None = Field(default=None, ge=0)
+    path: Path | None = Field(default=None, strict=False)
+    compact: bool = False
+
+    @field_validator("host_budget", mode="before")
+    @classmethod
+    def _as_bytes(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            try:
+                return sizes.size(value)
+            except UsageError as error:
+                raise ValueError(str(error)) from None
+        return value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Offload:
+        on_disk = "disk" in (self.optimizer, self.params, self.gradients)
+        if on_disk and self.path is None:
+            raise ValueError("state on disk needs a place: Offload(..., path='/local/disk')")
+        if self.path is not None and not on_disk:
+            raise ValueError("path is given, but nothing is on disk: Offload(optimizer='disk', ...)")
+        if self.optimizer == "device" and (self.fraction != 1.0 or self.host_budget is not None):
+            raise ValueError(
+                "fraction and host_budget are of optimizer state: set optimizer='host' or 'disk'"
+            )
+        if self.compact and self.optimizer != "disk":
+            raise ValueError("compact is about masters on disk: set optimizer='disk'")
+        return self
+
+    @property
+    def gradient_tier(self) -> Tier:
+        """Where reduced gradients wait for the step."""
+        if self.gradients is not None:
+            return self.gradients
+        return "device" if self.optimizer == "device" else "host"

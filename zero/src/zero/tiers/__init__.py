@@ -1,0 +1,1 @@
+"""Where state lives between its uses: on the device, in host memory, on disk."""

@@ -1,0 +1,71 @@
+"""Moves values between the device and the host beside the computation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.streams import Event
+
+SLOTS = 2  # host buffers that weights leave from: one is filled while the other travels
+
+
+@dataclass
+class Landing:
+    """Values on their way to the host."""
+
+    values: Tensor
+    event: Event
+
+    def wait(self) -> Tensor:
+        """The values, once they are there; the host blocks till then."""
+        self.event.synchronize()
+        return self.values
+
+
+class Carrier:
+    """One side stream for both directions."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._streams = accelerator.streams
+        self._stream = accelerator.streams.new()
+        self._slots: list[tuple[Tensor | None, Event | None]] = [(None, None)] * SLOTS
+
+    def to_host(self, values: Tensor) -> Landing:
+        """Begin to move `values` to page-locked host memory.
+
+        The caller drops `values` at once; the device has its memory back when the copy has landed.
+        """
+        host = self._accelerator.memory.empty_host(tuple(values.shape), values.dtype)
+        self._stream.wait(self._streams.current().record())
+        with self._streams.use(self._stream):
+            host.copy_(values, non_blocking=True)
+        self._streams.keep_alive(values, self._stream)
+        return Landing(host, self._stream.record())
+
+    def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A host buffer, (numel,), to fill and hand to `to_device`; waits until its last journey is over."""
+        buffer, travelling = self._slots.pop(0)
+        if travelling is not None:
+            travelling.synchronize()
+        nbytes = numel * dtype.itemsize
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._accelerator.memory.empty_host((nbytes,), torch.uint8)
+        self._slots.append((buffer, None))
+        return buffer[:nbytes].view(dtype)
+
+    def to_device(self, slot: Tensor, out: Tensor) -> None:
+        """Begin to copy what `slot` returned last to `out` on the device. See `join`."""
+        self._stream.wait(self._streams.current().record())
+        with self._streams.use(self._stream):
+            out.copy_(slot, non_blocking=True)
+        buffer, _ = self._slots[-1]
+        self._slots[-1] = (buffer, self._stream.record())
+
+    def join(self) -> None:
+        """Let the device's later work start after everything that is under way to it."""
+        self._streams.current().wait(self._stream.record())

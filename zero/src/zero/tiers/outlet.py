@@ -1,0 +1,83 @@
+"""Where the weights of a stepped record go: to the shard, wherever that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from accelz.flat_buffer import HOST
+from accelz.kernels import Kernels
+from zero.tiers.carrier import Carrier
+from zero.tiers.swap_file import Stored
+from zero.tiers.values import Values
+
+
+class Places(Protocol):
+    """What an outlet needs of the stores."""
+
+    @property
+    def carrier(self) -> Carrier: ...
+
+    def kernels(self, device: torch.device) -> Kernels: ...
+
+
+class Outlet:
+    """narrow: what the optimizer's kernel writes 16-bit weights to; None where it need not."""
+
+    def __init__(self, places: Places, shard: Values, master: Tensor) -> None:
+        self._places = places
+        self._shard = shard
+        self._master = master
+        self._staging: Tensor | None = None
+        if shard is not master and not self._is_near(shard):
+            self._staging = self._make_staging(shard)
+        target = shard if self._staging is None else self._staging
+        narrow = target is not master and target.dtype.itemsize < master.dtype.itemsize
+        self.narrow = target if narrow and isinstance(target, Tensor) else None
+
+    def deliver(self, stepped: Iterable[slice], skip: Tensor | None = None) -> None:
+        """Send the weights on. stepped: the stretches that the kernel has written to `narrow`, unless `skip`
+        is 1."""
+        if self._staging is not None:
+            written = self.narrow is not None and (skip is None or not bool(skip))
+            self._complete(self._staging, stepped if written else ())
+            self._send(self._staging)
+        elif self.narrow is None and isinstance(self._shard, Tensor) and self._shard is not self._master:
+            self._shard.copy_(self._master)
+
+    def _is_near(self, shard: Values) -> bool:
+        return isinstance(shard, Tensor) and shard.device == self._master.device
+
+    def _make_staging(self, shard: Values) -> Tensor:
+        numel, dtype = shard.numel(), shard.dtype
+        if isinstance(shard, Tensor) and shard.device != HOST:
+            return self._places.carrier.slot(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self._master.device)
+
+    def _complete(self, staging: Tensor, written: Iterable[slice]) -> None:
+        """What the kernel left out has the values it had."""
+        kernels = self._places.kernels(staging.device)
+        for gap in _between(written, staging.numel()):
+            kernels.scale_cast(staging[gap], self._master[gap])
+
+    def _send(self, staging: Tensor) -> None:
+        if isinstance(self._shard, Stored):
+            self._shard.write(staging)
+        elif self._shard.device == HOST:
+            self._shard.copy_(staging, non_blocking=True)
+        else:
+            self._places.carrier.to_device(staging, self._shard)
+
+
+def _between(windows: Iterable[slice], numel: int) -> Iterator[slice]:
+    """The stretches of `numel` elements that ascending windows leave out."""
+    end = 0
+    for window in windows:
+        if window.start > end:
+            yield slice(end, window.start)
+        end = window.stop
+    if end < numel:
+        yield slice(end, numel)

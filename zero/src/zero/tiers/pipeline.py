@@ -1,0 +1,86 @@
+"""Records from the disk, stepped in memory and written back, in three overlapping stages."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from accelz.memory import Memory
+from zero.tiers.record import Opened, Record, section_bytes
+from zero.tiers.swap_file import PAGE, Transfer, aligned, bytes_of
+
+BUFFERS = 3  # one fills, one is worked on, one is written: at no time is a fourth wanted
+
+
+class Pipeline:
+    """Three buffers of the largest record that has passed, for all records of an engine."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._buffers: list[Tensor] = []
+        self._writes: list[Transfer | None] = [None] * BUFFERS
+
+    def through(self, records: Sequence[Record]) -> Generator[Opened, None, None]:
+        """Each record in turn, in memory; what its user changed is written when the next one is asked for.
+
+        The first read begins at once. All writes are complete when the iterator is exhausted.
+        """
+        self._fit(max((_nbytes(record) for record in records), default=0))
+        begun = self._begin_read(records[0], 0) if records else None
+        return self._run(records, begun)
+
+    def _run(self, records: Sequence[Record], reading: Transfer | None) -> Generator[Opened, None, None]:
+        try:
+            for turn, record in enumerate(records):
+                assert reading is not None
+                reading.wait()
+                following = records[turn + 1] if turn + 1 < len(records) else None
+                reading = self._begin_read(following, turn + 1) if following else None
+                yield self._views(record, turn)
+                self._writes[turn % BUFFERS] = record.sections[0].file.write(
+                    record.sections[0].place, self._bytes(record, turn)
+                )
+        finally:
+            self._settle(reading)
+
+    def _begin_read(self, record: Record, turn: int) -> Transfer:
+        """Into the buffer of the turn three before, which has been written by now or is waited for."""
+        self._finish_write(turn % BUFFERS)
+        first = record.sections[0]
+        return first.file.read(first.place, self._bytes(record, turn))
+
+    def _settle(self, reading: Transfer | None) -> None:
+        for index in range(BUFFERS):
+            self._finish_write(index)
+        if reading is not None:  # its user gave up
+            reading.wait()
+
+    def _finish_write(self, index: int) -> None:
+        writing, self._writes[index] = self._writes[index], None
+        if writing is not None:
+            writing.wait()
+
+    def _views(self, record: Record, turn: int) -> Opened:
+        buffer, begin, views = self._buffers[turn % BUFFERS], 0, []
+        for section in record.sections:
+            nbytes = section.numel() * section.element_size()
+            views.append(buffer[begin : begin + nbytes].view(section.dtype))
+            begin += section_bytes(section.numel(), section.dtype)
+        return Opened(views[0], tuple(views[1:]))
+
+    def _bytes(self, record: Record, turn: int) -> memoryview:
+        return bytes_of(self._buffers[turn % BUFFERS][: _nbytes(record)])
+
+    def _fit(self, nbytes: int) -> None:
+        if nbytes and (not self._buffers or self._buffers[0].numel() < nbytes):
+            self._buffers.clear()
+            self._buffers = [
+                aligned(self._memory.empty_host((nbytes + PAGE,), torch.uint8))[:nbytes]
+                for _ in range(BUFFERS)
+            ]
+
+
+def _nbytes(record: Record) -> int:
+    return sum(section_bytes(s.numel(), s.dtype) for s in record.sections)

@@ -1,0 +1,48 @@
+"""What an optimizer keeps of one shard: master and moments, in their tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero.offload import Tier
+from zero.tiers.swap_file import PAGE, Stored
+from zero.tiers.values import Values
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A record in memory, to be stepped. All (shard_numel,), on one device."""
+
+    master: Tensor
+    moments: tuple[Tensor, ...]
+
+
+@dataclass
+class Record:
+    """master: the originals of the shard's parameters, fp32 (fp64 where they are). moments: one value each.
+
+    tier: where they are. On disk a record is one contiguous stretch, master first, of whole pages a section.
+    """
+
+    tier: Tier
+    master: Values
+    moments: tuple[Values, ...] = ()
+
+    def opened(self) -> Opened:
+        """Of a record that is in memory."""
+        assert isinstance(self.master, Tensor)
+        moments = [m for m in self.moments if isinstance(m, Tensor)]
+        return Opened(self.master, tuple(moments))
+
+    @property
+    def sections(self) -> list[Stored]:
+        """Of a record on disk."""
+        return [v for v in (self.master, *self.moments) if isinstance(v, Stored)]
+
+
+def section_bytes(numel: int, dtype: torch.dtype) -> int:
+    """A section's bytes on disk, in whole pages."""
+    return -(-numel * dtype.itemsize // PAGE) * PAGE

@@ -1,0 +1,102 @@
+"""Makes room for state in its tier. One for each engine."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import accelz
+from accelz.accelerator import Accelerator
+from accelz.flat_buffer import HOST
+from accelz.kernels import Kernels
+from zero.offload import Tier
+from zero.tiers.carrier import Carrier
+from zero.tiers.outlet import Outlet
+from zero.tiers.pipeline import Pipeline
+from zero.tiers.record import Record, section_bytes
+from zero.tiers.swap_file import Stored, SwapFile
+from zero.tiers.values import Values
+
+
+class Stores:
+    """Where the device is the host, the host tier is the device's memory: nothing is there twice.
+
+    folder: for what is on disk. moments: of the engine's optimizer, for each element of a record.
+    """
+
+    def __init__(self, accelerator: Accelerator, moments: int = 0, folder: Path | None = None) -> None:
+        self.accelerator = accelerator
+        self.moments = moments
+        self.pipeline = Pipeline(accelerator.memory)
+        self._folder = folder
+
+    @cached_property
+    def carrier(self) -> Carrier:
+        """Made when something moves for the first time: it takes a stream."""
+        return Carrier(self.accelerator)
+
+    @cached_property
+    def swap_file(self) -> SwapFile:
+        assert self._folder is not None
+        return SwapFile(self._folder)
+
+    def kernels(self, device: torch.device) -> Kernels:
+        """For tensors on `device`: the accelerator's, or the host's."""
+        return self.accelerator.kernels if device == self.accelerator.device else self._host_kernels
+
+    def resolve(self, tier: Tier) -> Tier:
+        """The tier that `tier` is on this device."""
+        return "device" if tier == "host" and self.accelerator.device.type == HOST.type else tier
+
+    def keep(self, values: Tensor, tier: Tier) -> Values:
+        """The values in `tier`: a copy, except where that is the device, where they are."""
+        if tier == "host":
+            return self.accelerator.memory.empty_host(tuple(values.shape), values.dtype).copy_(values)
+        if tier == "disk":
+            stored = self.on_disk(values.numel(), values.dtype)
+            stored.write(values)
+            return stored
+        return values
+
+    def on_disk(self, numel: int, dtype: torch.dtype) -> Stored:
+        """A place on disk for values, zero at first. Raises OffloadError on a full disk."""
+        return self._stored(1, numel, dtype)[0]
+
+    def record(self, values: Tensor, dtype: torch.dtype, tier: Tier) -> Record:
+        """A record whose master is a copy of `values` in `dtype`; `make_moments` completes it."""
+        if tier == "disk":
+            sections = self._stored(1 + self.moments, values.numel(), dtype)
+            sections[0].write(values)
+            return Record(tier, sections[0], tuple(sections[1:]))
+        if tier == "host":
+            master = values.to(HOST).to(dtype)  # the host's kernels work on it; it need not be page-locked
+        else:
+            master = values.to(dtype, copy=True)
+        return Record(tier, master)
+
+    def outlet(self, shard: Values, master: Tensor) -> Outlet:
+        """Where a step of `master` writes the weights of `shard`."""
+        return Outlet(self, shard, master)
+
+    def join(self) -> None:
+        """Let the device's later work start after everything that is under way to it."""
+        if "carrier" in self.__dict__:
+            self.carrier.join()
+
+    def make_moments(self, record: Record) -> None:
+        """Zeros; on disk they are there already, as the file begins with them."""
+        if isinstance(record.master, Tensor):
+            record.moments = tuple(torch.zeros_like(record.master) for _ in range(self.moments))
+
+    @cached_property
+    def _host_kernels(self) -> Kernels:
+        return accelz.host_kernels()
+
+    def _stored(self, sections: int, numel: int, dtype: torch.dtype) -> list[Stored]:
+        """Sections one after another, each of whole pages."""
+        size = section_bytes(numel, dtype)
+        place = self.swap_file.allocate(sections * size)
+        return [Stored(self.swap_file, place + n * size, numel, dtype) for n in range(sections)]

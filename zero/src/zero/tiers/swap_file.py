@@ -1,0 +1,202 @@
+"""A rank's file for state that is kept on disk while the job runs.
+
+The file has no name: it is unlinked as soon as it is open, so nothing is left behind by a job that ends,
+however it ends. Space is allocated when it is asked for, before training, so that a full disk cannot stop a
+step. Whole sections pass by O_DIRECT, in blocks that several threads move at once; slices of a section, which
+only checkpoints and inspection want, pass through the page cache of a second descriptor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from accelz.flat_buffer import HOST
+from zero.errors import OffloadError
+
+PAGE = 4096
+BLOCK = 4 << 20  # bytes that one thread moves at a time
+THREADS = 8  # moves under way at once; a disk needs several to be busy
+
+
+class SwapFile:
+    """folder: where the file is made, with mode 0600. Raises OffloadError where that cannot be.
+
+    bytes_read, bytes_written: moved so far, by whole sections.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._end = 0
+        self._lock = threading.Lock()
+        self._direct, self._cached = _open(folder)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zero-swap")
+
+    def allocate(self, nbytes: int) -> int:
+        """Room for `nbytes` at a page's beginning; returns its offset. Raises OffloadError on a full disk."""
+        place, size = self._end, -(-nbytes // PAGE) * PAGE
+        try:
+            os.posix_fallocate(self._cached, place, size)
+        except OSError as error:
+            raise OffloadError(
+                f"no room for {size} more bytes of state beside {place} in {self.folder}: {error.strerror}. "
+                "Free space there, choose another Offload(path=...), or more ranks"
+            ) from error
+        self._end += size
+        return place
+
+    def read(self, place: int, buffer: memoryview) -> Transfer:
+        """Begin to fill `buffer`, page-aligned and of whole pages, from `place`."""
+        with self._lock:
+            self.bytes_read += buffer.nbytes
+        return self._move(os.preadv, place, buffer)
+
+    def write(self, place: int, buffer: memoryview) -> Transfer:
+        """Begin to write `buffer`, page-aligned and of whole pages, to `place`; leave it alone till then."""
+        with self._lock:
+            self.bytes_written += buffer.nbytes
+        return self._move(os.pwritev, place, buffer)
+
+    def read_slice(self, place: int, buffer: memoryview) -> None:
+        """Fill `buffer` from any place, through the page cache."""
+        self._guarded(os.preadv, self._cached, place, buffer)
+
+    def write_slice(self, place: int, buffer: memoryview) -> None:
+        """Write `buffer` to any place, through the page cache."""
+        self._guarded(os.pwritev, self._cached, place, buffer)
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        self._threads.shutdown()
+        for descriptor in {self._direct, self._cached}:
+            os.close(descriptor)
+
+    def _move(self, call: Callable[..., int], place: int, buffer: memoryview) -> Transfer:
+        return Transfer(
+            [
+                self._threads.submit(
+                    self._guarded, call, self._direct, place + begin, buffer[begin : begin + BLOCK]
+                )
+                for begin in range(0, buffer.nbytes, BLOCK)
+            ]
+        )
+
+    def _guarded(self, call: Callable[..., int], descriptor: int, place: int, buffer: memoryview) -> None:
+        done = 0
+        try:
+            while done < buffer.nbytes:
+                moved = call(descriptor, [buffer[done:]], place + done)
+                if not moved:
+                    raise OSError(0, "the file ended early")
+                done += moved
+        except OSError as error:
+            what = "read from" if call is os.preadv else "written to"
+            raise OffloadError(
+                f"{buffer.nbytes} bytes of state could not be {what} the disk of {self.folder}: "
+                f"{error.strerror}. Restore a checkpoint once the disk is sound"
+            ) from error
+
+
+class Transfer:
+    """A section on its way."""
+
+    def __init__(self, blocks: list[Future[None]]) -> None:
+        self._blocks = blocks
+
+    def wait(self) -> None:
+        """Until all of it has been moved; raises OffloadError if a part could not be."""
+        wait(self._blocks)  # all of them: nobody may still be moving when the buffer is used again
+        for block in self._blocks:
+            block.result()
+        self._blocks = []
+
+
+class Stored:
+    """One-dimensional values in a swap file. Slices are values of their own; there is no arithmetic.
+
+    place: offset of the first byte.
+    """
+
+    def __init__(self, file: SwapFile, place: int, numel: int, dtype: torch.dtype) -> None:
+        self.file = file
+        self.place = place
+        self.dtype = dtype
+        self._numel = numel
+
+    def numel(self) -> int:
+        return self._numel
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def __getitem__(self, window: slice) -> Stored:
+        begin, end, step = window.indices(self._numel)
+        if step != 1:
+            raise ValueError("stored values are sliced with step 1")
+        return Stored(self.file, self.place + begin * self.dtype.itemsize, max(end - begin, 0), self.dtype)
+
+    def read(self) -> Tensor:
+        """A copy in host memory, shape (numel,)."""
+        values = torch.empty(self._numel, dtype=self.dtype, device=HOST)
+        self.read_into(values)
+        return values
+
+    def read_into(self, out: Tensor) -> None:
+        """Fill `out`, contiguous, of this dtype, in host memory."""
+        self.file.read_slice(self.place, bytes_of(out))
+
+    def write(self, values: Tensor) -> None:
+        """Take over `values`, (numel,), from any device and of any dtype."""
+        host = values.detach().to(HOST, self.dtype).contiguous()
+        self.file.write_slice(self.place, bytes_of(host))
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, which the caller keeps alive.
+
+    Not through numpy: torch never resizes a storage again that numpy has seen.
+    """
+    nbytes = values.numel() * values.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(values.data_ptr())).cast("B")
+
+
+def aligned(buffer: Tensor) -> Tensor:
+    """The part of a host buffer (uint8) that begins with a page; allocate PAGE bytes more than needed."""
+    return buffer[-buffer.data_ptr() % PAGE :]
+
+
+def _open(folder: Path) -> tuple[int, int]:
+    """A file without a name, open for O_DIRECT and through the page cache."""
+    try:
+        cached, name = tempfile.mkstemp(prefix=".zero-swap-", dir=folder)  # mode 0600
+    except OSError as error:
+        raise OffloadError(
+            f"Offload(path={str(folder)!r}): no file can be made there: {error.strerror}. "
+            "It must be a directory that this user may write to, on a local disk"
+        ) from error
+    try:
+        return _open_direct(name, folder, cached), cached
+    finally:
+        os.unlink(name)
+
+
+def _open_direct(name: str, folder: Path, cached: int) -> int:
+    try:
+        return os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+    except (AttributeError, OSError):
+        warnings.warn(
+            f"the file system of {folder} has no O_DIRECT: state on disk passes through the page cache",
+            stacklevel=2,
+        )
+        return cached

@@ -1,0 +1,37 @@
+"""One-dimensional values wherever they are: a tensor on the device or the host, or a part of a swap file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from zero.tiers.swap_file import Stored
+
+Values = Tensor | Stored
+
+
+def fetch(values: Values, device: torch.device) -> Tensor:
+    """The values on `device`: themselves where they are there already, else a copy."""
+    return (values.read() if isinstance(values, Stored) else values).to(device)
+
+
+@contextmanager
+def changing(values: Values) -> Iterator[Tensor]:
+    """The values as a tensor to be written to; those on disk are read, and written when the block is over."""
+    if isinstance(values, Tensor):
+        yield values
+    else:
+        copy = values.read()
+        yield copy
+        values.write(copy)
+
+
+def put(values: Values, window: slice, source: Tensor) -> None:
+    """Overwrite a stretch of values, from any device and dtype."""
+    if isinstance(values, Stored):
+        values[window].write(source)
+    else:
+        values[window].copy_(source)
