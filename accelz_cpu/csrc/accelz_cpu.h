@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature or a meaning below does; the Python side refuses another. */
-enum { ACCELZ_ABI = 2 };
+enum { ACCELZ_ABI = 3 };
 
 enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8 };
 enum { ACCELZ_SUM, ACCELZ_MAX, ACCELZ_MIN };
@@ -83,6 +83,11 @@ ACCELZ_API void accelz_scale_cast(void *output, int output_dtype, const void *so
 ACCELZ_API void accelz_accumulate(void *total, int total_dtype, const void *addend, int addend_dtype,
                                   size_t numel, int threads);
 
+/* output[i] = rows[0][i] op rows[1][i] op …, for `count` rows of numel elements of any dtype, one row after
+ * another in memory. In this order; 16-bit values are added up in fp32 and rounded once; max and min keep NaN. */
+ACCELZ_API void accelz_reduce(void *output, const void *rows, int count, int dtype, int op, size_t numel,
+                              int threads);
+
 /* ---- collectives between the processes of one host ----
  *
  * A channel is one rank's end of a group. Ranks create channels, tell each other their process and
@@ -118,6 +123,9 @@ ACCELZ_API int accelz_finish(accelz_channel *channel, int64_t ticket, int thread
 
 /* Give a ticket up: its output stays as it is. */
 ACCELZ_API void accelz_abandon(accelz_channel *channel, int64_t ticket);
+
+/* Give up: the other ranks learn that there will be no further collective, and why. */
+ACCELZ_API void accelz_channel_fail(accelz_channel *channel, const char *reason);
 
 /* Bytes of shared memory that this rank holds for the group now. */
 ACCELZ_API size_t accelz_channel_bytes(const accelz_channel *channel);

@@ -11,6 +11,7 @@
 #include "errors.h"
 #include "isa.h"
 #include "pool.h"
+#include "reduce.h"
 
 namespace accelz {
 namespace {
@@ -116,6 +117,13 @@ void Channel::abandon(int64_t ticket) {
     const uint64_t number = uint64_t(ticket) / STREAMS;
     std::lock_guard<std::mutex> lock(mutex_);
     if (number > mine_.consumed[stream].load()) consume(stream, number);
+}
+
+void Channel::fail(const char *reason) {
+    if (gave_up_.exchange(true)) return;
+    std::strncpy(mine_.reason, reason, sizeof(mine_.reason) - 1);
+    mine_.failed.store(1, std::memory_order_release);
+    ring_others();
 }
 
 size_t Channel::bytes() const {
@@ -281,12 +289,7 @@ void Channel::collect_sum(const Request &request, uint64_t number, int threads) 
         parts.push_back(part + call.bytes() * size_t(slice));
     }
     if (size_ == 1) return copy(request.output, parts[0], call.bytes(), threads);
-    const size_t element = element_size(call.dtype);
-    run_pieces(call.count, PIECE / element, threads, [&](size_t begin, size_t end) {
-        std::vector<const void *> from;
-        for (const char *part : parts) from.push_back(part + begin * element);
-        isa().reduce(request.output + begin * element, from.data(), size_, call.dtype, call.reduce, end - begin);
-    });
+    reduce(request.output, parts, call.dtype, call.reduce, call.count, threads);
 }
 
 const char *Channel::data_of(int rank, int stream, uint64_t number) {
@@ -360,11 +363,7 @@ auto Channel::or_fail(Body &&body) -> decltype(body()) {
     } catch (const GaveUp &) {
         throw;
     } catch (const std::exception &error) {
-        if (!gave_up_.exchange(true)) {
-            std::strncpy(mine_.reason, error.what(), sizeof(mine_.reason) - 1);
-            mine_.failed.store(1, std::memory_order_release);
-            ring_others();
-        }
+        fail(error.what());
         throw;
     }
 }
@@ -406,6 +405,8 @@ int accelz_finish(accelz_channel *channel, int64_t ticket, int threads) {
 }
 
 void accelz_abandon(accelz_channel *channel, int64_t ticket) { channel->channel.abandon(ticket); }
+
+void accelz_channel_fail(accelz_channel *channel, const char *reason) { channel->channel.fail(reason); }
 
 size_t accelz_channel_bytes(const accelz_channel *channel) { return channel->channel.bytes(); }
 

@@ -41,6 +41,7 @@ class Channel {
     int64_t start(const Request &request, int threads);
     void finish(int64_t ticket, int threads);
     void abandon(int64_t ticket);
+    void fail(const char *reason);
     size_t bytes() const;
     void leave(double linger);
 

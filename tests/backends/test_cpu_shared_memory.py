@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from accelz.conformance.cluster import Clusters, Context
 from accelz.errors import CollectiveError
-from accelz_cpu import native, rendezvous
-from accelz_cpu.channel import Channel
+from accelz_cpu import native
 from accelz_cpu.shared_memory import SharedMemoryCollectives
+from accelz_cpu.transport import Transport
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
@@ -53,8 +53,8 @@ def collectives(context: Context) -> SharedMemoryCollectives:
     return calls
 
 
-def channel(context: Context) -> Channel:
-    made = collectives(context).channel(context.group)
+def transport(context: Context) -> Transport:
+    made = collectives(context).transport(context.group)
     assert made is not None
     return made
 
@@ -204,7 +204,7 @@ def _segments(lines: list[str]) -> set[str]:
 
 def private_body(context: Context) -> list[str]:
     """Who may open this rank's segments."""
-    channel(context)
+    transport(context)
     modes = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -237,7 +237,7 @@ def short_of_memory_body(context: Context, poor: int) -> tuple[list[str], bool, 
     gathered = torch.zeros(context.size)
     calls.all_gather(gathered, torch.tensor([float(context.rank)]), group)
     said = [str(w.message) for w in caught if "cannot share memory" in str(w.message)]
-    return said, calls.channel(group) is None, [values[0].item(), *gathered.tolist()]
+    return said, calls.transport(group) is None, [values[0].item(), *gathered.tolist()]
 
 
 @pytest.mark.parametrize("poor", [0, 1])
@@ -250,33 +250,14 @@ def test_where_one_rank_has_no_memory_all_use_gloo(clusters: Clusters, poor: int
     assert found[1][0] == [], "one warning, from rank 0"
 
 
-def two_hosts_body(context: Context) -> tuple[bool, float, int]:
-    original = rendezvous.host
-    rendezvous.host = lambda: [f"host {context.rank % 2}"]  # type: ignore[assignment]
-    try:
-        calls = collectives(context)
-        with warnings.catch_warnings(record=True) as caught:
-            group = calls.new_group(None, 10.0)
-            assert group is not None
-            value = torch.tensor([1.0])
-            calls.all_reduce(value, group)
-    finally:
-        rendezvous.host = original
-    return calls.channel(group) is None, value.item(), len(caught)
-
-
-def test_across_hosts_gloo_serves(clusters: Clusters) -> None:
-    assert clusters(3).run(two_hosts_body) == [(True, 3.0, 0)] * 3
-
-
 def memory_body(context: Context) -> tuple[int, int]:
     """Bytes held after one large message, and after many small ones."""
     calls = collectives(context)
     calls.broadcast(torch.zeros(16 * MIB, dtype=torch.uint8), 0, context.group)
-    peak = channel(context).nbytes()
+    peak = transport(context).nbytes()
     for _ in range(600):
         calls.all_gather(torch.zeros(2000), torch.zeros(1000), context.group)
-    return peak, channel(context).nbytes()
+    return peak, transport(context).nbytes()
 
 
 def test_memory_that_is_no_longer_needed_is_given_back(clusters: Clusters) -> None:
@@ -354,7 +335,7 @@ def test_a_new_job_after_destroy() -> None:
         value = torch.ones(3)
         calls.all_reduce(value, group)
         assert torch.equal(value, torch.ones(3))
-        stale: Any = calls.channel(group)
+        stale: Any = calls.transport(group)
         calls.destroy()
         with pytest.raises(RuntimeError, match="destroyed"):
             stale.nbytes()

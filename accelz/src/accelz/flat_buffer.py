@@ -7,7 +7,7 @@ released    the buffer's bytes are dropped; every view stays a tensor of its sha
 materialized the bytes are back (their content undefined until written), under the same views.
 bound       the parameters' `.data` are this buffer's views (several buffers may serve the same
             parameters in different dtypes; one at a time is bound).
-common      the ranks of a group see the same bytes, which are there as long as the buffer is: what one
+common      the ranks of a node see the same bytes, which are there as long as the buffer is: what one
             rank writes is everybody's.
 
 How parameters *become* views differs by device, and is the strategy: `StorageSwap` where a device
@@ -61,7 +61,7 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class FlatBuffer:
     """A one-dimensional buffer and the parameters that live in it.
 
-    data: the buffer, shape (numel,). Its storage belongs to it alone. common: whether all ranks of a group
+    data: the buffer, shape (numel,). Its storage belongs to it alone. common: whether all ranks of a node
     see its bytes; such a buffer is always materialized, and releasing it changes nothing.
     """
 
@@ -145,12 +145,13 @@ class FlatBufferStrategy(ABC):
         """
 
     def share(self, buffer: FlatBuffer, group: Group) -> FlatBuffer | None:
-        """Put `buffer` into one memory that all ranks of `group` see; None where they have none in common.
+        """Put `buffer` into memory that all ranks of a node see, on every node of `group`, or return None.
 
         buffer: bound, with equal values on every rank; on success its own bytes are given back. Returns a
         bound, common buffer of the same slots. Collective: every rank calls it and gets the same answer.
-        A rank then writes nowhere but to its own slice, at times when no other rank reads; an all-gather of
-        the buffer from its slices is complete as soon as every rank has come to it.
+        A rank then writes nowhere but to its own slice, at times when no other rank reads. An all-gather of
+        the buffer from its slices is complete as soon as every rank has come to it and what the ranks of
+        other nodes own has been written, which changes nothing where values have not changed.
         """
         return None
 

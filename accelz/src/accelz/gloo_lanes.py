@@ -11,15 +11,43 @@ For backends whose collectives run on host tensors: a CPU, or a device whose dat
 from __future__ import annotations
 
 import atexit
+import os
 from datetime import timedelta
-from functools import cached_property
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz.collectives import Collectives, Group
+
+
+class Lanes:
+    """The gloo contexts of one group of ranks.
+
+    store: reached by all of them, and used for nothing else. timeout: seconds, of each collective.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timedelta(seconds=timeout)
+        self._lanes: dict[tuple[str, int], dist.ProcessGroupGloo] = {}
+
+    def lane(self, operation: str, whole: Tensor) -> Any:
+        """The context for an operation on buffers of this size. At first use every rank must ask for it."""
+        key = (operation, whole.numel() * whole.element_size())
+        if key not in self._lanes:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = self._timeout
+            options._threads = 1
+            options._devices = list(_devices())
+            store = PrefixStore("{}/{}".format(*key), self._store)
+            self._lanes[key] = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+        return self._lanes[key]
 
 
 class GlooLanes(Collectives):
@@ -27,7 +55,7 @@ class GlooLanes(Collectives):
 
     def __init__(self) -> None:
         super().__init__("gloo")
-        self._lanes: dict[tuple[int, str, str, int], dist.ProcessGroupGloo] = {}
+        self._lanes: dict[tuple[int, str], Lanes] = {}
         self._jobs = 0  # a new job must not meet the addresses of an old one in the store
 
     def destroy(self) -> None:
@@ -56,20 +84,20 @@ class GlooLanes(Collectives):
         return work
 
     def _lane(self, operation: str, whole: Tensor, group: Group) -> Any:
-        nbytes = whole.numel() * whole.element_size()
-        key = (self._jobs, group.process_group.group_name, operation, nbytes)
+        key = (self._jobs, group.process_group.group_name)
         if not self._lanes:
             # A lane's thread that drops its last tensor while the interpreter goes down aborts the process.
             atexit.register(self._close_lanes)
         if key not in self._lanes:
-            store = PrefixStore("accelz/{}/{}/{}/{}".format(*key), group.store)
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=group.timeout)
-            options._threads = 1
-            options._devices = [self._device]  # one transport thread for all lanes
-            self._lanes[key] = dist.ProcessGroupGloo(store, group.rank, group.size, options)
-        return self._lanes[key]
+            store = PrefixStore("accelz/{}/{}".format(*key), group.store)
+            self._lanes[key] = Lanes(store, group.rank, group.size, group.timeout)
+        return self._lanes[key].lane(operation, whole)
 
-    @cached_property
-    def _device(self) -> Any:
-        return dist.ProcessGroupGloo.create_default_device()
+
+@cache
+def _devices() -> tuple[Any, ...]:
+    """One transport thread for all lanes of the process. Interfaces are chosen as for torch's gloo groups."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if not names:
+        return (dist.ProcessGroupGloo.create_default_device(),)
+    return tuple(dist.ProcessGroupGloo.create_device(interface=name) for name in names)

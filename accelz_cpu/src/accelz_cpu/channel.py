@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelz_cpu.native import DTYPES, last_error
+from accelz_cpu.transport import Transport
 
-ALL_GATHER, BROADCAST, REDUCE_SCATTER, ALL_REDUCE = range(4)
+SUM, MAX, MIN = range(3)
+_ALL_GATHER, _BROADCAST, _REDUCE_SCATTER, _ALL_REDUCE = range(4)
 LINGER_SECONDS = 10.0
 """How long a rank that leaves waits for others to read what it has published."""
 
 
-class Channel:
-    """Raises RuntimeError where something goes wrong; after a failed collective it is of no further use."""
+class Channel(Transport):
+    """A collective publishes this rank's part without waiting for the others; its handle waits for theirs."""
 
     def __init__(self, library: CDLL, rank: int, size: int) -> None:
         self._library = library
@@ -37,39 +39,17 @@ class Channel:
         arguments = (c_int64 * size)(*processes), (c_int * size)(*descriptors)
         self._check(self._library.accelz_channel_connect(self._open(), *arguments))
 
-    def start(
-        self,
-        op: int,
-        output: Tensor,
-        source: Tensor | None,
-        count: int,
-        timeout: float,
-        reduction: int = 0,
-        root: int = 0,
-    ) -> SharedWork:
-        """Publish this rank's part without waiting for the others. timeout: seconds that `wait` may take.
+    def all_gather(self, output: Tensor, shard: Tensor, timeout: float, in_place: bool = False) -> SharedWork:
+        return self._start(_ALL_GATHER, output, None if in_place else shard, shard.numel(), timeout)
 
-        count: elements of the shard, or of the tensor that is broadcast or reduced on all ranks. source: None
-        in an all-gather whose output all ranks have in common.
-        """
-        code = DTYPES.get(output.dtype)
-        if code is None:  # only copied, never summed
-            code, count = DTYPES[torch.uint8], count * output.element_size()
-        address = None if source is None else source.data_ptr()
-        ticket = self._library.accelz_start(
-            self._open(),
-            op,
-            reduction,
-            code,
-            count,
-            root,
-            output.data_ptr(),
-            address,
-            timeout,
-            torch.get_num_threads(),
-        )
-        self._check(ticket)
-        return SharedWork(self, ticket)
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> SharedWork:
+        return self._start(_BROADCAST, tensor, tensor, tensor.numel(), timeout, root=root)
+
+    def reduce_scatter(self, output: Tensor, full: Tensor, timeout: float, op: int) -> SharedWork:
+        return self._start(_REDUCE_SCATTER, output, full, output.numel(), timeout, op)
+
+    def all_reduce(self, tensor: Tensor, timeout: float, op: int) -> SharedWork:
+        return self._start(_ALL_REDUCE, tensor, tensor, tensor.numel(), timeout, op)
 
     def finish(self, ticket: int) -> None:
         """Wait for the others and write the output."""
@@ -80,8 +60,11 @@ class Channel:
         if self._usable():
             self._library.accelz_abandon(self._native, ticket)
 
+    def fail(self, reason: str) -> None:
+        """Tell the other ranks that there will be no further collective, and why."""
+        self._library.accelz_channel_fail(self._open(), reason.encode())
+
     def nbytes(self) -> int:
-        """Shared memory that this rank holds for the group now."""
         return int(self._library.accelz_channel_bytes(self._open()))
 
     def close(self) -> None:
@@ -89,6 +72,35 @@ class Channel:
         if self._usable():
             self._library.accelz_channel_close(self._native, LINGER_SECONDS)
         self._native = None
+
+    def _start(
+        self,
+        operation: int,
+        output: Tensor,
+        source: Tensor | None,
+        count: int,
+        timeout: float,
+        op: int = SUM,
+        root: int = 0,
+    ) -> SharedWork:
+        code = DTYPES.get(output.dtype)
+        if code is None:  # only copied, never summed
+            code, count = DTYPES[torch.uint8], count * output.element_size()
+        address = None if source is None else source.data_ptr()
+        ticket = self._library.accelz_start(
+            self._open(),
+            operation,
+            op,
+            code,
+            count,
+            root,
+            output.data_ptr(),
+            address,
+            timeout,
+            torch.get_num_threads(),
+        )
+        self._check(ticket)
+        return SharedWork(self, ticket)
 
     def _open(self) -> int:
         if self._native is None:

@@ -1,8 +1,10 @@
 """Flat buffers that the ranks of one node hold in common, so that the node has each weight once.
 
-A buffer is an anonymous file in memory (memfd_create). The group's first rank makes it and tells the others
+A buffer is an anonymous file in memory (memfd_create). The node's first rank makes it and tells the others
 its process and descriptor through the group's store; they open it under /proc. It has no name anywhere, so
 nothing is left behind when ranks die, however they die, and no other user can open it.
+
+Each node has the whole buffer, and a gather brings what the ranks of other nodes own.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch import Tensor
 
 from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, StorageSwap
+from accelz_cpu.hosts import Hosts, exchange, find_hosts
 
 
 class CommonMemory(StorageSwap):
@@ -50,8 +53,8 @@ class CommonMemory(StorageSwap):
         # Before the address can belong to another tensor: the mapping ends with the last view of it.
         weakref.finalize(memory, self._groups.pop, data.data_ptr()).atexit = False
         common = FlatBuffer(data, buffer.parameters, buffer.slots, common=True)
-        own = _slice(data, group)
-        own.copy_(_slice(buffer.data, group))
+        own = _slice(data, meeting.hosts)
+        own.copy_(_slice(buffer.data, meeting.hosts))
         meeting.exchange("filled", "")
         common.bind()
         buffer.release()
@@ -59,37 +62,44 @@ class CommonMemory(StorageSwap):
 
 
 class _Meeting:
-    """One exchange of a few words between all ranks of a group, through its store."""
+    """One exchange of a few words between the ranks of a group, through its store.
+
+    rank, size: among the ranks of this node.
+    """
 
     def __init__(self, group: Group, prefix: str) -> None:
-        self.rank = group.rank
-        self.size = group.size
-        self._store = group.store
+        self.hosts = find_hosts(group, prefix)
+        self.rank = self.hosts.place
+        self.size = len(self.hosts.here)
+        self._group = group
         self._prefix = prefix
-        self._patience = timedelta(seconds=group.timeout)
 
     def tell(self, what: str, word: str) -> None:
-        self._store.set(f"{self._prefix}/{what}", word)
+        """To the ranks of this node."""
+        self._group.store.set(self._key(what), word)
 
     def hear(self, what: str) -> str:
-        """Wait for a word; raises RuntimeError when the group's timeout passes."""
-        key = f"{self._prefix}/{what}"
-        self._store.wait([key], self._patience)
-        return str(self._store.get(key).decode())
+        """Wait for a word of this node's ranks; raises RuntimeError when the group's timeout passes."""
+        self._group.store.wait([self._key(what)], timedelta(seconds=self._group.timeout))
+        return str(self._group.store.get(self._key(what)).decode())
 
     def exchange(self, what: str, word: str) -> list[str]:
-        """Every rank's word, by rank."""
-        self.tell(f"{what}/{self.rank}", word)
-        return [self.hear(f"{what}/{rank}") for rank in range(self.size)]
+        """Every rank's word, by rank of the group."""
+        return [str(word) for word in exchange(self._group, f"{self._prefix}/{what}", word)]
+
+    def _key(self, what: str) -> str:
+        return f"{self._prefix}/{self.hosts.index}/{what}"
 
 
 def _map_together(nbytes: int, meeting: _Meeting) -> mmap.mmap | None:
-    """One mapping of `nbytes` bytes in every rank, or None on all of them and a warning on the first."""
+    """One mapping of `nbytes` bytes in all ranks of each node, or None everywhere and a warning on rank 0."""
+    if not meeting.hosts.even or meeting.size == 1:
+        return None  # gathers pass the node's memory by, or there is nobody to have it in common with
     memory, problem = (_offer if meeting.rank == 0 else _accept)(nbytes, meeting)
     problems = [p for p in meeting.exchange("mapped", problem) if p]
     if not problems:
         return memory
-    if meeting.rank == 0 and not all(p == APART for p in problems):
+    if meeting.rank == meeting.hosts.index == 0 and not all(p == APART for p in problems):
         warnings.warn(
             f"the ranks hold each weight once per rank instead of once per node: {problems[0]}", stacklevel=2
         )
@@ -145,7 +155,7 @@ def _open(offer: list[int], nbytes: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _slice(data: Tensor, group: Group) -> Tensor:
-    """Rank r's part: every element has exactly one rank that writes it."""
-    numel = data.numel()
-    return data[group.rank * numel // group.size : (group.rank + 1) * numel // group.size]
+def _slice(data: Tensor, hosts: Hosts) -> Tensor:
+    """What this rank writes: every element has exactly one rank of the node that does."""
+    numel, place, size = data.numel(), hosts.place, len(hosts.here)
+    return data[place * numel // size : (place + 1) * numel // size]

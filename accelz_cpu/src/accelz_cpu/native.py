@@ -13,7 +13,7 @@ import torch
 
 import accelz_cpu
 
-ABI = 2
+ABI = 3
 LIBRARY = "libaccelz_cpu.so"
 DTYPES = {
     torch.float32: 0,
@@ -82,12 +82,14 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "accelz_sum_of_squares": (c_double, (_P, _I, _N, _I)),
     "accelz_scale_cast": (None, (_P, _I, _P, _I, _P, _N, _I)),
     "accelz_accumulate": (None, (_P, _I, _P, _I, _N, _I)),
+    "accelz_reduce": (None, (_P, _P, _I, _I, _I, _N, _I)),
     "accelz_channel_create": (_P, (_I, _I)),
     "accelz_channel_descriptor": (_I, (_P,)),
     "accelz_channel_connect": (_I, (_P, POINTER(c_int64), POINTER(c_int))),
     "accelz_start": (c_int64, (_P, _I, _I, _I, _N, _I, _P, _P, c_double, _I)),
     "accelz_finish": (_I, (_P, c_int64, _I)),
     "accelz_abandon": (None, (_P, c_int64)),
+    "accelz_channel_fail": (None, (_P, c_char_p)),
     "accelz_channel_bytes": (_N, (_P,)),
     "accelz_channel_close": (None, (_P, c_double)),
 }

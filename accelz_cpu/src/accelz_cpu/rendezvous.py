@@ -1,91 +1,93 @@
-"""How the ranks of a group find out, together, whether they can share memory.
+"""How the ranks of a group find out, together, which of them can share memory.
 
-Two rounds through the group's store: every rank says where it is and what the others have to map; then
-whether mapping worked. All ranks read the same answers and so come to the same decision.
+Three rounds through the group's store: every rank says where it is; what the others of its host have to map;
+and whether mapping worked. All ranks read the same answers and so come to the same decision.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import warnings
 from ctypes import CDLL
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz.collectives import Group
+from accelz.gloo_lanes import Lanes
 from accelz_cpu.channel import Channel
+from accelz_cpu.hierarchy import Hierarchy, TwoLevels
+from accelz_cpu.hosts import Hosts, exchange, find_hosts
+from accelz_cpu.transport import Transport
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_PROCESSES = Path("/proc/self/ns/pid")
+_SEQUENCES = ("movements", "reductions")
 
 
-def open_channel(library: CDLL, group: Group, key: str) -> Channel | None:
+def open_transport(library: CDLL, group: Group, key: str) -> Transport | None:
     """Connect all ranks of `group`, or return None on all of them: gloo has to serve.
 
     key: different for each group of the job. Raises RuntimeError when a rank does not answer in time. Where
-    ranks of one host could not share memory, rank 0 warns.
+    gloo serves although hosts have several ranks, rank 0 warns.
     """
-    channel, problem = _create(library, group)
-    if group.size == 1:
-        if channel is None:
-            _warn([problem])
-        return channel
-    mine = {"host": host(), "process": os.getpid(), "problem": problem}
-    mine["descriptor"] = channel.descriptor() if channel else -1
-    cards = _exchange(group, f"{key}/cards", mine)
-    one_host = all(card["host"] == mine["host"] for card in cards)
-    if one_host and channel and not any(card["problem"] for card in cards):
-        problem = _connect(channel, cards)
-    problems = _exchange(group, f"{key}/problems", problem)
-    if one_host and not any(problems):
-        return channel
-    if channel:
+    hosts = find_hosts(group, key)
+    if not hosts.even:
+        counts = ", ".join(str(len(ranks)) for ranks in hosts.ranks)
+        _warn(group, f"the hosts have {counts} ranks; start as many on each")
+    if not hosts.even or len(hosts.here) == 1 < group.size:
+        return None
+    several = len(hosts.ranks) > 1
+    channels = _connect_host(library, group, hosts, key, len(_SEQUENCES) if several else 1)
+    if not channels or not several:
+        return channels[0] if channels else None
+    levels = [
+        TwoLevels(library, hosts, channel, _links(group, hosts, f"{key}/{name}"))
+        for channel, name in zip(channels, _SEQUENCES, strict=True)
+    ]
+    return Hierarchy(*levels)
+
+
+def _connect_host(library: CDLL, group: Group, hosts: Hosts, key: str, count: int) -> list[Channel]:
+    """`count` channels between the ranks of each host, or none anywhere."""
+    channels, problem = _create(library, hosts, count)
+    mine = {"process": os.getpid(), "descriptors": [c.descriptor() for c in channels], "problem": problem}
+    cards = exchange(group, f"{key}/cards", mine)
+    if not any(card["problem"] for card in cards):
+        problem = _connect(channels, [cards[rank] for rank in hosts.here])
+    problems = exchange(group, f"{key}/problems", problem)
+    if not any(problems):
+        return channels
+    for channel in channels:
         channel.close()
-    if one_host and group.rank == 0:
-        _warn(problems)
-    return None
+    reasons = "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
+    _warn(group, f"they cannot share memory ({reasons})")
+    return []
 
 
-def host() -> list[Any]:
-    """Equal on two ranks if and only if they can open each other's shared memory."""
-    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
-    processes = os.readlink(_PROCESSES) if _PROCESSES.exists() else ""
-    return [platform.node(), boot, processes, os.getuid()]
-
-
-def _create(library: CDLL, group: Group) -> tuple[Channel | None, str]:
+def _create(library: CDLL, hosts: Hosts, count: int) -> tuple[list[Channel], str]:
     try:
-        return Channel(library, group.rank, group.size), ""
+        return [Channel(library, hosts.place, len(hosts.here)) for _ in range(count)], ""
     except RuntimeError as error:
-        return None, str(error)
+        return [], str(error)
 
 
-def _connect(channel: Channel, cards: list[dict[str, Any]]) -> str:
+def _connect(channels: list[Channel], cards: list[dict[str, Any]]) -> str:
+    processes = [card["process"] for card in cards]
     try:
-        channel.connect([card["process"] for card in cards], [card["descriptor"] for card in cards])
+        for number, channel in enumerate(channels):
+            channel.connect(processes, [card["descriptors"][number] for card in cards])
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def _exchange(group: Group, key: str, value: Any) -> list[Any]:
-    """Every rank's value, by rank."""
-    store, limit = PrefixStore(key, group.store), timedelta(seconds=group.timeout)
-    names = [str(rank) for rank in range(group.size)]
-    store.set(names[group.rank], json.dumps(value))
-    store.wait(names, limit)
-    return [json.loads(store.get(name)) for name in names]
+def _links(group: Group, hosts: Hosts, key: str) -> Lanes:
+    """gloo between the ranks that have this one's place on their hosts."""
+    store: Any = group.store.clone()  # type: ignore[attr-defined] # what other threads wait for must not block it
+    return Lanes(PrefixStore(f"{key}/{hosts.place}", store), hosts.index, len(hosts.ranks), group.timeout)
 
 
-def _warn(problems: list[str]) -> None:
-    reasons = "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem)
-    warnings.warn(
-        f"the ranks of this host use gloo, which is slower: they cannot share memory ({reasons})",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+def _warn(group: Group, reason: str) -> None:
+    if group.rank == 0:
+        warnings.warn(
+            f"the ranks of a host use gloo, which is slower: {reason}", RuntimeWarning, stacklevel=3
+        )

@@ -1,0 +1,80 @@
+"""Which ranks of a group have one host, as all of them find out together through the group's store."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from accelz.collectives import Group
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES = Path("/proc/self/ns/pid")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of a group, as one of its ranks sees them.
+
+    ranks: of the group, ascending, by host; hosts in the order of their first ranks. index: this rank's host.
+    place: this rank's place among the ranks of its host.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    index: int
+    place: int
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this rank's host."""
+        return self.ranks[self.index]
+
+    @property
+    def even(self) -> bool:
+        """Whether all hosts have the same number of ranks."""
+        return len({len(ranks) for ranks in self.ranks}) == 1
+
+    @property
+    def order(self) -> list[int]:
+        """All ranks, host by host."""
+        return [rank for ranks in self.ranks for rank in ranks]
+
+    def locate(self, rank: int) -> tuple[int, int]:
+        """The host of a rank, and its place there."""
+        index = next(i for i, ranks in enumerate(self.ranks) if rank in ranks)
+        return index, self.ranks[index].index(rank)
+
+
+def host() -> list[Any]:
+    """Equal on two ranks if and only if they can open each other's shared memory."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+    processes = os.readlink(_PROCESSES) if _PROCESSES.exists() else ""
+    return [platform.node(), boot, processes, os.getuid()]
+
+
+def find_hosts(group: Group, key: str) -> Hosts:
+    """Every rank of the group must call this. key: as in `exchange`."""
+    names = [json.dumps(name) for name in exchange(group, f"{key}/hosts", host())]
+    by_host: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        by_host.setdefault(name, []).append(rank)
+    index, place = list(by_host).index(names[group.rank]), by_host[names[group.rank]].index(group.rank)
+    return Hosts(tuple(map(tuple, by_host.values())), index, place)
+
+
+def exchange(group: Group, key: str, value: Any) -> list[Any]:
+    """Every rank's JSON value, by rank. key: used once in the job.
+
+    Raises RuntimeError when a rank does not answer within the group's timeout.
+    """
+    store, limit = PrefixStore(key, group.store), timedelta(seconds=group.timeout)
+    names = [str(rank) for rank in range(group.size)]
+    store.set(names[group.rank], json.dumps(value))
+    store.wait(names, limit)
+    return [json.loads(store.get(name)) for name in names]

@@ -1,0 +1,40 @@
+"""What carries the collectives of one group, where it is not gloo for the whole group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Transport(ABC):
+    """Each method begins one collective on dense tensors in host memory and returns its handle.
+
+    timeout: seconds that `wait` of the handle may take. op: SUM, MAX or MIN of channel.py. All ranks issue
+    the same movements (all_gather, broadcast) in the same order, and likewise the same reductions; between
+    the two sequences there is no order. Raises RuntimeError; of no further use after a failed collective.
+    """
+
+    @abstractmethod
+    def all_gather(self, output: Tensor, shard: Tensor, timeout: float, in_place: bool = False) -> dist.Work:
+        """in_place: output is memory that the ranks of a host have in common, and shard a part of it."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> dist.Work: ...
+
+    @abstractmethod
+    def reduce_scatter(self, output: Tensor, full: Tensor, timeout: float, op: int) -> dist.Work:
+        """dtypes: native.DTYPES."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, timeout: float, op: int) -> dist.Work:
+        """dtypes: native.DTYPES."""
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Shared memory that this rank holds for the group now."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group, once the others have what they need from this rank, and free the memory."""
