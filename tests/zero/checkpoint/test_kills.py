@@ -1,6 +1,6 @@
 """A saving two-rank job, killed for real at random moments, over and over in one directory.
 
-    python -m pytest tests/zero/checkpoint/test_kills.py --kills 200 -s
+    python -m pytest tests/zero/checkpoint/test_kills.py --kills 200 --timeout 0 -s
 
 kills more often than the suite does, and takes a quarter of an hour.
 """

@@ -18,7 +18,7 @@ from accelz.accelerator import Accelerator
 from zero import layout
 from zero.checkpoint import random_state, user_state
 from zero.checkpoint.dtypes import name_of
-from zero.checkpoint.manifest import model_key, state_key
+from zero.checkpoint.manifest import is_row_major, model_key, state_key
 from zero.checkpoint.rank_file import Part
 from zero.communicator import Communicator
 from zero.config import Config
@@ -127,12 +127,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
     """A parameter's strides where its memory order is not row-major."""
-    expected = 1
-    for size, step in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
-        if size > 1 and step != expected:
-            return spec.stride if spec.numel else None
-        expected *= size
-    return None
+    return None if not spec.numel or is_row_major(spec.shape, spec.stride) else spec.stride
 
 
 def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> None:

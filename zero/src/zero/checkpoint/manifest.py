@@ -67,7 +67,7 @@ class TensorEntry(_Record):
     def _is_whole(self) -> Self:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"unknown dtype {self.dtype}")
-        if self.stride is not None and not _is_dense(self.shape, self.stride):
+        if self.stride is not None and not is_dense(self.shape, self.stride):
             raise ValueError(f"strides {self.stride} do not order the elements of shape {self.shape}")
         end = 0
         for piece in self.slices:
@@ -218,7 +218,18 @@ def unseal(kind: Literal["zero-checkpoint", "zero-latest"], data: bytes) -> byte
     raise ValueError("its checksum does not match: it was damaged, or changed by hand")
 
 
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether strides are those of a contiguous tensor; that of a dimension of one element may be any."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether strides order a tensor's elements in memory without gaps or overlaps."""
     if len(shape) != len(stride):
         return False
     expected = 1

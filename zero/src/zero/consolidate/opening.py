@@ -7,6 +7,7 @@ from pathlib import Path
 from zero.checkpoint.storage import DISK, Storage
 from zero.consolidate.source import Source
 from zero.consolidate.zero_source import ZeroSource
+from zero.foreign.dcp import DcpSource, is_dcp
 from zero.foreign.deepspeed import ShardedSource, UniversalSource
 from zero.foreign.deepspeed_files import find_sharded, find_universal
 from zero.foreign.safetensors_files import SafetensorsSource
@@ -15,7 +16,8 @@ from zero.foreign.safetensors_header import is_safetensors
 
 def open_source(path: str | Path, storage: Storage = DISK) -> Source:
     """The weights at `path`: a checkpoint of zero's or DeepSpeed's (sharded or universal), or the directory
-    of several with `latest`; or safetensors, a file or a model's directory.
+    of several with `latest`; one of torch.distributed.checkpoint; or safetensors, a file or a model's
+    directory.
 
     Raises CheckpointError where there is none, or not all of one; CorruptCheckpointError for damage.
     """
@@ -24,6 +26,8 @@ def open_source(path: str | Path, storage: Storage = DISK) -> Source:
         return ShardedSource(sharded, storage)
     if (universal := find_universal(path)) is not None:
         return UniversalSource(universal, storage)
+    if is_dcp(path):
+        return DcpSource(path, storage)
     if is_safetensors(path):
         return SafetensorsSource(path, storage)
     return ZeroSource(path, storage)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +22,8 @@ from zero.consolidate.source import Chunk, Piece, Source
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.foreign import crc
 from zero.foreign.torch_file import Record, TorchFile
+
+ReadBox = Callable[[Box, memoryview], None]
 
 
 class Place(NamedTuple):
@@ -50,7 +53,7 @@ class RecordSource(Source, ABC):
         self._open: dict[Path, File] = {}
         self._records: dict[Key, None] = {}
         self._places: dict[Key, list[Place]] = {}
-        self._loose: dict[int, tuple[Key, Tensor]] = {}
+        self._loose: dict[int, tuple[Key, ReadBox]] = {}
         self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of every chunk, by its begin
         self._lock = threading.Lock()
 
@@ -62,12 +65,17 @@ class RecordSource(Source, ABC):
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         self._records.update({Key(path, record): None for record in records})
 
-    def place_record(self, tensor: int, path: Path, record: Record) -> None:
-        """Say that a record is all of a tensor."""
-        if record.nbytes:
-            item = ITEM_BYTES[self.tensors[tensor].dtype]
-            place = Place(0, tensor, 0, record.nbytes // item)
+    def place_stretch(
+        self, tensor: int, path: Path, record: Record, start: int, length: int, offset: int = 0
+    ) -> None:
+        """Say that a record has elements `start` to `start + length` of a tensor, from byte `offset` on."""
+        if length:
+            place = Place(offset, tensor, start, length)
             self._places.setdefault(Key(path, record), []).append(place)
+
+    def place_boxes(self, tensor: int, path: Path, record: Record, read: ReadBox) -> None:
+        """Say that a record has a tensor in another order than row-major. read: fills bytes with a box."""
+        self._loose[tensor] = Key(path, record), read
 
     def place(
         self,
@@ -86,18 +94,25 @@ class RecordSource(Source, ABC):
         if not length:
             return
         record, offset = file.locate(values)
-        key = Key(file.path, record)
         if values.is_contiguous():
-            place = Place(offset + first * values.element_size(), tensor, start, length)
-            self._places.setdefault(key, []).append(place)
+            offset += first * values.element_size()
+            self.place_stretch(tensor, file.path, record, start, length, offset)
         else:
-            self._loose[tensor] = key, values
+            self.place_boxes(tensor, file.path, record, partial(_copy_box, values))
+
+    def read_part(self, path: Path, record: Record, low: int, into: memoryview) -> None:
+        """Fill bytes from byte `low` of a record on, for place_boxes(); not counted for the checksum."""
+        self._fill(Key(path, record), low, into)
 
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
-        for index, (_, values) in self._loose.items():
+        for index, (_, read) in self._loose.items():
             if index in wanted:
-                for box in boxes(tuple(values.shape), limit // values.element_size()):
-                    yield _copied(index, values, box)
+                item = ITEM_BYTES[self.tensors[index].dtype]
+                for box in boxes(
+                    self.tensors[index].shape, max(1, limit // 2 // item)
+                ):  # there are two copies
+                    count = math.prod(box.sizes)
+                    yield Chunk(count * item, partial(read, box), (Piece(index, box.start, count, 0),))
         loose = {key for index, (key, _) in self._loose.items() if index in wanted}
         for key in self._records:
             places = [place for place in self._places.get(key, ()) if place.tensor in wanted]
@@ -149,7 +164,7 @@ class RecordSource(Source, ABC):
     def _end(self, place: Place) -> int:
         return place.offset + place.length * self._item(place)
 
-    def _read(self, key: Key, low: int, into: memoryview) -> None:
+    def _fill(self, key: Key, low: int, into: memoryview) -> None:
         at = key.record.offset + low
         try:
             count = self._open[key.path].read(at, into)
@@ -157,6 +172,10 @@ class RecordSource(Source, ABC):
             raise CheckpointError(f"{key.path} cannot be read: {error}") from error
         if count < into.nbytes:
             raise CorruptCheckpointError(f"{key.path} ends at byte {at + count}, within {self._held(key)}")
+
+    def _read(self, key: Key, low: int, into: memoryview) -> None:
+        """Fill bytes, and keep their part of the record's checksum for finish()."""
+        self._fill(key, low, into)
         if key.record.crc is not None:
             digest = crc32(into)
             with self._lock:
@@ -171,13 +190,9 @@ class RecordSource(Source, ABC):
         return ", ".join(map(repr, held[:4])) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
 
 
-def _copied(index: int, values: Tensor, box: Box) -> Chunk:
-    """A box of a mapped tensor whose elements are not in row-major order."""
+def _copy_box(values: Tensor, box: Box, into: memoryview) -> None:
+    """A box of a mapped tensor."""
     part = values
     for dimension, (low, size) in enumerate(zip(box.lower, box.sizes, strict=True)):
         part = part.narrow(dimension, low, size)
-
-    def read(into: memoryview) -> None:
-        torch.frombuffer(into, dtype=values.dtype).view(part.shape).copy_(part)
-
-    return Chunk(part.numel() * values.element_size(), read, (Piece(index, box.start, part.numel(), 0),))
+    torch.frombuffer(into, dtype=values.dtype).view(part.shape).copy_(part)

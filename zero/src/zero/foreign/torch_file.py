@@ -8,13 +8,15 @@ mapped, so that their bytes are read when and where they are needed: by offset i
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -96,33 +98,70 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(vars(value))
 
 
-def records_of(path: Path) -> list[Record]:
-    """The records of a zip; raises as TorchFile does."""
+def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Record]:
+    """The records of a zip: a file, or `nbytes` of one from `start` on; raises as TorchFile does."""
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            size = path.stat().st_size
-            entries = archive.infolist()
-            summed = any(entry.CRC for entry in entries)
-            found = []
-            for entry in entries:
-                if entry.compress_type != zipfile.ZIP_STORED:
-                    raise CorruptCheckpointError(f"{path}: {entry.filename!r} is compressed; torch does not")
-                file.seek(entry.header_offset)
-                signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-                offset = entry.header_offset + _LOCAL_HEADER.size + name + extra
-                if signature != b"PK\3\4" or offset + entry.file_size > size:
-                    raise CorruptCheckpointError(
-                        f"{path}: the record {entry.filename!r} reaches beyond its end"
-                    )
-                crc = entry.CRC if summed else None
-                found.append(Record(entry.filename, offset, entry.file_size, crc))
-            return found
+        with path.open("rb") as file:
+            whole = path.stat().st_size
+            size = whole if nbytes is None else nbytes
+            if start < 0 or size < 0 or start + size > whole:
+                raise ValueError(f"it has {whole} bytes, not {start + size}")
+            window = file if size == whole else Window(file, start, size)
+            return [replace(record, offset=start + record.offset) for record in _records(path, window, size)]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         raise CorruptCheckpointError(
             f"{path} is cut or is no file of torch.save (those of torch before 1.6 are not read): {error}"
         ) from error
+
+
+class Window(io.RawIOBase):
+    """A part of a file, as a file to read."""
+
+    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
+        self._file = file
+        self._start = start
+        self._size = size
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"there is no byte {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._size - self._position)
+        self._file.seek(self._start + self._position)
+        data = self._file.read(left if count < 0 else min(count, left))
+        self._position += len(data)
+        return data
+
+
+def _records(path: Path, file: IO[bytes] | Window, size: int) -> Iterator[Record]:
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+        summed = any(entry.CRC for entry in entries)
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise CorruptCheckpointError(f"{path}: {entry.filename!r} is compressed; torch does not")
+            file.seek(entry.header_offset)
+            signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            offset = entry.header_offset + _LOCAL_HEADER.size + name + extra
+            if signature != b"PK\3\4" or offset + entry.file_size > size:
+                raise CorruptCheckpointError(f"{path}: the record {entry.filename!r} reaches beyond its end")
+            yield Record(entry.filename, offset, entry.file_size, entry.CRC if summed else None)
 
 
 def _load(path: Path, stand_ins: Mapping[str, type]) -> Any:

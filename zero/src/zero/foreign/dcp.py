@@ -1,0 +1,243 @@
+"""Checkpoints of torch.distributed.checkpoint, as its FileSystemWriter leaves them.
+
+    .metadata         a pickle: which tensors there are, cut into which chunks, and where these are
+    __0_0.distcp      chunks of one rank one after another, each a file of torch.save with one tensor
+
+A chunk is a box of its tensor. Optimizer state is among the tensors, under the names that the job chose.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero.checkpoint.manifest import ITEM_BYTES, is_dense, is_row_major
+from zero.checkpoint.storage import DISK, Storage
+from zero.consolidate.memory_order import read_box
+from zero.consolidate.source import TensorInfo
+from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError
+from zero.foreign import inert_pickle
+from zero.foreign.inert_pickle import DTYPES, TENSORS, Function, Kept, StoredTensor
+from zero.foreign.record_source import RecordSource
+from zero.foreign.torch_file import Record, records_of
+
+METADATA = ".metadata"
+_LARGEST_PICKLE = 1 << 20  # bytes of one that describes one tensor
+_CLASSES = """
+    Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex
+    StorageMeta _MEM_FORMAT_ENCODING
+"""
+_METADATA: Mapping[str, Any] = {
+    **DTYPES,
+    **{f"torch.distributed.checkpoint.metadata.{name}": Kept for name in _CLASSES.split()},
+    "torch.distributed.checkpoint.filesystem._StorageInfo": Kept,
+    "torch.Size": tuple,
+    "torch.serialization._get_layout": Function(Kept),
+    "pathlib.PosixPath": Function(Kept),
+    "pathlib._local.PosixPath": Function(Kept),
+    "collections.OrderedDict": dict,
+}
+Sizes = tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Bytes of a file of chunks."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+class _Chunk(NamedTuple):
+    """A box of a tensor. tensor: its index."""
+
+    tensor: int
+    offsets: Sizes
+    sizes: Sizes
+    place: _Place
+
+
+def is_dcp(path: Path) -> bool:
+    """Whether a path is a directory that torch.distributed.checkpoint has saved."""
+    return (path / METADATA).is_file()
+
+
+class DcpSource(RecordSource):
+    """path: the directory with `.metadata`. Chunks have checksums unless torch was told to leave them out."""
+
+    format = "torch DCP"
+
+    def __init__(self, path: Path, storage: Storage = DISK) -> None:
+        super().__init__(storage)
+        self.path = path
+        try:
+            self._describe()
+        except ZeroError:
+            self.close()
+            raise
+        except Exception as error:  # anything may stand anywhere in a file that was made to harm
+            self.close()
+            what = f"{type(error).__name__}: {error}"
+            raise CorruptCheckpointError(f"{path / METADATA} makes no sense: {what}") from error
+
+    def _describe(self) -> None:
+        metadata = self._metadata()
+        described = metadata["state_dict_metadata"]
+        tensors = {name: entry.state for name, entry in described.items() if entry.state}
+        self.left_out = tuple(name for name in described if name not in tensors)
+        self.tensors = tuple(self._info(name, entry) for name, entry in tensors.items())
+        places = self._places_of(metadata["storage_data"])
+        by_file: dict[Path, list[_Chunk]] = {}
+        for index, entry in enumerate(tensors.values()):
+            for chunk in self._chunks_of(index, entry, places):
+                by_file.setdefault(chunk.place.path, []).append(chunk)
+        summed = [self._lay_out(path, chunks) for path, chunks in by_file.items()]
+        self._tell(by_file, all(summed))
+
+    def _metadata(self) -> Mapping[str, Any]:
+        path = self.path / METADATA
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        state: Mapping[str, Any] = inert_pickle.load(data, _METADATA, path).state
+        return state
+
+    def _info(self, name: str, entry: Mapping[str, Any]) -> TensorInfo:
+        dtype, shape = entry["properties"].state[0], _sizes(entry["size"])
+        if not isinstance(name, str) or dtype not in ITEM_BYTES:
+            raise CorruptCheckpointError(f"{self.path}: {name!r} has the dtype {dtype!r}, which is not read")
+        return TensorInfo(name, shape, dtype, dtype, "parameter")
+
+    def _places_of(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Sizes], _Place]:
+        """Where each chunk is, by its tensor and its offsets in it; inside files that are there."""
+        places: dict[tuple[str, Sizes], _Place] = {}
+        limits: dict[str, int] = {}
+        for index, info in ((key.state, value.state) for key, value in stored.items()):
+            name, file = index["fqn"], info["relative_path"]
+            if info.get("transform_descriptors"):
+                raise CheckpointError(f"{self.path}: {name!r} is compressed or encrypted: not read")
+            if file not in limits:
+                limits[file] = self._size_of(file)
+            place = _Place(self.path / file, int(info["offset"]), int(info["length"]))
+            if min(place.offset, place.nbytes) < 0 or place.offset + place.nbytes > limits[file]:
+                raise CorruptCheckpointError(f"{place.path} is cut: it ends within {name!r}")
+            places[name, _sizes(index.get("offset") or ())] = place
+        return places
+
+    def _size_of(self, file: Any) -> int:
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{self.path / METADATA} names {file!r}, which is no file beside it")
+        if not (self.path / file).is_file():
+            raise CheckpointError(f"{self.path} is not complete: {file} is missing")
+        return (self.path / file).stat().st_size
+
+    def _chunks_of(
+        self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Sizes], _Place]
+    ) -> Iterator[_Chunk]:
+        """A tensor's chunks, which together hold every element once."""
+        info, stretches = self.tensors[index], []
+        for offsets, sizes in (
+            (_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in entry["chunks"]
+        ):
+            if (info.name, offsets) not in places:
+                raise CorruptCheckpointError(
+                    f"{self.path}: the chunk of {info.name!r} at {offsets} is missing"
+                )
+            chunk = _Chunk(index, offsets, sizes, places[info.name, offsets])
+            ends = [low + size for low, size in zip(offsets, sizes, strict=True)]
+            nbytes = math.prod(sizes) * ITEM_BYTES[info.dtype]
+            if any(e > n for e, n in zip(ends, info.shape, strict=True)) or nbytes > chunk.place.nbytes:
+                raise CorruptCheckpointError(
+                    f"{self.path}: {info.name!r} has no room for its chunk at {offsets}"
+                )
+            stretches += list(_stretches(offsets, sizes, info.shape))
+            yield chunk
+        end = 0
+        for start, length in sorted(stretches):
+            if start != end:
+                break
+            end += length
+        if end != info.numel:
+            raise CorruptCheckpointError(f"{self.path}: the chunks of {info.name!r} overlap or leave gaps")
+
+    def _tell(self, by_file: Mapping[Path, Any], summed: bool) -> None:
+        files = [self.path / METADATA, *sorted(by_file)]
+        sizes = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        self.identity = f"dcp {sizes}"
+        self.facts = {
+            "files": len(files),
+            "bytes": sum(size for _, size, _ in sizes),
+            "checksums": "of each chunk" if summed else "none",
+        }
+
+    def _lay_out(self, path: Path, chunks: list[_Chunk]) -> bool:
+        """Find the tensors' bytes in one file of chunks; returns whether all of them have checksums."""
+        found: list[tuple[_Chunk, StoredTensor, Record]] = []
+        with path.open("rb") as file:
+            for chunk in chunks:
+                records = {r.name.partition("/")[2]: r for r in records_of(path, *chunk.place[1:])}
+                pickled = records["data.pkl"]
+                file.seek(pickled.offset)
+                data = file.read(min(pickled.nbytes, _LARGEST_PICKLE))
+                tensor = inert_pickle.load(data, TENSORS, path)
+                if math.prod(chunk.sizes):
+                    found.append((chunk, tensor, records[f"data/{tensor.storage.key}"]))
+        self.add_file(path, [record for _, _, record in found])
+        for chunk, tensor, record in found:
+            self._place_chunk(chunk, tensor, record)
+        return all(record.crc is not None for _, _, record in found)
+
+    def _place_chunk(self, chunk: _Chunk, tensor: StoredTensor, record: Record) -> None:
+        info, path, sizes = self.tensors[chunk.tensor], chunk.place.path, chunk.sizes
+        item = ITEM_BYTES[info.dtype]
+        begin, end = tensor.offset * item, (tensor.offset + math.prod(sizes)) * item
+        same = tensor.shape == sizes and tensor.dtype == info.dtype and is_dense(sizes, tensor.stride)
+        if not same or begin < 0 or end > record.nbytes:
+            raise CorruptCheckpointError(f"{path}: the chunk of {info.name!r} is not what {METADATA} says")
+        if is_row_major(sizes, tensor.stride):
+            for start, length in _stretches(chunk.offsets, sizes, info.shape):
+                self.place_stretch(chunk.tensor, path, record, start, length, begin)
+                begin += length * item
+        elif sizes == info.shape:
+            read = partial(self._read_elements, path, record, begin, item)
+            self.place_boxes(chunk.tensor, path, record, partial(_read_box, sizes, tensor.stride, item, read))
+        else:
+            raise CheckpointError(
+                f"{path}: {info.name!r} is in several chunks whose memory order is not row-major: not read"
+            )
+
+    def _read_elements(
+        self, path: Path, record: Record, begin: int, item: int, start: int, into: memoryview
+    ) -> None:
+        self.read_part(path, record, begin + start * item, into)
+
+
+def _read_box(shape: Sizes, stride: Sizes, item: int, read: Any, box: Any, into: memoryview) -> None:
+    read_box(box, shape, stride, item, read, into)
+
+
+def _sizes(value: Any) -> Sizes:
+    sizes = tuple(int(n) for n in value)
+    if min(sizes, default=0) < 0 or math.prod(sizes) >= 1 << 62:
+        raise ValueError(f"{sizes} are no sizes")
+    return sizes
+
+
+def _stretches(offsets: Sizes, sizes: Sizes, shape: Sizes) -> Iterator[tuple[int, int]]:
+    """Begins and lengths, in elements of a row-major tensor, of what a box covers, in the box's own order."""
+    if not math.prod(sizes):
+        return
+    axis = len(shape)
+    while axis and sizes[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    axis = max(0, axis - 1)  # the stretches are whole from here on, but for the first of these dimensions
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    length = math.prod(sizes[axis:])
+    base = sum(low * step for low, step in zip(offsets, strides, strict=True))
+    for outer in itertools.product(*(range(size) for size in sizes[:axis])):
+        yield base + sum(n * step for n, step in zip(outer, strides, strict=False)), length
