@@ -218,6 +218,8 @@ def test_the_public_face_is_frozen() -> None:
         "load_checkpoint",
         "load_pretrained",
         "wait_for_checkpoint",
+        "offload_states",
+        "reload_states",
     ]
     assert list(zero.Config.model_fields) == [
         "stage",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -127,6 +128,28 @@ def leak_body(context: Context) -> tuple[int, int, int, int]:
     before = live()
     steps(5, 40)
     return (*before, *live())
+
+
+def freed_body(context: Context, **settings: Any) -> tuple[bool, int]:
+    """Whether an engine that nobody holds is gone, and the device's bytes that are still in use."""
+    gc.collect()
+    before = context.accelerator.memory.stats().allocated
+    model = language_model()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, **settings))
+    engine.backward(language_loss(model, 0, context.rank))
+    engine.step()
+    alive = weakref.ref(engine)
+    del model, engine
+    gc.collect()
+    exact = context.accelerator.capabilities.exact_memory
+    return alive() is None, context.accelerator.memory.stats().allocated - before if exact else 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"offload": zero.Offload(optimizer="host")}])
+def test_an_engine_that_nobody_holds_is_freed(cluster: Clusters, settings: dict[str, Any]) -> None:
+    for gone, nbytes in cluster(2).run(freed_body, **settings):
+        assert gone
+        assert nbytes == 0
 
 
 def test_nothing_grows_over_steps(cluster: Clusters) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Engine:
         self._stores = stores
         self._communicator = communicator
         self._micro_steps = 0
+        self._parked = False  # see offload_states
         self._interrupted = False  # in the middle of an optimizer step or a load
         self._phase = Phase()
         self._schedule = Schedule(units, config.prefetch)
@@ -97,7 +99,7 @@ class Engine:
             parameter.__dict__[WHOLE_ATTRIBUTE] = self._whole
         for gradients in self._reducer.all:
             for index, parameter in enumerate(gradients.group.parameters):
-                parameter.register_post_accumulate_grad_hook(self._receiver(gradients, index))
+                parameter.register_post_accumulate_grad_hook(_receiver(self, gradients, index))
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
 
     # -- training -----------------------------------------------------------------------------------
@@ -315,6 +317,39 @@ class Engine:
         """Return once a save in the background is complete; raises its error."""
         self._checkpoints.wait()
 
+    # -- memory (collective) -----------------------------------------------------------------------------
+
+    def offload_states(self) -> None:
+        """Move parameters and optimizer state to host memory, and give the device's memory to others.
+
+        For a while in which something else runs on the device: generation, evaluation. Call
+        `reload_states()` before training goes on. Between optimizer steps only.
+        """
+        if self._micro_steps:
+            raise UsageError("offload_states between backward() and step(): there are gradients; step first")
+        self._check_complete()
+        self._release_all()
+        self._whole.begin_write()
+        for unit in self.units:
+            for group in unit.groups:
+                if group.trainable:
+                    self._shards.move(group, "host")
+            unit.park()
+        self._parked = True
+        self.accelerator.streams.synchronize()
+        self.accelerator.memory.trim()
+
+    def reload_states(self) -> None:
+        """Bring back what `offload_states` moved, bit for bit. Does nothing where nothing is away."""
+        handles = [handle for unit in self.units if self._parked for handle in unit.unpark()]
+        for handle in handles:
+            handle.wait()
+        for unit in self.units:
+            for group in unit.groups:
+                if group.trainable:
+                    self._shards.move(group, group.placement.optimizer)
+        self._parked = False
+
     # -- inside -----------------------------------------------------------------------------------------
 
     @property
@@ -332,6 +367,8 @@ class Engine:
     def _begin_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
+        if self._parked:
+            raise UsageError("the model's state is on the host: call engine.reload_states() first")
         if not self._phase.in_backward and not any(u.holds for u in self.units):
             self._release_all()  # what an earlier forward prefetched or kept, and never used
             self._schedule.begin(torch.is_grad_enabled())
@@ -340,15 +377,12 @@ class Engine:
             return None
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))  # type: ignore[no-any-return]
 
-    def _receiver(self, gradients: GroupGradients, index: int) -> Any:
-        def receive(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if not self._phase.in_backward:
-                raise UsageError("loss.backward() was called directly: call engine.backward(loss) instead")
-            assert gradient is not None
-            self._reducer.receive(gradients, index, gradient)
-
-        return receive
+    def _receive(self, gradients: GroupGradients, index: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if not self._phase.in_backward:
+            raise UsageError("loss.backward() was called directly: call engine.backward(loss) instead")
+        assert gradient is not None
+        self._reducer.receive(gradients, index, gradient)
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
         """Step the optimizer. Interrupted half-way it cannot be repeated: some parameters are updated."""
@@ -429,6 +463,18 @@ class Engine:
                 unit.abandon()
         except CommunicationError:
             pass  # the original error says more
+
+
+def _receiver(engine: Engine, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:
+    """Holds neither: Python's collector does not see into these hooks, and a cycle would never be freed."""
+    engine_alive, gradients_alive = weakref.ref(engine), weakref.ref(gradients)
+
+    def receive(parameter: Tensor) -> None:
+        owner, place = engine_alive(), gradients_alive()
+        if owner is not None and place is not None:
+            owner._receive(place, index, parameter)
+
+    return receive
 
 
 def _make_loss_scale(config: Config, device: torch.device) -> LossScale | None:

@@ -107,6 +107,23 @@ class FlatGroup:
         if self.trainable and shard_serves:
             self.record = Record(tier, self.shard)
 
+    def park(self) -> None:
+        """Keep the shard on the host and give all memory of the device back, until `unpark`."""
+        if isinstance(self.shard, Tensor) and self._stores.resolve("host") == "host":
+            self.shard = self._stores.keep(self.shard, "host")
+            self.home.release()
+
+    def unpark(self, whole: bool) -> None:
+        """Back to where the placement says. whole: into the whole buffer, of which the rest is stale then."""
+        if self.placement.params != "device" or not isinstance(self.shard, Tensor):
+            return
+        if whole and not self.home.materialized:
+            with room_for(self._accelerator, "to reload", self.unit, self.home.nbytes):
+                self.home.materialize()
+            self.shard = self._mine.copy_(self.shard)
+        elif not whole:
+            self.shard = self.shard.to(self._accelerator.device)
+
     @property
     def _mine(self) -> Tensor:
         return self.home.data[self.window]

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelz.flat_buffer import HOST
+from accelz.flat_buffer import HOST, rebind
 from zero.errors import OptimizerError, UsageError
 from zero.flat_group import FlatGroup
 from zero.gradients import GroupGradients
 from zero.kernel_rules import Rule, rule_for
 from zero.layout import Piece
+from zero.offload import Tier
+from zero.piece_state import is_elementwise
 from zero.room import room_for
 from zero.tiers.record import Opened
 from zero.tiers.stores import Stores
@@ -196,6 +198,30 @@ class ShardedOptimizer:
             raise UsageError(
                 "optimizer.step() was called directly and would change nothing: call engine.step() instead"
             )
+
+    def move(self, group: FlatGroup, tier: Tier) -> None:
+        """Move a group's record between the memories of device and host; one on disk stays."""
+        owned, old = self.owned[group], group.kept
+        tier = self._stores.resolve(tier)
+        if tier == old.tier or old.tier == "disk":
+            return
+        with self._room("for the optimizer state of", group):
+            group.record = self._stores.moved(old, tier, group.shard)
+            if owned.count is not None:
+                owned.count.steps = owned.count.steps.to(group.record.opened().master.device)
+        for index, piece in enumerate(owned.pieces):
+            rebind(piece.parameter, _piece_of_master(group, piece.piece))
+            self._move_state(owned, index)
+
+    def _move_state(self, owned: OwnedGroup, index: int) -> None:
+        parameter = owned.pieces[index].parameter
+        if self._rule is not None:
+            self.optimizer.state[parameter] = self._state_of_piece(owned, index, self._rule)
+            return
+        state = self.optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and is_elementwise(key, value, parameter):
+                state[key] = value.to(parameter.device)
 
     def _install(self) -> None:
         """Put the pieces in the places of the parameters they are parts of."""

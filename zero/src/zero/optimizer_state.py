@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zero.errors import StateError
 from zero.flat_group import FlatGroup
 from zero.optimizer import OwnedGroup, ShardedOptimizer
+from zero.piece_state import in_memory_order, is_elementwise
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.swap_file import Stored
-from zero.tiers.values import Values, fetch
+from zero.tiers.values import fetch
 from zero.whole import WholeValues, view_of
 
 Kind = Literal["elements", "scalar"]
@@ -73,22 +73,6 @@ class OptimizerState:
         if group.shards > 1:
             self._whole.communicator.all_reduce(unit.name, flat, "max").wait()
         return flat
-
-
-def is_elementwise(key: str, value: Values, parameter: nn.Parameter) -> bool:
-    """Whether a state tensor of a piece has one value per element."""
-    if isinstance(value, Stored):
-        return True
-    return key != "step" and value.shape == parameter.shape
-
-
-def in_memory_order(value: Values, parameter: nn.Parameter) -> Values:
-    """A dense tensor as one dimension, in the order of its parameter's memory; shares its storage."""
-    if isinstance(value, Stored):
-        return value
-    if value.stride() != parameter.stride():
-        raise StateError("optimizer state with other strides than its parameter cannot be sharded")
-    return value.as_strided((value.numel(),), (1,), value.storage_offset())
 
 
 def _entry(flat: Tensor, group: FlatGroup, index: int, kind: Kind) -> Tensor:

@@ -137,6 +137,22 @@ class ShardedUnit:
         ]
         return [handle for handle in begun if handle is not None]
 
+    def park(self) -> None:
+        """Give the device's memory back; see `Engine.offload_states`."""
+        for group in self.groups:
+            group.park()
+        self._guard()
+
+    def unpark(self) -> list[NamedHandle]:
+        """End park(); handles of what the other ranks send."""
+        for group in self.groups:
+            group.unpark(whole=self.resident)
+        if not self.resident:
+            return []
+        self._unguard()
+        begun = [g.start_gather(self._communicator, None) for g in self.groups if g.shards > 1]
+        return [handle for handle in begun if handle is not None]
+
     def abandon(self) -> None:
         """Forget all users and release: after an exception, or when a forward never got its backward."""
         self.holds = 0

@@ -26,7 +26,7 @@ from zero.errors import StateError
 from zero.flat_group import FlatGroup
 from zero.layout import ParameterSpec
 from zero.optimizer import OwnedPiece, ShardedOptimizer
-from zero.optimizer_state import in_memory_order, is_elementwise
+from zero.piece_state import in_memory_order, is_elementwise
 from zero.precision import LossScale
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.swap_file import Stored

@@ -16,7 +16,7 @@ from zero.checkpoint.names import raise_for
 from zero.checkpoint.values import Values
 from zero.errors import StateError
 from zero.optimizer import OwnedPiece
-from zero.optimizer_state import in_memory_order
+from zero.piece_state import in_memory_order
 from zero.tiers.values import changing
 
 

@@ -77,6 +77,14 @@ class Stores:
             master = values.to(dtype, copy=True)
         return Record(tier, master)
 
+    def moved(self, record: Record, tier: Tier, shard: Values) -> Record:
+        """A record in the other memory. On the device the shard itself serves as an fp32 master."""
+        old = record.opened()
+        device = HOST if tier == "host" else self.accelerator.device
+        serves = isinstance(shard, Tensor) and shard.device == device and shard.dtype is old.master.dtype
+        master = shard if serves else old.master.to(device)
+        return Record(tier, master, tuple(m.to(device) for m in old.moments))
+
     def outlet(self, shard: Values, master: Tensor) -> Outlet:
         """Where a step of `master` writes the weights of `shard`."""
         return Outlet(self, shard, master)

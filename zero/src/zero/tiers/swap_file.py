@@ -13,6 +13,7 @@ import os
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -42,6 +43,7 @@ class SwapFile:
         self._lock = threading.Lock()
         self._direct, self._cached = _open(folder)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zero-swap")
+        self._close = weakref.finalize(self, _close, self._threads, {self._direct, self._cached})
 
     def allocate(self, nbytes: int) -> int:
         """Room for `nbytes` at a page's beginning; returns its offset. Raises OffloadError on a full disk."""
@@ -77,10 +79,8 @@ class SwapFile:
         self._guarded(os.pwritev, self._cached, place, buffer)
 
     def close(self) -> None:
-        """Give the disk space back."""
-        self._threads.shutdown()
-        for descriptor in {self._direct, self._cached}:
-            os.close(descriptor)
+        """Give the disk space back; so does dropping the file."""
+        self._close()
 
     def _move(self, call: Callable[..., int], place: int, buffer: memoryview) -> Transfer:
         return Transfer(
@@ -174,6 +174,12 @@ def bytes_of(values: Tensor) -> memoryview:
 def aligned(buffer: Tensor) -> Tensor:
     """The part of a host buffer (uint8) that begins with a page; allocate PAGE bytes more than needed."""
     return buffer[-buffer.data_ptr() % PAGE :]
+
+
+def _close(threads: ThreadPoolExecutor, descriptors: set[int]) -> None:
+    threads.shutdown()
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _open(folder: Path) -> tuple[int, int]:

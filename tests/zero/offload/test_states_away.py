@@ -1,0 +1,88 @@
+"""offload_states and reload_states: the device's memory for others, and every bit back."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.offload.test_tiers import adagrad
+from tests.zero.test_parity import fresh, language_loss
+from tests.zero.training import Run, adamw, same_bits
+
+CASES: dict[str, dict[str, Any]] = {
+    "stage 3": {"precision": "bf16"},
+    "stage 3 fp32": {},
+    "stage 2": {"stage": 2, "precision": "bf16"},
+    "stage 0": {"stage": 0},
+    "host already": {"offload": zero.Offload(optimizer="host"), "precision": "bf16"},
+}
+
+
+def train(context: Context, away: bool, path: str, optimizer: Any = adamw, **settings: Any) -> Run:
+    engine = zero.initialize(model := fresh(), optimizer(model), zero.Config(timeout=20, **settings))
+    run = Run()
+    for step in range(4):
+        loss = language_loss(model, step, context.rank)
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.item())
+        del loss
+        if away and step == 1:
+            _go_away_and_return(context, engine, path)
+    run.state = engine.state_dict(master=True)
+    return run
+
+
+def _go_away_and_return(context: Context, engine: zero.Engine, path: str) -> None:
+    before = engine.state_dict()
+    engine.offload_states()
+    gc.collect()
+    if context.accelerator.capabilities.exact_memory:
+        held = context.accelerator.memory.stats().allocated
+        assert held < 1024, held  # module buffers and scalars
+    with pytest.raises(zero.UsageError, match="reload_states"):
+        language_loss(engine.module, 0, context.rank)
+    there = engine.state_dict()  # whole values are made from what is on the host
+    assert all(torch.equal(value, there[name]) for name, value in before.items())
+    engine.save_checkpoint(Path(path, "away"))
+    engine.reload_states()
+    engine.reload_states()  # nothing is away any more
+
+
+def away_body(context: Context, path: str) -> dict[str, bool]:
+    found = {}
+    for name, settings in CASES.items():
+        plain = train(context, False, path, **settings)
+        gc.collect()
+        found[name] = same_bits(train(context, True, path, **settings), plain)
+        gc.collect()
+    plain = train(context, False, path, adagrad)
+    gc.collect()
+    found["any optimizer"] = same_bits(train(context, True, path, adagrad), plain)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_states_go_and_come_back_exactly(cluster: Clusters, tmp_path: Path, size: int) -> None:
+    for found in cluster(size).run(away_body, path=str(tmp_path), limit=120):
+        assert all(found.values()), found
+
+
+def between_body(context: Context) -> str:
+    engine = zero.initialize(model := fresh(), adamw(model), zero.Config(timeout=20))
+    engine.backward(language_loss(model, 0, context.rank))
+    with pytest.raises(zero.UsageError) as raised:
+        engine.offload_states()
+    engine.step()
+    return str(raised.value)
+
+
+def test_gradients_are_not_left_behind(cluster: Clusters) -> None:
+    for message in cluster(1).run(between_body):
+        assert "between backward() and step()" in message
