@@ -243,6 +243,17 @@ TEST(a_rank_that_stays_away) {
     });
 }
 
+TEST(a_rank_that_gives_up_says_why) {
+    on_threads(3, [](const Rank &r) {
+        reduce(r, 1);  // everyone is connected
+        float value = 1;
+        if (r.rank == 1) return accelz_channel_fail(r.channel, "the network is gone");
+        const int64_t ticket = accelz_start(r.channel, ACCELZ_ALL_REDUCE, 0, 0, 1, 0, &value, &value, 30, 1);
+        CHECK(ticket < 0 || accelz_finish(r.channel, ticket, 1) < 0);
+        CHECK(std::string(accelz_last_error()).find("rank 1 gave up: the network is gone") != std::string::npos);
+    });
+}
+
 #if !defined(__SANITIZE_THREAD__)
 TEST(a_killed_process_is_noticed_at_once) {
     int ready[2];

@@ -139,6 +139,23 @@ TEST(the_norm_is_the_same_on_every_isa_and_any_threads) {
     CHECK(std::fabs(expected / double(N) - 1) < 0.02);
 }
 
+TEST(rows_are_added_in_order_and_rounded_once) {
+    constexpr int ROWS = 3;
+    std::vector<float> rows(ROWS * N), wide(N), output(N);
+    for (size_t i = 0; i < rows.size(); i++) rows[i] = float((i * 7) % 1001) * (i < N ? 1e6f : 1e-3f);
+    std::vector<uint16_t> narrow(ROWS * N), sum(N), expected_sum(N);
+    accelz_scale_cast(narrow.data(), ACCELZ_BFLOAT16, rows.data(), ACCELZ_FLOAT32, nullptr, rows.size(), 1);
+    accelz_scale_cast(rows.data(), ACCELZ_FLOAT32, narrow.data(), ACCELZ_BFLOAT16, nullptr, rows.size(), 1);
+    for (size_t i = 0; i < N; i++) wide[i] = (rows[i] + rows[N + i]) + rows[2 * N + i];
+    accelz_scale_cast(expected_sum.data(), ACCELZ_BFLOAT16, wide.data(), ACCELZ_FLOAT32, nullptr, N, 1);
+    for (int threads : {1, 3}) {
+        accelz_reduce(sum.data(), narrow.data(), ROWS, ACCELZ_BFLOAT16, ACCELZ_SUM, N, threads);
+        CHECK(sum == expected_sum);
+        accelz_reduce(output.data(), rows.data(), ROWS, ACCELZ_FLOAT32, ACCELZ_SUM, N, threads);
+        CHECK(output == wide);
+    }
+}
+
 TEST(several_threads_may_call_at_once) {
     State expected;
     expected.adamw(1);
