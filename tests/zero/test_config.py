@@ -177,6 +177,7 @@ def test_the_public_face_is_frozen() -> None:
     assert zero.__all__ == [
         "CheckpointError",
         "CommunicationError",
+        "Compile",
         "Config",
         "ConfigError",
         "CorruptCheckpointError",
@@ -202,6 +203,7 @@ def test_the_public_face_is_frozen() -> None:
         "backward",
         "step",
         "zero_grad",
+        "explain",
         "is_boundary",
         "loss_scale",
         "traffic",
@@ -236,5 +238,6 @@ def test_the_public_face_is_frozen() -> None:
         "cast_inputs",
         "cast_buffers",
         "offload",
+        "compile",
         "timeout",
     ]

@@ -8,6 +8,7 @@ for batch in loader:
 """
 
 from zero.access import gathered
+from zero.compiled.settings import Compile
 from zero.config import Config
 from zero.deferred_init import init
 from zero.engine import Engine
@@ -34,6 +35,7 @@ from zero.pretrained import load_pretrained
 __all__ = [
     "CheckpointError",
     "CommunicationError",
+    "Compile",
     "Config",
     "ConfigError",
     "CorruptCheckpointError",

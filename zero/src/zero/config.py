@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import nn
 
+from zero.compiled.settings import Compile
 from zero.offload import Offload
 from zero.validated import Validated
 
@@ -37,6 +38,7 @@ class Config(Validated):
     cast_inputs: cast floating-point arguments of the model to a 16-bit `precision`.
     cast_buffers: cast floating-point buffers too, as `module.bfloat16()` would.
     offload: what does not stay on the device; see `Offload`.
+    compile: run forward and backward through torch.compile; True, or the settings `Compile(...)`.
     timeout: seconds after which a collective that does not complete is an error.
     """
 
@@ -54,6 +56,7 @@ class Config(Validated):
     cast_inputs: bool = True
     cast_buffers: bool = False
     offload: Offload | None = None
+    compile: Compile | None = None
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
 
     @field_validator("units", mode="before")
@@ -62,6 +65,11 @@ class Config(Validated):
         if isinstance(value, type):
             return (value,)
         return tuple(value) if isinstance(value, (list, set, frozenset)) else value
+
+    @field_validator("compile", mode="before")
+    @classmethod
+    def _as_settings(cls, value: Any) -> Any:
+        return (Compile() if value else None) if isinstance(value, bool) else value
 
     @field_validator("loss_scale")
     @classmethod

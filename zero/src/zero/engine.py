@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load import Loaded, Options
 from zero.checkpoint.names import Rename
 from zero.communicator import Communicator, Traffic
+from zero.compiled.settings import Compile
 from zero.config import DTYPES, Config
 from zero.errors import CommunicationError, UsageError
 from zero.gradients import GradientPolicy, GradientReducer, GroupGradients
@@ -31,6 +32,10 @@ from zero.tensors import map_tensors
 from zero.tiers.stores import Stores
 from zero.unit_hooks import Phase, UnitHooks
 from zero.whole import WholeValues
+
+if TYPE_CHECKING:
+    from zero.compiled.explain import Explanation
+    from zero.compiled.model import CompiledModel
 
 _CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -101,6 +106,7 @@ class Engine:
             for index, parameter in enumerate(gradients.group.parameters):
                 parameter.register_post_accumulate_grad_hook(_receiver(self, gradients, index))
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        self._compiled = None if config.compile is None else self._compile(config.compile)
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -163,6 +169,12 @@ class Engine:
         """Drop the gradients of all micro-batches since the last optimizer step."""
         self._reducer.clear()
         self._micro_steps = 0
+
+    def explain(self) -> Explanation:
+        """What compilation made of the model so far; `str()` of it is for people."""
+        if self._compiled is None:
+            raise UsageError("explain() is about compiled models: set zero.Config(compile=True)")
+        return self._compiled.explain()
 
     @property
     def is_boundary(self) -> bool:
@@ -367,6 +379,8 @@ class Engine:
     def _begin_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
+        if self._phase.in_graph:
+            return None  # done before the graph was entered
         if self._parked:
             raise UsageError("the model's state is on the host: call engine.reload_states() first")
         if not self._phase.in_backward and not any(u.holds for u in self.units):
@@ -379,10 +393,26 @@ class Engine:
 
     def _receive(self, gradients: GroupGradients, index: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:  # None: there is none, or a compiled graph has handed it over
+            self._take(gradients, index, gradient)
+
+    def _take(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
         if not self._phase.in_backward:
             raise UsageError("loss.backward() was called directly: call engine.backward(loss) instead")
-        assert gradient is not None
         self._reducer.receive(gradients, index, gradient)
+
+    def _compile(self, settings: Compile) -> CompiledModel:
+        from zero.compiled.model import CompiledModel  # imports the compiler: seconds, for who wants it
+        from zero.compiled.runtime import Runtime
+
+        of_group = {gradients.group: gradients for gradients in self._reducer.all}
+        runtime = Runtime(
+            self.units,
+            lambda group, index, gradient: self._take(of_group[group], index, gradient),
+            self._backward_over,
+        )
+        begin = self._begin_forward
+        return CompiledModel(self.module, self.units, runtime, settings, self._phase, begin)
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
         """Step the optimizer. Interrupted half-way it cannot be repeated: some parameters are updated."""

@@ -197,5 +197,12 @@ class FlatGroup:
 
     def bind(self, cast: torch.dtype | None) -> None:
         """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""
+        self._readable(cast).bind()
+
+    def values(self, cast: torch.dtype | None) -> tuple[Tensor, ...]:
+        """What `bind` would make of the parameters, in their order."""
+        return self._readable(cast).views
+
+    def _readable(self, cast: torch.dtype | None) -> FlatBuffer:
         buffer = self.buffer(cast)
-        (self._private if self._private and buffer is self.home else buffer).bind()
+        return self._private if self._private and buffer is self.home else buffer

@@ -32,9 +32,17 @@ _METHODS = frozenset(
     """
     size dim ndimension numel nelement stride storage_offset untyped_storage element_size get_device has_names
     is_contiguous is_floating_point is_complex is_signed is_inference is_pinned is_same_size is_tensor
-    __len__ __hash__ requires_grad_ register_hook register_post_accumulate_grad_hook
+    _is_view __len__ __hash__ requires_grad_ register_hook register_post_accumulate_grad_hook
     """.split()  # noqa: SIM905
 )
+
+
+_serving: set[Callable[..., Any]] = set()
+
+
+def admit(operation: Callable[..., Any]) -> None:
+    """Let `operation` take sharded parameters: it reads none of their values."""
+    _serving.add(operation)
 
 
 class ShardedParameter(nn.Parameter):
@@ -48,7 +56,7 @@ class ShardedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if _is_metadata(func):
+        if _is_metadata(func) or func in _serving:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name, reason = _who(args, kwargs)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 import accelz
 from zero.build import build_units, check_dtypes, check_model
 from zero.communicator import Communicator
+from zero.compiled.split import split_by_use
 from zero.config import Config
 from zero.engine import Engine
 from zero.errors import ConfigError
@@ -42,6 +43,8 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     accelerator = accelz.current()
     check_dtypes(model, config, accelerator)
     plans = find_units(model, config.units, config.persistent_below)
+    if config.compile is not None and config.stage == 3:
+        plans = split_by_use(plans)
     param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
 
     check_offload(optimizer, config)

@@ -94,6 +94,12 @@ class ShardedUnit:
 
     def gather(self, cast: torch.dtype | None) -> None:
         """Make the parameters whole in `cast`, waiting for the gather if need be."""
+        if not self.resident:
+            self.complete(cast)
+            self._bind(cast)
+
+    def complete(self, cast: torch.dtype | None) -> None:
+        """Fill the buffers of `cast`, waiting for the gather if need be; the parameters may show others."""
         if self.resident:
             return
         self.start_gather(cast)
@@ -102,7 +108,6 @@ class ShardedUnit:
         if self._pending.pop(cast, None) is not None:
             self._gathered.add(cast)
             self._unguard()
-        self._bind(cast)
 
     def release(self) -> None:
         """Drop every gathered buffer unless somebody uses the unit."""
@@ -164,6 +169,15 @@ class ShardedUnit:
             for group in self.groups:
                 group.bind(cast)
             self._bound = cast
+
+    def expose(self) -> None:
+        """Let the parameters look like any others, whole or not: for a tracer, which reads no values."""
+        self._unguard()
+
+    def conceal(self) -> None:
+        """End `expose`."""
+        if not (self.resident or self._gathered):
+            self._guard()
 
     def _guard(self) -> None:
         guard(self._classes)

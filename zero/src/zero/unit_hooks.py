@@ -26,9 +26,11 @@ from zero.tensors import iter_tensors
 
 @dataclass
 class Phase:
-    """What the engine is doing. in_backward: inside Engine.backward."""
+    """What the engine is doing. in_backward: inside Engine.backward. in_graph: inside a compiled forward of
+    the whole model, which gathers for itself."""
 
     in_backward: bool = False
+    in_graph: bool = False
 
 
 class UnitHooks:
@@ -70,6 +72,15 @@ class UnitHooks:
         self._unit.release()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._phase.in_graph:
+            self._enter(args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._phase.in_graph:
+            self._leave(output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
         self._unit.holds += 1
         if self._depth > 1:
@@ -83,7 +94,8 @@ class UnitHooks:
             if newest is not None:
                 _when_ready(newest, partial(self._end, self._call))
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, output: Any) -> None:
         if self._depth == 0:
             return  # reset by an exception further out
         self._depth -= 1

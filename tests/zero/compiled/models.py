@@ -1,0 +1,125 @@
+"""Models for the compiled path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+VOCABULARY = 512
+WIDTH = 32  # with the vocabulary: an embedding that is a unit of its own
+
+
+class Block(nn.Module):
+    """Attention and an MLP, whose second layer may be frozen. How it is called is chosen by `path`."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH).requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.mix(self.norms[0](x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Transformer(nn.Module):
+    """A decoder with embedding and head tied and one frozen layer; returns the loss.
+
+    path: "straight"; "checkpointed" recomputes every block; "broken" has a graph break in every block, and
+    "broken root" one between them.
+    """
+
+    def __init__(self, layers: int = 3, path: str = "straight") -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(frozen=i == 1) for i in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.path = path
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.path == "checkpointed" else block(x)
+            if self.path == "broken root":
+                torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), tokens.flatten())
+
+
+class BrokenBlock(Block):
+    """A block that dynamo cannot trace in one piece."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.0
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+FAULTS: set[str] = set()
+"""Where `watched` raises: "forward", "backward"."""
+
+
+@torch.library.custom_op("zero_tests::watched", mutates_args=())
+def watched(x: Tensor, where: str) -> Tensor:
+    """A copy of `x`, or the error that a test wants, while a graph runs."""
+    if where in FAULTS:
+        raise ArithmeticError("as the test wants")
+    return x.clone()
+
+
+watched.register_fake(lambda x, where: torch.empty_like(x))
+watched.register_autograd(lambda context, gradient: (watched(gradient, "backward"), None))
+
+
+class Watched(nn.Module):
+    """Layers with an operation between them that can raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 600)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = watched(block(x), "forward") + x
+        return self.head(x).square().mean()
+
+
+class Writing(nn.Module):
+    """A forward that writes to its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.5)
+        return self.layer(x).square().mean()
+
+
+def fresh(path: str = "straight") -> Transformer:
+    """The same values every time."""
+    torch.manual_seed(7)
+    model = Transformer(path=path)
+    if path == "broken":
+        for block in model.blocks:
+            block.__class__ = BrokenBlock
+    return model
+
+
+def tokens(step: int, rank: int, on: nn.Module, length: int = 9) -> Tensor:
+    """One rank's batch at one step, where the model `on` is."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    found = torch.randint(0, VOCABULARY, (2, length), generator=generator)
+    return found.to(next(on.parameters()).device)

@@ -1,0 +1,216 @@
+"""The compiled engine: bytes, memory, errors, and other engines beside it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.compiled.models import FAULTS, WIDTH, Watched, Writing, fresh, tokens
+from tests.zero.models import device_of
+from tests.zero.training import adamw
+
+AOT = zero.Compile(inner="aot_eager")
+
+
+def build(compile: zero.Compile | None = AOT, **settings: Any) -> zero.Engine:
+    model = fresh()
+    return zero.initialize(model, adamw(model), zero.Config(compile=compile, timeout=20, **settings))
+
+
+def step(engine: zero.Engine, number: int, autocast: bool = False) -> float:
+    device = device_of(engine.module).type
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        loss = engine(tokens(number, engine.rank, engine.module))
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def traffic_body(context: Context) -> dict[str, Any]:
+    """Bytes of the third step, with and without fusion, under autocast."""
+    found: dict[str, Any] = {}
+    for name, fuse in (("fused", True), ("plain", False)):
+        engine = build(zero.Compile(inner="aot_eager", fuse_casts=fuse))
+        found[f"{name} losses"] = [step(engine, n, autocast=True) for n in range(2)]
+        engine.traffic.clear()
+        step(engine, 2, autocast=True)
+        found[name] = dict(engine.traffic.bytes)
+        explained = engine.explain()
+        found[f"{name} told"] = sum(g.nbytes for g in explained.graphs)
+        found[f"{name} peaks"] = (max(g.peak for g in explained.graphs), explained.measured_peak)
+    found["numel"] = {u.name: sum(g.layout.numel for g in u.groups) for u in engine.units}
+    return found
+
+
+def test_fused_casts_halve_what_is_only_used_cast(cluster: Clusters) -> None:
+    """Blocks travel in bf16; the tied embedding is read in fp32 by the forward and cast by the backward;
+    vectors are read in fp32. What the graphs hold is what is counted, less the table in the plain graphs: of
+    one dtype, it stays gathered from forward to backward."""
+    for found in cluster(2).run(traffic_body, limit=120):
+        numel = found["numel"]
+        blocks = sum(n for name, n in numel.items() if name.startswith("blocks"))
+        table, vectors = numel["embedding.weight"], numel["<vectors>"]
+        assert found["fused losses"] == found["plain losses"]
+        assert found["fused"]["all_gather"] == 2 * 2 * blocks + (4 + 2) * table + 2 * 4 * vectors
+        assert found["plain"]["all_gather"] == 2 * 4 * blocks + 4 * table + 2 * 4 * vectors
+        assert found["fused told"] == found["fused"]["all_gather"]
+        assert found["plain told"] == found["plain"]["all_gather"] + 4 * table
+        assert found["fused"]["reduce_scatter"] == found["plain"]["reduce_scatter"]
+        for name in ("fused", "plain"):
+            predicted, measured = found[f"{name} peaks"]
+            assert predicted == measured, name
+        assert found["fused peaks"][1] < found["plain peaks"][1]
+
+
+def memory_body(context: Context) -> dict[str, Any]:
+    """Units are sharded between steps, and gathered one after another in a graph."""
+    engine = build(zero.Compile(inner="aot_eager", prefetch_budget=0))
+    states = []
+    for number in range(2):
+        loss = engine(tokens(number, context.rank, engine.module))
+        engine.backward(loss)
+        states += [unit.idle for unit in engine.units]
+        engine.step()
+    one_ahead = build(zero.Compile(inner="aot_eager", prefetch_budget="1MiB"))
+    step(one_ahead, 0)
+    largest = sum(sorted((g.nbytes for g in engine.explain().graphs[0].gathers), reverse=True)[:2])
+    return {
+        "idle": all(states),
+        "on demand": engine.explain().measured_peak,
+        "ahead": one_ahead.explain().measured_peak,
+        "two largest": largest,
+        "vectors": next(g.nbytes for g in engine.explain().graphs[0].gathers if g.unit == "<vectors>"),
+    }
+
+
+def test_bytes_go_right_after_the_last_use(cluster: Clusters) -> None:
+    for found in cluster(2).run(memory_body):
+        assert found["idle"]
+        # The table is tied: read by the first and the last layer, it stays while the forward runs.
+        assert found["on demand"] <= found["two largest"] + found["vectors"]
+        assert found["ahead"] > found["on demand"]
+
+
+def exceptions_body(context: Context) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Watched()
+    engine = zero.initialize(model, adamw(model), zero.Config(compile=AOT, timeout=20))
+    x = torch.ones(2, WIDTH, device=device_of(model))
+
+    def train() -> float:
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    train()
+    before = engine(x).item()
+    held = []
+    for where in ("forward", "backward"):
+        FAULTS.add(where)
+        with pytest.raises(ArithmeticError):
+            engine.backward(engine(x))
+        FAULTS.clear()
+        held += [unit.name for unit in engine.units if unit.holds]
+        after = engine(x).item()
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(2, WIDTH + 1, device=x.device))
+    with pytest.raises(zero.UsageError, match=r"engine\.backward"):
+        engine(x).backward()
+    return {"held": held, "same": before == after, "falls": train() > train(), "mode": engine.explain().mode}
+
+
+def test_exceptions_leave_the_engine_usable(cluster: Clusters) -> None:
+    for found in cluster(2).run(exceptions_body):
+        assert found["held"] == []
+        assert found["same"]
+        assert found["falls"]
+        assert found["mode"] == "graph"
+
+
+def two_engines_body(context: Context) -> bool:
+    alone = build()
+    expected = [step(alone, number) for number in range(3)]
+    first, second = build(), build()
+    losses = [(step(first, number), step(second, number)) for number in range(3)]
+    return losses == [(value, value) for value in expected]
+
+
+def test_engines_beside_each_other(cluster: Clusters) -> None:
+    assert all(cluster(2).run(two_engines_body))
+
+
+def leak_body(context: Context) -> tuple[int, int]:
+    engine = build()
+
+    def live() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+    for number in range(10):
+        step(engine, number)
+    before = live()
+    for number in range(100):
+        step(engine, number)
+    return before, live()
+
+
+def test_nothing_grows_over_100_steps(cluster: Clusters) -> None:
+    for before, after in cluster(2).run(leak_body, limit=120):
+        assert after == before
+
+
+def freed_body(context: Context) -> bool:
+    engine = build()
+    step(engine, 0)
+    alive, values = weakref.ref(engine), weakref.ref(next(engine.module.parameters()))
+    del engine
+    gc.collect()
+    return alive() is None and values() is None
+
+
+def test_engines_are_freed(cluster: Clusters) -> None:
+    assert all(cluster(2).run(freed_body))
+
+
+def writing_body(context: Context) -> str:
+    model: nn.Module = Writing()
+    engine = zero.initialize(model, adamw(model), zero.Config(compile=AOT, timeout=20))
+    with pytest.raises(zero.ModelError) as caught:
+        engine(torch.ones(2, WIDTH, device=device_of(model)))
+    return str(caught.value)
+
+
+def test_a_forward_that_writes_to_a_parameter_is_refused(cluster: Clusters) -> None:
+    for message in cluster(2).run(writing_body):
+        assert "layer.weight" in message
+        assert "zero.gathered" in message
+
+
+def test_settings() -> None:
+    assert zero.Config(compile=True).compile == zero.Compile()
+    assert zero.Config(compile=False).compile is None
+    assert zero.Compile(prefetch_budget="1MiB").prefetch_budget == 1 << 20
+    with pytest.raises(zero.ConfigError, match="inner"):
+        zero.Compile(inner="nvfuser")
+    with pytest.raises(zero.ConfigError, match="prefetch_budget"):
+        zero.Compile(prefetch_budget="much")
+
+
+def test_explain_is_about_compiled_models(cluster: Clusters) -> None:
+    assert all(cluster(1).run(explain_body))
+
+
+def explain_body(context: Context) -> bool:
+    with pytest.raises(zero.UsageError, match="compile=True"):
+        build(None).explain()
+    engine = build()
+    step(engine, 0)
+    return "forward" in str(engine.explain()) and "backward" in str(engine.explain())

@@ -1,0 +1,131 @@
+"""Compiled training has the losses and weights of eager training, whatever path the model takes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.compiled.models import fresh, tokens
+from tests.zero.models import LanguageModel, device_of
+from tests.zero.models import tokens as small_tokens
+from tests.zero.training import adamw, relative_error, same_bits, train_zero
+
+AOT = zero.Compile(inner="aot_eager")
+STEPS = 4
+
+
+def plain_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(tokens(step, rank, model))
+
+
+def lengths_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Another length every step, and every rank its own."""
+    return model(tokens(step, rank, model, length=5 + (2 * step + rank) % 4))
+
+
+def evaluating_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    """Evaluation and a loss that is thrown away before the real one."""
+    with torch.no_grad():
+        model(tokens(step + 50, rank, model))
+    model(tokens(step + 60, rank, model))
+    return model(tokens(step, rank, model))
+
+
+def held_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    with zero.gathered(model):
+        return model(tokens(step, rank, model))
+
+
+def part_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    """A module of the model called by itself is eager."""
+    assert isinstance(model.blocks, nn.ModuleList)
+    features = torch.ones(1, 4, 32, device=device_of(model))
+    return model(tokens(step, rank, model)) + model.blocks[0](features).square().mean()
+
+
+def train(
+    context: Context,
+    compile: zero.Compile | None,
+    loss: Callable[[nn.Module, int, int], Tensor] = plain_loss,
+    path: str = "straight",
+    **settings: Any,
+) -> Any:
+    return train_zero(
+        context, fresh(path), loss, zero.Config(compile=compile, timeout=20, **settings), adamw, STEPS
+    )
+
+
+SAME_BITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"precision": "bf16"},
+    "stage 2": {"stage": 2},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "accumulated locally": {"gradient_accumulation_steps": 2, "accumulate": "local"},
+    "persistent": {"persistent_below": 100},
+    "lengths": {"loss": lengths_loss},
+    "evaluating": {"loss": evaluating_loss},
+    "held": {"loss": held_loss},
+    "offloaded": {"offload": zero.Offload(optimizer="host", params="host")},
+    "checkpointed": {"path": "checkpointed"},
+}
+
+
+def same_bits_body(context: Context) -> dict[str, bool]:
+    return {
+        name: same_bits(train(context, AOT, **settings), train(context, None, **settings))
+        for name, settings in SAME_BITS.items()
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_bits_of_eager_training(cluster: Clusters, size: int) -> None:
+    """aot_eager runs the eager engine's operations, so every loss and weight is the same."""
+    for found in cluster(size).run(same_bits_body, limit=280):
+        assert all(found.values()), found
+
+
+def small_model_body(context: Context) -> tuple[bool, float, float]:
+    """Ties, frozen parts, a block used twice, odd strides, parameters with no or one element."""
+
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        return model(small_tokens(step, rank, model))["loss"]
+
+    runs = []
+    for compile in (None, AOT):
+        torch.manual_seed(3)
+        runs.append(train_zero(context, LanguageModel(), loss, zero.Config(compile=compile), adamw, STEPS))
+    part = [train(context, compile, part_loss) for compile in (None, AOT)]
+    clipped = [train(context, compile, clip_norm=0.1) for compile in (None, AOT)]
+    errors = (relative_error(b.losses, a.losses) for a, b in (part, clipped))
+    return (same_bits(*runs), *errors)
+
+
+def test_odd_parameters_parts_called_alone_and_clipping(cluster: Clusters) -> None:
+    for same, part, clipped in cluster(2).run(small_model_body, limit=120):
+        assert same
+        assert part < 1e-5  # a gradient that comes from two graphs is reduced in two parts
+        assert clipped < 1e-5  # the norm is summed in the order of other units
+
+
+def breaks_body(context: Context) -> dict[str, Any]:
+    found = {}
+    for path in ("broken", "broken root"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled = train(context, AOT, path=path)
+        told = [str(w.message) for w in caught if "unit by unit" in str(w.message)]
+        found[path] = (same_bits(compiled, train(context, None, path=path)), len(told))
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_graph_breaks_go_unit_by_unit(cluster: Clusters, size: int) -> None:
+    for found in cluster(size).run(breaks_body, limit=120):
+        assert found == {"broken": (True, 1), "broken root": (True, 1)}

@@ -1,0 +1,1 @@
+"""Training through torch.compile: ZeRO-3 as passes over graphs."""

@@ -1,0 +1,88 @@
+"""The backend that dynamo calls: partition, passes, then the inner compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+from zero.compiled import inductor, pipeline
+from zero.compiled.explain import GraphReport
+from zero.compiled.facts import Facts, ParameterFacts
+from zero.compiled.graphs import ShardedGraph
+from zero.compiled.settings import Compile
+
+Graphs = tuple[fx.GraphModule, fx.GraphModule]
+
+
+class ShardingBackend:
+    """A dynamo backend for graphs whose inputs are partly the engine's parameters.
+
+    parameters: by number. reports: of all graphs so far. Keeps no tensor: dynamo keeps backends.
+    """
+
+    def __init__(self, facts: Facts, parameters: Sequence[nn.Parameter], settings: Compile) -> None:
+        self.facts = facts
+        self.settings = settings
+        self.reports: list[GraphReport] = []
+        self._numbers = {id(p): n for n, p in enumerate(parameters)}
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        graph = _Compilation(self.facts, self.settings, self._locate(inputs), self.reports)
+        if self.settings.inner == "inductor":
+            return inductor.compile_graph(module, inputs, graph.partition, graph.inference)
+        compiler = aot_autograd(
+            fw_compiler=boxed_nop,
+            bw_compiler=boxed_nop,
+            inference_compiler=lambda module, fakes: boxed_nop(graph.inference(module), fakes),
+            partition_fn=graph.partition,
+            keep_inference_input_mutations=True,
+        )
+        compiled: Callable[..., Any] = compiler(module, inputs)
+        return compiled
+
+    def _locate(self, inputs: Sequence[Any]) -> list[ParameterFacts | None]:
+        numbers = (self._numbers.get(id(i)) for i in inputs)
+        return [None if number is None else self.facts.parameters[number] for number in numbers]
+
+
+class _Compilation:
+    """One graph of dynamo's on its way. inputs: its parameters, by place; None for other inputs."""
+
+    def __init__(
+        self,
+        facts: Facts,
+        settings: Compile,
+        inputs: Sequence[ParameterFacts | None],
+        reports: list[GraphReport],
+    ) -> None:
+        self._facts = facts
+        self._settings = settings
+        self._inputs = inputs
+        self._reports = reports
+
+    def partition(self, joint: fx.GraphModule, fakes: Sequence[Any], **options: Any) -> Graphs:
+        """Cut a joint graph in forward and backward and run the passes on both."""
+        forward, backward = min_cut_rematerialization_partition(joint, fakes, **options)
+        names = self._by_name(forward)
+        inputs = [names.get(n.name) for n in forward.graph.find_nodes(op="placeholder")]
+        graphs = (ShardedGraph(forward, self._facts, names), ShardedGraph(backward, self._facts, names))
+        kept = options["num_fwd_outputs"]
+        self._reports += pipeline.for_training(*graphs, inputs, kept, self._settings)
+        return forward, backward
+
+    def inference(self, module: fx.GraphModule) -> fx.GraphModule:
+        """Run the passes on a graph without a backward."""
+        graph = ShardedGraph(module, self._facts, self._by_name(module))
+        self._reports.append(pipeline.for_inference(graph, self._settings))
+        return module
+
+    def _by_name(self, module: fx.GraphModule) -> dict[str, ParameterFacts]:
+        """Parameters by the name of their placeholder; AOTAutograd keeps the inputs' order."""
+        placeholders = module.graph.find_nodes(op="placeholder")
+        pairs = zip(placeholders, self._inputs, strict=False)  # behind the inputs: states of generators
+        return {node.name: parameter for node, parameter in pairs if parameter is not None}

@@ -1,0 +1,153 @@
+"""Reading graphs: which nodes are parameters, which read their memory, what is a cast.
+
+reader   a node that reads a value's memory, directly or through views.
+alias    a node whose output may be a view of a value: views, and whatever does not say that it is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zero.compiled.facts import Facts, ParameterFacts
+
+aten = torch.ops.aten
+
+# How a cast is written before and after a compiler's decompositions.
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_CAST_DETAILS = {"layout", "device", "dtype"}  # which say nothing new about a strided tensor on its device
+
+
+class ShardedGraph:
+    """A forward, backward or inference graph whose inputs are partly the engine's parameters.
+
+    parameters: their placeholders.
+    """
+
+    def __init__(self, module: fx.GraphModule, facts: Facts, parameters: dict[str, ParameterFacts]) -> None:
+        self.module = module
+        self.graph = module.graph
+        self.facts = facts
+        self._by_name = parameters
+
+    @property
+    def parameters(self) -> dict[fx.Node, ParameterFacts]:
+        placeholders = self.graph.find_nodes(op="placeholder")
+        return {n: self._by_name[n.name] for n in placeholders if n.name in self._by_name}
+
+    def by_unit(self) -> dict[int, list[fx.Node]]:
+        """Placeholders of the parameters that must be gathered, by unit."""
+        found: dict[int, list[fx.Node]] = {}
+        for node, parameter in self.parameters.items():
+            if not self.facts.units[parameter.unit].resident:
+                found.setdefault(parameter.unit, []).append(node)
+        return found
+
+    def unit_of(self, gather: fx.Node) -> int:
+        """The index of the unit that a gather gathers."""
+        numbers: Any = gather.args[2]
+        parameter: ParameterFacts = self.facts.parameters[numbers[0]]
+        return parameter.unit
+
+    def nbytes(self, gather: fx.Node) -> int:
+        """Bytes of the buffer that a gather fills."""
+        return self.facts.units[self.unit_of(gather)].nbytes(cast_to(gather))
+
+    def positions(self) -> dict[fx.Node, int]:
+        """Each node's place in the order of execution."""
+        return {node: index for index, node in enumerate(self.graph.nodes)}
+
+    def finish(self) -> None:
+        """Check and regenerate the module after changes."""
+        self.graph.lint()
+        self.module.recompile()
+
+
+def is_alias(node: fx.Node, source: fx.Node) -> bool:
+    """Whether `node`'s output may be a view of `source`, one of its inputs."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.op != "output"
+    if not any(r.alias_info is not None for r in node.target._schema.returns):
+        return False
+    return any(argument.alias_info is not None for argument in _arguments_of(node, source))
+
+
+def writes(node: fx.Node, source: fx.Node) -> bool:
+    """Whether `node` writes to its input `source`."""
+    infos = (argument.alias_info for argument in _arguments_of(node, source))
+    return any(info is not None and info.is_write for info in infos)
+
+
+def _arguments_of(node: fx.Node, source: fx.Node) -> Iterator[torch._C.Argument]:
+    """The arguments of an operator, as its schema has them, that `source` is given as."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema
+        given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+        yield from (a for a in schema.arguments if source in _flat(given.get(a.name)))
+
+
+def readers(value: fx.Node) -> Iterator[fx.Node]:
+    """Every node that reads `value`'s memory, its aliases included; not the graph's output."""
+    seen: set[fx.Node] = set()
+    waiting = [value]
+    while waiting:
+        source = waiting.pop()
+        for user in source.users:
+            if user.op == "output" or user in seen:
+                continue
+            seen.add(user)
+            yield user
+            if is_alias(user, source):
+                waiting.append(user)
+
+
+def cast_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype that `node` casts its only tensor to; None if it does anything else."""
+    if node.target not in _CASTS:
+        return None
+    if node.target is aten._to_copy.default:
+        dtype = node.kwargs.get("dtype") if set(node.kwargs) <= _CAST_DETAILS else None
+    else:
+        dtype = node.args[1]
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """The dtype of a node's value; None if it is no tensor."""
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def cast_to(gather: fx.Node) -> torch.dtype | None:
+    """The dtype that the fp32 parameters of a gather or prefetch travel in; None: their own."""
+    cast: torch.dtype | None = gather.args[3] if len(gather.args) > 3 else None  # type: ignore[assignment]
+    return cast
+
+
+def outputs(graph: fx.Graph) -> fx.Node:
+    """The graph's output node."""
+    node: fx.Node = next(iter(graph.find_nodes(op="output")))
+    return node
+
+
+def text(graph: fx.Graph) -> str:
+    """The graph, one line a node, as tests and `explain` print it."""
+    lines = (f"{n.name} = {_target(n)}{_arguments(n)}" for n in graph.nodes if n.op == "call_function")
+    return "\n".join([*lines, f"return {', '.join(str(a) for a in outputs(graph).args[0])}"])  # type: ignore[union-attr]
+
+
+def _target(node: fx.Node) -> str:
+    return re.sub(r"^<built-in function (\w+)>$", r"\1", str(node.target)).removesuffix(".default")
+
+
+def _arguments(node: fx.Node) -> str:
+    named = (f"{k}={v}" for k, v in node.kwargs.items())
+    return f"({', '.join([*(str(a) for a in node.args), *named])})"
+
+
+def _flat(value: object) -> Sequence[object]:
+    return value if isinstance(value, (list, tuple)) else (value,)

@@ -1,0 +1,48 @@
+"""The inner compiler "inductor", which partitions and compiles graphs with the passes' operations in them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+# A gathered value is memory of the engine's: no other value may be put there, neither while nor after it is read.
+_PATCHES = {"allow_buffer_reuse": False, "inplace_buffers": False}
+
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def compile_graph(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    inference: Callable[[fx.GraphModule], fx.GraphModule],
+) -> Callable[..., Any]:
+    """Compile dynamo's graph. partition: in place of inductor's own; inference: before its compiler."""
+
+    def inner(graph: fx.GraphModule, fakes: Sequence[Any], **options: Any) -> Any:
+        if options.get("is_inference"):
+            graph = inference(graph)
+        return compile_fx_inner(graph, fakes, **options)
+
+    patches = _PATCHES | {"custom_partitioner_fn": _Partitioner(partition)}
+    compiled: Any = compile_fx(module, inputs, inner, patches)
+    assert callable(compiled)
+    return compiled  # type: ignore[no-any-return]
+
+
+class _Partitioner(CustomPartitionerFn):  # type: ignore[misc,unused-ignore]
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self._uuid = uuid.uuid4().bytes
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any) -> Any:
+        return self._partition(gm, joint_inputs, **options)
+
+    def uuid(self) -> bytes:
+        """New in every engine: a graph holds its engine's handle and fits no other."""
+        return self._uuid

@@ -1,0 +1,131 @@
+"""A model whose calls run through torch.compile: as one graph, or unit by unit where it is none.
+
+As one graph, the graph gathers and releases for itself and the hooks of units stand aside (`Phase.in_graph`).
+Where the model does not trace as a whole, each unit's forward is compiled by itself and the hooks gather it, as
+in the eager engine; graph breaks inside a unit are dynamo's business then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+
+from zero.compiled.backend import ShardingBackend
+from zero.compiled.explain import Explanation
+from zero.compiled.facts import gather_facts
+from zero.compiled.runtime import Runtime
+from zero.compiled.settings import Compile
+from zero.errors import ZeroError
+from zero.sharded_unit import ShardedUnit
+from zero.unit_hooks import Phase
+
+Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
+
+
+class _NotCompiled(Exception):
+    """Raised in place of the model's forward where it would run as it is."""
+
+
+class CompiledModel:
+    """Takes over the calls of `module`; its other modules, called by themselves, stay eager.
+
+    begin: what the engine does before a forward of the whole model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[ShardedUnit],
+        runtime: Runtime,
+        settings: Compile,
+        phase: Phase,
+        begin: Begin,
+    ) -> None:
+        self._module = module
+        self._units = tuple(units)
+        self._runtime = runtime
+        self._settings = settings
+        self._phase = phase
+        self._begin = begin
+        facts = gather_facts(runtime.handle, units)
+        self._backend = ShardingBackend(facts, runtime.parameters, settings)
+        self._why = ""  # what kept the model from being one graph
+        self._whole: Callable[..., Any] | None = torch.compile(
+            _frame(module), backend=self._backend, fullgraph=True, dynamic=settings.dynamic
+        )
+        module._compiled_call_impl = self  # what Module.compile() sets: calls of the module come here
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._whole is None or self._phase.in_backward or torch._C._len_torch_dispatch_stack():
+            return self._module._call_impl(*args, **kwargs)
+        begun = self._begin(self._module, args, kwargs)
+        args, kwargs = (args, kwargs) if begun is None else begun
+        try:
+            return self._as_one_graph(self._whole, args, kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, ZeroError):
+                raise error.inner_exception from error
+            raise
+        except (TorchDynamoException, FailOnRecompileLimitHit, _NotCompiled) as error:
+            return self._by_units(error, args, kwargs)
+
+    def explain(self) -> Explanation:
+        """What the passes did so far."""
+        mode = "units" if self._whole is None else "graph"
+        return Explanation(mode, self._why, tuple(self._backend.reports), self._runtime.peak)
+
+    def _as_one_graph(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._runtime.begin()
+        for unit in self._units:
+            unit.expose()
+        self._phase.in_graph = True
+        try:
+            return whole(*args, **kwargs)
+        except BaseException:
+            self._runtime.abandon()
+            raise
+        finally:
+            self._phase.in_graph = False
+            for unit in self._units:
+                unit.conceal()
+
+    def _by_units(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Go on without the whole graph, unless the model itself raises on these arguments."""
+        result = self._module._call_impl(*args, **kwargs)
+        self._why = str(error).strip().split("\n")[0]
+        self._whole = None
+        for module in dict.fromkeys(a for u in self._units for a in u.anchors if self._is_block(a)):
+            forward = torch.compile(
+                module.forward, backend=self._settings.inner, dynamic=self._settings.dynamic
+            )
+            module.forward = forward
+        warnings.warn(
+            f"zero: the model is compiled unit by unit, because it is not one graph: {self._why} "
+            "(engine.explain() says more)",
+            stacklevel=3,
+        )
+        return result
+
+    def _is_block(self, module: nn.Module) -> bool:
+        """Not the root, which what it calls would be compiled into."""
+        return module is not self._module
+
+
+def _frame(module: nn.Module) -> Callable[..., Any]:
+    """A function that calls `module` with its hooks, for dynamo to begin at.
+
+    Dynamo keeps its graphs, and counts them against its limit, by code object: every engine has one of its own.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():  # dynamo left the frame alone, and nothing is gathered here
+            raise _NotCompiled("torch.compile is disabled here, or skips this call")
+        return module._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"zero_{id(module)}")
+    return call

@@ -1,0 +1,61 @@
+"""A parameter's gradient goes to the engine as soon as it is there, and is not an output of the backward.
+
+Its buffer is reduced while the backward goes on, and no more than a few units' gradients are ever whole. A gradient
+that the graph only casts to fp32 at the end travels as it was computed, as in the eager engine under autocast; all
+of a unit in this graph, or none.
+
+Needs: a backward whose outputs are the gradients of the forward's inputs, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from zero.compiled.facts import ParameterFacts
+from zero.compiled.graphs import ShardedGraph, cast_of, dtype_of, outputs
+from zero.compiled.ops import REDUCE
+
+
+def reduce_gradients(graph: ShardedGraph, inputs: Sequence[ParameterFacts | None]) -> int:
+    """inputs: of the forward, by place; None for what is no parameter. Returns how many gradients are taken."""
+    result = list(outputs(graph.graph).args[0])  # type: ignore[arg-type]
+    if len(result) != len(inputs):
+        raise RuntimeError(f"a backward with {len(result)} outputs for {len(inputs)} inputs")
+    taken = {
+        place: parameter
+        for place, parameter in enumerate(inputs)
+        if parameter is not None and parameter.trainable and result[place] is not None
+    }
+    gradients = _as_computed(result, taken)
+    order = graph.positions()
+    last = {taken[p].unit: p for p in sorted(taken, key=lambda p: order[gradients[p]])}
+    for place, parameter in taken.items():
+        with graph.graph.inserting_after(gradients[place]):
+            arguments = (gradients[place], graph.facts.handle, parameter.number)
+            graph.graph.call_function(REDUCE, (*arguments, last[parameter.unit] == place))
+        result[place] = None
+    outputs(graph.graph).args = (tuple(result),)
+    graph.graph.eliminate_dead_code()
+    return len(taken)
+
+
+def _as_computed(result: Sequence[fx.Node], taken: dict[int, ParameterFacts]) -> dict[int, fx.Node]:
+    """The gradient by place, before its widening where the whole unit's gradients are only widened."""
+    narrow = {place: _before_widening(result[place]) for place in taken}
+    wide = {taken[place].unit for place, node in narrow.items() if node is None}
+    return {
+        place: result[place] if node is None or taken[place].unit in wide else node
+        for place, node in narrow.items()
+    }
+
+
+def _before_widening(gradient: fx.Node) -> fx.Node | None:
+    """What a cast to fp32 at the very end was made from; None where there is no such cast."""
+    if cast_of(gradient) is not torch.float32 or len(gradient.users) > 1:
+        return None
+    source = gradient.all_input_nodes[0]
+    dtype = dtype_of(source)
+    return source if dtype is not None and dtype.is_floating_point and dtype.itemsize < 4 else None

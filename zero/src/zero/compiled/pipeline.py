@@ -1,0 +1,55 @@
+"""The passes in their order, and what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zero.compiled.explain import GraphReport, report
+from zero.compiled.facts import ParameterFacts
+from zero.compiled.graphs import ShardedGraph
+from zero.compiled.passes.fuse_casts import fuse_casts
+from zero.compiled.passes.insert_gathers import insert_gathers
+from zero.compiled.passes.prefetch import prefetch
+from zero.compiled.passes.reduce_gradients import reduce_gradients
+from zero.compiled.passes.retain import retain
+from zero.compiled.passes.save_sharded import save_sharded
+from zero.compiled.settings import Compile
+
+
+def for_inference(graph: ShardedGraph, settings: Compile) -> GraphReport:
+    """A forward that no backward follows."""
+    counts = _gathers(graph, settings)
+    counts |= {"prefetch": prefetch(graph, settings.prefetch_budget)}
+    graph.finish()
+    return report(graph, "inference", counts)
+
+
+def for_training(
+    forward: ShardedGraph,
+    backward: ShardedGraph,
+    inputs: Sequence[ParameterFacts | None],
+    kept: int,
+    settings: Compile,
+) -> tuple[GraphReport, GraphReport]:
+    """A forward and its backward, as they were partitioned.
+
+    inputs: of the forward, by place; None for what is no parameter. kept: the forward's outputs that are the
+    model's own.
+    """
+    saved = save_sharded(forward, backward, kept)
+    ahead = {"save_sharded": saved} | _gathers(forward, settings)
+    back = _gathers(backward, settings)
+    back |= {"reduce_gradients": reduce_gradients(backward, inputs)}
+    ahead |= {"retain": retain(forward, backward)}
+    ahead |= {"prefetch": prefetch(forward, settings.prefetch_budget)}
+    back |= {"prefetch": prefetch(backward, settings.prefetch_budget)}
+    for graph in (forward, backward):
+        graph.finish()
+    return report(forward, "forward", ahead), report(backward, "backward", back)
+
+
+def _gathers(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
+    counts = {"insert_gathers": insert_gathers(graph)}
+    if settings.fuse_casts:
+        counts |= {"fuse_casts": fuse_casts(graph)}
+    return counts

@@ -1,0 +1,49 @@
+"""Units for graphs: parameters that are used alike and together.
+
+A graph gathers each unit where it is used, whatever module holds it, so the root's large matrices (embedding,
+head) need not stay whole all the time: each is a unit of its own. Vectors (norms, biases) are used as they are
+where autocast uses matrices cast; one unit for all of them is a small gather, and the others travel narrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zero.units import PERSISTENT, ROOT, UnitPlan
+
+VECTORS = "<vectors>"
+ALONE = 1 << 14
+"""Elements from which a matrix of the root is a unit of its own."""
+
+Named = tuple[str, nn.Parameter]
+
+
+def split_by_use(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """The same parameters in finer units, in the order of `plans`. Persistent ones stay as they are."""
+    kept = [plan for plan in plans if plan.name == PERSISTENT]
+    split = [part for plan in plans if plan.name != PERSISTENT for part in _matrices(plan)]
+    return [*split, *_vectors([p for p in plans if p.name != PERSISTENT]), *kept]
+
+
+def _matrices(plan: UnitPlan) -> list[UnitPlan]:
+    named = [item for item in plan.parameters if not _is_vector(item)]
+    alone = [item for item in named if plan.name == ROOT and item[1].numel() >= ALONE]
+    large = {name for name, _ in alone}
+    rest = tuple(item for item in named if item[0] not in large)
+    parts = [UnitPlan(name, plan.anchors, ((name, parameter),)) for name, parameter in alone]
+    return [*parts, UnitPlan(plan.name, plan.anchors, rest)] if rest else parts
+
+
+def _vectors(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+    holders = [plan for plan in plans if any(_is_vector(item) for item in plan.parameters)]
+    if not holders:
+        return []
+    anchors = dict.fromkeys(anchor for plan in holders for anchor in plan.anchors)
+    named = [item for plan in holders for item in plan.parameters if _is_vector(item)]
+    return [UnitPlan(VECTORS, tuple(anchors), tuple(named))]
+
+
+def _is_vector(item: Named) -> bool:
+    return item[1].dim() < 2
