@@ -1,7 +1,7 @@
 """What graph passes know of the engine: facts about parameters and units, no tensors.
 
-A *parameter number* is a parameter's place in `Facts.parameters`, a unit's *index* its place in `Facts.units`.
-Graphs carry both as plain integers, with the engine's *handle*.
+A *parameter number* is a parameter's place in `Facts.parameters`, a unit's *index* its place in
+`Facts.units`. Graphs carry both as plain integers, with the engine's *handle*.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch import fx
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-# A gathered value is memory of the engine's: no other value may be put there, neither while nor after it is read.
+# A gathered value is the engine's memory: no other value may be put there, while it is read or after.
 _PATCHES = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]

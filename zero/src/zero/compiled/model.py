@@ -1,8 +1,8 @@
 """A model whose calls run through torch.compile: as one graph, or unit by unit where it is none.
 
-As one graph, the graph gathers and releases for itself and the hooks of units stand aside (`Phase.in_graph`).
-Where the model does not trace as a whole, each unit's forward is compiled by itself and the hooks gather it, as
-in the eager engine; graph breaks inside a unit are dynamo's business then.
+As one graph, the graph gathers and releases for itself and the hooks of units stand aside
+(`Phase.in_graph`). Where the model does not trace as a whole, each unit's forward is compiled by itself and
+the hooks gather it, as in the eager engine; graph breaks inside a unit are dynamo's business then.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class CompiledModel:
 def _frame(module: nn.Module) -> Callable[..., Any]:
     """A function that calls `module` with its hooks, for dynamo to begin at.
 
-    Dynamo keeps its graphs, and counts them against its limit, by code object: every engine has one of its own.
+    Dynamo keeps its graphs, and counts them against its limit, by code object: every engine has its own.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """The operations that passes put into graphs: torch.library operators of the namespace `zero`.
 
-They stand in graphs that AOTAutograd has made functional already. Arguments that an operation does not write to
-are declared as written (`a!`) where order matters: a compiler then keeps a release behind every reader of the
-values, a gather behind its prefetch, and neither is dead code.
+They stand in graphs that AOTAutograd has made functional already. Arguments that an operation does not
+write to are declared as written (`a!`) where order matters: a compiler then keeps a release behind every
+reader of the values, a gather behind its prefetch, and neither is dead code.
 
     allgather_params   whole values of parameters of one unit. params: the graph's inputs for them.
     prefetch_params    begins the same, for a later allgather_params.

@@ -1,7 +1,7 @@
 """What the operations in a graph do to the engine's units and gradients.
 
-A gather in a graph holds its unit as a forward does in the eager engine, so both serve one another: a unit that
-a `zero.gathered` block holds is not gathered again, and not dropped when the graph is done with it.
+A gather in a graph holds its unit as a forward does in the eager engine, so both serve one another: a unit
+that a `zero.gathered` block holds is not gathered again, and not dropped when the graph is done with it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _handles = itertools.count(1)
 class Runtime:
     """One engine's end of the operations; numbers are those of `facts.Facts`.
 
-    receive(group, slot, gradient): takes the gradient of one parameter. close(unit): no further gradient of the
-    unit will come. peak: most bytes that were gathered at one time by graphs since `reset_peak`.
+    receive(group, slot, gradient): takes the gradient of one parameter. close(unit): no further gradient of
+    the unit will come. peak: most bytes of whole units at one time in a graph, since `reset_peak`.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], receive: Receive, close: Close) -> None:

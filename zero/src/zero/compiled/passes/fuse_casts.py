@@ -1,8 +1,8 @@
 """A unit that is only ever used cast to one narrower dtype is gathered in that dtype.
 
-Each rank casts its shard before it travels: half the bytes for bf16, no whole fp32 copy, and no cast left in the
-graph. Values are the same, for a cast works on each element alone. Where uses want several dtypes, the unit is
-gathered in the widest that one of them needs and the others cast from it.
+Each rank casts its shard before it travels: half the bytes for bf16, no whole fp32 copy, and no cast left
+in the graph. Values are the same, for a cast works on each element alone. Where uses want several dtypes,
+the unit is gathered in the widest that one of them needs and the others cast from it.
 
 Needs: gathers and releases (`insert_gathers`).
 """

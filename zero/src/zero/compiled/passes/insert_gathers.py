@@ -1,7 +1,7 @@
 """Every sharded unit is gathered before its first use in a graph and released right after its last.
 
-Needs: a graph without gathers. Raises ModelError where it writes to a sharded parameter: the value would be lost
-with the bytes.
+Needs: a graph without gathers. Raises ModelError where it writes to a sharded parameter: the value would be
+lost with the bytes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _checked_readers(graph: ShardedGraph, placeholder: fx.Node) -> Iterator[fx.N
         if any(writes(node, source) for source in aliases):
             name = graph.parameters[placeholder].name
             raise ModelError(
-                f"the forward writes to parameter {name!r}, which is sharded. Change parameters between steps, "
-                "inside `with zero.gathered(parameter, write_rank=0):`"
+                f"the forward writes to parameter {name!r}, which is sharded. Change parameters between "
+                "steps, inside `with zero.gathered(parameter, write_rank=0):`"
             )
         aliases.add(node)
         yield node

@@ -1,7 +1,8 @@
 """Gathers begin before the unit in front of them is used, as far ahead as a byte budget allows.
 
-The budget bounds what is under way or waiting ahead of its first use. It is the same number on every rank and so
-is the graph: all ranks issue the same gathers in the same order. A prefetch carries the dtype of its gather.
+The budget bounds what is under way or waiting ahead of its first use. It is the same number on every rank
+and so is the graph: all ranks issue the same gathers in the same order. A prefetch carries the dtype of its
+gather.
 
 Needs: gathers in the dtypes they will have (`fuse_casts`).
 """

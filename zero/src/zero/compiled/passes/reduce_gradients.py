@@ -1,8 +1,8 @@
 """A parameter's gradient goes to the engine as soon as it is there, and is not an output of the backward.
 
-Its buffer is reduced while the backward goes on, and no more than a few units' gradients are ever whole. A gradient
-that the graph only casts to fp32 at the end travels as it was computed, as in the eager engine under autocast; all
-of a unit in this graph, or none.
+Its buffer is reduced while the backward goes on, and no more than a few units' gradients are ever whole. A
+gradient that the graph only casts to fp32 at the end travels as it was computed, as in the eager engine
+under autocast; all of a unit in this graph, or none.
 
 Needs: a backward whose outputs are the gradients of the forward's inputs, in their order.
 """
@@ -20,7 +20,7 @@ from zero.compiled.ops import REDUCE
 
 
 def reduce_gradients(graph: ShardedGraph, inputs: Sequence[ParameterFacts | None]) -> int:
-    """inputs: of the forward, by place; None for what is no parameter. Returns how many gradients are taken."""
+    """inputs: of the forward, by place; None for what is no parameter. Returns how many gradients go."""
     result = list(outputs(graph.graph).args[0])  # type: ignore[arg-type]
     if len(result) != len(inputs):
         raise RuntimeError(f"a backward with {len(result)} outputs for {len(inputs)} inputs")

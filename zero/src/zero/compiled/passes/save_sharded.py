@@ -1,7 +1,8 @@
 """Nothing that is derived from a sharded parameter alone is kept from forward to backward.
 
-A partitioner saves a weight's 16-bit copy or its transpose, which would keep a whole copy of the model alive.
-Backward gets the parameter itself instead, which costs nothing while it is sharded, and derives the rest again.
+A partitioner saves a weight's 16-bit copy or its transpose, which would keep a whole copy of the model
+alive. Backward gets the parameter itself instead, which costs nothing while it is sharded, and derives the
+rest again.
 
 Needs: a forward and a backward as AOTAutograd partitioned them, before any other pass.
 """
