@@ -60,6 +60,16 @@ def test_convert_makes_a_checkpoint_that_can_be_read(checkpoint: Path, tmp_path:
     assert saved.same(found, MODEL)
 
 
+def test_convert_to_a_universal_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    result = run("convert", checkpoint.parent, tmp_path / "universal", "--to", "universal")
+    assert result.exit_code == 0, result.output
+    assert run("consolidate", tmp_path / "universal", tmp_path / "out").exit_code == 0
+    assert saved.same(saved.read(tmp_path / "out"), MODEL)
+    assert run("consolidate", checkpoint, tmp_path / "weights").exit_code == 0
+    message = refused("convert", tmp_path / "weights", tmp_path / "other", "--to", "universal")
+    assert "no complete checkpoint" in message
+
+
 def test_inspect_tells_what_is_there(checkpoint: Path) -> None:
     result = run("inspect", checkpoint)
     assert result.exit_code == 0

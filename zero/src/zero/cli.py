@@ -30,10 +30,11 @@ from rich.text import Text
 
 import zero
 from zero.consolidate import convert as to_zero
-from zero.consolidate import run
+from zero.consolidate import export_universal, run
 from zero.consolidate.opening import open_source
 from zero.consolidate.source import Source
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
+from zero.consolidate.zero_source import ZeroSource
 from zero.errors import ZeroError
 from zero.sizes import human, size
 
@@ -55,6 +56,11 @@ class Dtype(str, Enum):
 class Format(str, Enum):
     safetensors = "safetensors"
     torch = "torch"
+
+
+class Target(str, Enum):
+    zero = "zero"
+    universal = "universal"
 
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or the directory of several: its latest.")]
@@ -134,16 +140,21 @@ def consolidate(
 @app.command()
 @clean
 def convert(
-    weights: Annotated[Path, typer.Argument(help="A checkpoint of DeepSpeed's, or safetensors.")],
+    weights: Annotated[Path, typer.Argument(help="A checkpoint, or weights, in any format that is read.")],
     out: Annotated[Path, typer.Argument(help="The checkpoint to write; its parent must be there.")],
+    to: Annotated[
+        Target,
+        typer.Option(help="universal: DeepSpeed's, with the optimizer's state, of a checkpoint of zero's."),
+    ] = Target.zero,
     include: Include = None,
     exclude: Exclude = None,
     workers: Workers = None,
     memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
 ) -> None:
-    """Weights as a checkpoint of zero's, without optimizer state, to begin a job with.
+    """Weights as a checkpoint of zero's, without optimizer state, to begin a job with; or the other way.
 
-    `engine.load_checkpoint(OUT, weights_only=True)` loads it, each rank its part.
+    `engine.load_checkpoint(OUT, weights_only=True)` loads it, each rank its part. DeepSpeed loads a universal
+    checkpoint at any stage and number of ranks, with {"checkpoint": {"load_universal": true}}.
     """
     options = run.Options(
         dtype="stored",
@@ -152,8 +163,13 @@ def convert(
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
     )
-    with open_source(weights) as source, progress_bar() as progress:
-        result = to_zero(source, out, options, progress)
+    with progress_bar() as progress:
+        if to is Target.universal:
+            with ZeroSource(weights, optimizer=True) as checkpoint:
+                result = export_universal(checkpoint, out, options, progress)
+        else:
+            with open_source(weights) as source:
+                result = to_zero(source, out, options, progress)
     print(f"{result.out}: {result.tensors} tensors, {human(result.nbytes)}")
     _warn("left out, since it is no tensor", result.left_out)
 

@@ -79,12 +79,13 @@ class PlacedFile:
     """
 
     def __init__(self, storage: WeightStorage, path: Path, size: int) -> None:
-        self._whole = storage.create(path, size, direct=size >= _LARGE)
-        try:
-            self._cut = storage.reopen(path)
-        except BaseException:
-            self._whole.close()
-            raise
+        self._whole = self._cut = storage.create(path, size, direct=size >= _LARGE)
+        if size >= _LARGE:
+            try:
+                self._cut = storage.reopen(path)
+            except BaseException:
+                self._whole.close()
+                raise
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes that lie on their pages as they will in the file."""
@@ -105,7 +106,8 @@ class PlacedFile:
 
     def close(self) -> None:
         self._whole.close()
-        self._cut.close()
+        if self._cut is not self._whole:
+            self._cut.close()
 
 
 class Output:
@@ -149,6 +151,7 @@ class Output:
 
     def _create(self, file: PlannedFile) -> None:
         part = self._directory / (file.name + UNFINISHED)
+        self._make_parents(part.parent)
         self._storage.remove(part)
         opened = self._files[file.name] = PlacedFile(self._storage, part, file.nbytes)
         for offset, content in file.fixed:
@@ -156,6 +159,11 @@ class Output:
         self._left[file.name] = file.payload
         self.pending.update(chosen.tensor for chosen in file.tensors)
         self._count(file, 0)
+
+    def _make_parents(self, path: Path) -> None:
+        if path != self._directory and not self._storage.exists(path):
+            self._make_parents(path.parent)
+            self._storage.make_directory(path)
 
     def _count(self, file: PlannedFile, nbytes: int) -> None:
         """Finish a file with its last bytes."""

@@ -39,8 +39,8 @@ class Chosen:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of the output. offsets: where each tensor's bytes begin, by index in the source. fixed: what the
-    file has besides tensors, with its offset."""
+    """A file of the output. name: may lead into directories. offsets: where each tensor's bytes begin, by
+    index in the source. fixed: what the file has besides tensors, with its offset."""
 
     name: str
     nbytes: int

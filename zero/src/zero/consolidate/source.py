@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from zero.checkpoint.manifest import ITEM_BYTES
 
-Kind = Literal["parameter", "frozen", "buffer"]
+Kind = Literal["parameter", "frozen", "buffer", "state"]  # state: of the optimizer
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Source(ABC):
     def close(self) -> None:
         """Close the files."""
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

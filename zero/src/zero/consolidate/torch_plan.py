@@ -7,8 +7,9 @@ says. Checksums of the records stay zero, as with `torch.serialization.set_crc32
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,23 +32,28 @@ def plan_torch(tensors: Sequence[Chosen], limit: int) -> Plan:
 
 
 def _file(tensors: Sequence[Chosen], number: int, count: int) -> PlannedFile:
+    def content(values: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        return {name: values[t.tensor] for t in tensors for name in (t.name, *t.aliases)}
+
+    return plan_file(file_name("pytorch_model", ".bin", number, count), tensors, content)
+
+
+def plan_file(
+    name: str, tensors: Sequence[Chosen], content: Callable[[Mapping[int, Tensor]], Any]
+) -> PlannedFile:
+    """A file of torch.save. content: what it holds, made of tensors by their index in the source, in their
+    order; its other tensors are small and real."""
     with FakeTensorMode():
         values = {t.tensor: torch.empty(t.shape, dtype=TORCH[t.dtype]) for t in tensors}
-    state: dict[str, Tensor] = {name: values[t.tensor] for t in tensors for name in (t.name, *t.aliases)}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "skeleton"  # its room takes no space: torch skips it
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(state, path)
+            torch.save(content(values), path)
         records = {record.name.partition("/data/")[2]: record for record in records_of(path)}
         rooms = [records[str(key)] for key in range(len(tensors))]  # torch numbers storages as they come
         offsets = {t.tensor: room.offset for t, room in zip(tensors, rooms, strict=True)}
-        return PlannedFile(
-            file_name("pytorch_model", ".bin", number, count),
-            path.stat().st_size,
-            offsets,
-            tuple(tensors),
-            tuple(_rest(path, rooms)),
-        )
+        rest = tuple(_rest(path, rooms))
+        return PlannedFile(name, path.stat().st_size, offsets, tuple(tensors), rest)
 
 
 def _rest(path: Path, rooms: Sequence[Record]) -> list[tuple[int, bytes]]:

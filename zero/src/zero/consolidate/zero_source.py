@@ -6,30 +6,32 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 
-from zero.checkpoint.manifest import Manifest, Slice, TensorEntry, model_key
+from zero.checkpoint.manifest import Manifest, ParameterEntry, Slice, TensorEntry, model_key, state_key
 from zero.checkpoint.reader import Checkpoint, find
 from zero.checkpoint.storage import DISK, Storage
 from zero.consolidate.memory_order import Box, boxes, read_box
-from zero.consolidate.source import Chunk, Piece, Source, TensorInfo
+from zero.consolidate.source import Chunk, Kind, Piece, Source, TensorInfo
 
 
 class ZeroSource(Source):
-    """path: a checkpoint, or the directory of several, whose `latest` is taken."""
+    """path: a checkpoint, or the directory of several, whose `latest` is taken. optimizer: whether the
+    optimizer's state, as far as it has one value for each element, is among the tensors."""
 
     format = "zero"
 
-    def __init__(self, path: Path, storage: Storage = DISK) -> None:
+    def __init__(self, path: Path, storage: Storage = DISK, optimizer: bool = False) -> None:
         self.path = find(path, storage)
-        self._checkpoint = Checkpoint(self.path, storage)
+        self.checkpoint = Checkpoint(self.path, storage)
         try:
-            self._checkpoint.check_files()
+            self.checkpoint.check_files()
         except BaseException:
-            self._checkpoint.close()
+            self.checkpoint.close()
             raise
-        manifest = self._checkpoint.manifest
-        self.tensors = tuple(_infos(manifest))
+        manifest = self.checkpoint.manifest
+        found = dict(_infos(manifest, optimizer))
+        self._keys, self.tensors = tuple(found), tuple(found.values())
         self.left_out = tuple(manifest.extra_state)
-        self.identity = f"zero {self.path.absolute()} {self._checkpoint.digest:08x}"
+        self.identity = f"zero {self.path.absolute()} {self.checkpoint.digest:08x}"
         self.facts = {
             "steps": manifest.steps,
             "world size": manifest.world_size,
@@ -43,20 +45,20 @@ class ZeroSource(Source):
         }
 
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
-        for index, info in enumerate(self.tensors):
+        for index, key in enumerate(self._keys):
             if index in wanted:
-                yield from self._of(index, model_key(info.name), limit)
+                yield from self._of(index, key, limit)
 
     def everything(self, limit: int) -> Iterator[Chunk]:
-        for key, entry in self._checkpoint.manifest.tensors.items():
+        for key, entry in self.checkpoint.manifest.tensors.items():
             for piece in entry.slices:
                 yield from self._slice(None, key, entry, piece, limit)
 
     def close(self) -> None:
-        self._checkpoint.close()
+        self.checkpoint.close()
 
     def _of(self, index: int, key: str, limit: int) -> Iterator[Chunk]:
-        entry = self._checkpoint.tensor(key)
+        entry = self.checkpoint.tensor(key)
         if entry.stride is None:
             for piece in entry.slices:
                 yield from self._slice(index, key, entry, piece, limit)
@@ -68,29 +70,45 @@ class ZeroSource(Source):
         self, index: int | None, key: str, entry: TensorEntry, piece: Slice, limit: int
     ) -> Iterator[Chunk]:
         """A slice, cut where its blocks are, so that none is read twice."""
-        item, block = entry.item_bytes, self._checkpoint.manifest.block_bytes
+        item, block = entry.item_bytes, self.checkpoint.manifest.block_bytes
         step = max(item, limit // block * block or limit) // item
         for first in range(0, piece.length, step):
             count, start = min(step, piece.length - first), piece.start + first
             pieces = () if index is None else (Piece(index, start, count, 0),)
-            yield Chunk(count * item, partial(self._checkpoint.read, key, start), pieces)
+            yield Chunk(count * item, partial(self.checkpoint.read, key, start), pieces)
 
     def _box(self, index: int, key: str, entry: TensorEntry, box: Box) -> Chunk:
         assert entry.stride is not None
         count = 1
         for size in box.sizes:
             count *= size
-        read: Callable[[int, memoryview], None] = partial(self._checkpoint.read, key)
+        read: Callable[[int, memoryview], None] = partial(self.checkpoint.read, key)
         fill = partial(read_box, box, entry.shape, entry.stride, entry.item_bytes, read)
         return Chunk(count * entry.item_bytes, fill, (Piece(index, box.start, count, 0),))
 
 
-def _infos(manifest: Manifest) -> Iterator[TensorInfo]:
+def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInfo]]:
+    """Tensors by their keys in the manifest."""
     for parameter in manifest.parameters:
-        entry = manifest.tensors[model_key(parameter.name)]
-        kind = "parameter" if parameter.trainable else "frozen"
+        key = model_key(parameter.name)
+        entry = manifest.tensors[key]
+        kind: Kind = "parameter" if parameter.trainable else "frozen"
         dtypes = entry.dtype, parameter.dtype
-        yield TensorInfo(parameter.name, entry.shape, *dtypes, kind, parameter.aliases)  # type: ignore[arg-type]
+        yield key, TensorInfo(parameter.name, entry.shape, *dtypes, kind, parameter.aliases)
+        for state in elementwise_state(manifest, parameter) if optimizer else ():
+            key = state_key(state, parameter.name)
+            dtype = manifest.tensors[key].dtype
+            yield key, TensorInfo(key, entry.shape, dtype, dtype, "state")
     for name in manifest.buffers:
         entry = manifest.tensors[model_key(name)]
-        yield TensorInfo(name, entry.shape, entry.dtype, entry.dtype, "buffer")
+        yield model_key(name), TensorInfo(name, entry.shape, entry.dtype, entry.dtype, "buffer")
+
+
+def elementwise_state(manifest: Manifest, parameter: ParameterEntry) -> list[str]:
+    """Keys of the optimizer state of a parameter that has one value for each element."""
+    shape = manifest.tensors[model_key(parameter.name)].shape
+    return [
+        key
+        for key in parameter.state
+        if key != "step" and manifest.tensors[state_key(key, parameter.name)].shape == shape
+    ]

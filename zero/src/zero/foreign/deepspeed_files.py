@@ -6,7 +6,7 @@
     <tag>/[bf16_]zero_pp_rank_{d}_mp_rank_00_optim_states.pt      the fp32 masters, flat
 
 A universal checkpoint has the same files of model states, `latest_universal` instead of `latest`, and instead
-of flat masters `zero/<parameter>/fp32.pt`.
+of flat masters `zero/<parameter>/fp32.pt`. It may have the model states of stages 1, 2 and of stage 3.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from zero.foreign.torch_file import Inert
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OTHER = re.compile(r"(?:expp_rank_|layer_).*\.pt")
-_MASTERS = "zero"
+MASTERS = "zero"
+WHOLE_MODEL = "mp_rank_00_model_states.pt"  # of stages 1 and 2
+SHARDED_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"  # of stage 3, the first
+LATEST_UNIVERSAL = "latest_universal"
 
 
 class Stage(int):
@@ -47,7 +50,7 @@ def find_sharded(path: Path) -> Path | None:
 
 def find_universal(path: Path) -> Path | None:
     """The same for a universal checkpoint."""
-    return _find(path, "latest_universal", lambda tag: bool(model_files(tag)) and (tag / _MASTERS).is_dir())
+    return _find(path, LATEST_UNIVERSAL, lambda tag: bool(model_files(tag)) and (tag / MASTERS).is_dir())
 
 
 def optimizer_files(tag: Path) -> list[Path]:
@@ -57,13 +60,16 @@ def optimizer_files(tag: Path) -> list[Path]:
 
 def model_files(tag: Path) -> list[Path]:
     """The files of model states, by rank; raises CheckpointError for one that is missing."""
+    whole = tag / WHOLE_MODEL
+    if (tag / MASTERS).is_dir() and whole.is_file():
+        return [whole]
     return _by_rank(tag, _MODEL, "model")
 
 
 def master_file(tag: Path, parameter: str) -> Path:
     """The file with a parameter's masters in a universal checkpoint."""
-    path = tag / _MASTERS / parameter / "fp32.pt"
-    if path.parent.parent != tag / _MASTERS or parameter in ("", ".", ".."):
+    path = tag / MASTERS / parameter / "fp32.pt"
+    if path.parent.parent != tag / MASTERS or parameter in ("", ".", ".."):
         raise CheckpointError(f"{tag}: {parameter!r} cannot be the name of a parameter here")
     return path
 

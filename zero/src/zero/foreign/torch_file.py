@@ -151,9 +151,7 @@ class Window(io.RawIOBase):
 
 def _records(path: Path, file: IO[bytes] | Window, size: int) -> Iterator[Record]:
     with zipfile.ZipFile(file) as archive:
-        entries = archive.infolist()
-        summed = any(entry.CRC for entry in entries)
-        for entry in entries:
+        for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
                 raise CorruptCheckpointError(f"{path}: {entry.filename!r} is compressed; torch does not")
             file.seek(entry.header_offset)
@@ -161,6 +159,7 @@ def _records(path: Path, file: IO[bytes] | Window, size: int) -> Iterator[Record
             offset = entry.header_offset + _LOCAL_HEADER.size + name + extra
             if signature != b"PK\3\4" or offset + entry.file_size > size:
                 raise CorruptCheckpointError(f"{path}: the record {entry.filename!r} reaches beyond its end")
+            summed = entry.CRC or not entry.file_size  # zero is what torch writes where it takes none
             yield Record(entry.filename, offset, entry.file_size, entry.CRC if summed else None)
 
 

@@ -1,0 +1,178 @@
+"""A checkpoint of zero's as a DeepSpeed universal one, which its jobs load at any stage and number of ranks.
+
+    latest_universal                          the tag's name
+    <tag>/mp_rank_00_model_states.pt          step count, names, frozen parameters, buffers: for stages 1, 2
+    <tag>/zero_pp_rank_0_mp_…_states.pt       the same for stage 3, without tensors
+    <tag>/zero/optimizer_state.pt             options of the param_groups
+    <tag>/zero/<parameter>/fp32.pt            {"param": the whole master}; also exp_avg.pt, exp_avg_sq.pt, …
+    <tag>/zero/<parameter>/step.pt            the optimizer's step of the parameter
+
+DeepSpeed 0.19.8 loads it with `"checkpoint": {"load_universal": true}`. It takes parameters that train, their
+optimizer state and the step count; frozen parameters and buffers it leaves to the job.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.checkpoint.dtypes import TORCH
+from zero.checkpoint.manifest import Manifest, ParameterEntry, model_key, state_key
+from zero.checkpoint.storage import write_whole
+from zero.checkpoint.values import Values
+from zero.consolidate.files import WEIGHTS, WeightStorage
+from zero.consolidate.plan import Chosen, Plan, PlannedFile, choose
+from zero.consolidate.run import Options, Progress, Result, publish
+from zero.consolidate.torch_plan import plan_file
+from zero.consolidate.zero_source import ZeroSource, elementwise_state
+from zero.foreign.deepspeed_files import (
+    LATEST_UNIVERSAL,
+    MASTERS,
+    SHARDED_MODEL,
+    WHOLE_MODEL,
+    master_file,
+)
+
+_VERSION = "0.19.8"  # of DeepSpeed, whose layout this is
+_UNIVERSAL_VERSION = 0.2  # of DeepSpeed's universal checkpoints without pieces of model-parallel layers
+_SCHEDULERS = ("lr_scheduler", "scheduler")  # in the caller's state
+
+
+def export_universal(
+    source: ZeroSource,
+    out: str | Path,
+    options: Options | None = None,
+    progress: Progress = lambda *_: None,
+    storage: WeightStorage = WEIGHTS,
+) -> Result:
+    """Write the directory `out`; it appears in one step, as consolidate() does it, and raises the same.
+
+    source: opened with the optimizer's state. options: format, dtype and max_shard_size have no meaning here.
+    """
+    options = options or Options(dtype="fp32")
+    export = _Export(source, _chosen(source, options))
+
+    def complete(directory: Path) -> None:
+        for name, content in export.small_files():
+            storage.remove(directory / name)
+            write_whole(storage, directory / name, content)
+        for path in sorted(directory.rglob("*")):
+            if path.is_dir():
+                storage.sync_directory(path)
+
+    return publish(source, Plan(tuple(export.files()), {}), Path(out), options, progress, storage, complete)
+
+
+def _chosen(source: ZeroSource, options: Options) -> dict[str, Chosen]:
+    """Tensors to write, by name: patterns are for parameters and buffers; optimizer state goes with them."""
+    model = [info for info in source.tensors if info.kind != "state"]
+    left = {tensor.name for tensor in choose(model, "fp32", options.include, options.exclude)}
+    kinds = {info.name: info.kind for info in source.tensors}
+    every = choose(source.tensors, "fp32", (), ())
+    return {t.name: t for t in every if t.name in left or kinds[t.name] == "state"}
+
+
+class _Export:
+    """What the files hold. chosen: tensors to write, by name."""
+
+    def __init__(self, source: ZeroSource, chosen: Mapping[str, Chosen]) -> None:
+        self._manifest: Manifest = source.checkpoint.manifest
+        self._values = Values(source.checkpoint)
+        self._chosen = chosen
+        kinds = {info.name: info.kind for info in source.tensors}
+        self._buffers = [name for name in chosen if kinds[name] == "buffer"]
+        self._parameters = [p for p in self._manifest.parameters if p.name in chosen]
+        self._trained = [p for p in self._parameters if p.trainable]
+        self._frozen = [p for p in self._parameters if not p.trainable]
+        self._tag = f"global_step{self._manifest.steps}_universal"
+
+    def files(self) -> Iterator[PlannedFile]:
+        """Files with tensors of the source."""
+        for parameter in self._trained:
+            yield self._tensor_file(parameter.name, parameter.name, "fp32")
+            for key in elementwise_state(self._manifest, parameter):
+                yield self._tensor_file(parameter.name, state_key(key, parameter.name), key)
+        whole = [self._chosen[name] for name in (*(p.name for p in self._frozen), *self._buffers)]
+        yield plan_file(f"{self._tag}/{WHOLE_MODEL}", whole, self._model_states)
+
+    def small_files(self) -> Iterator[tuple[str, bytes]]:
+        """All other files, by name."""
+        for parameter in self._trained:
+            if "step" in parameter.state:
+                step = self._values.whole(state_key("step", parameter.name)).float()
+                yield self._name(parameter.name, "step"), _saved(step.reshape(()))
+        yield f"{self._tag}/{MASTERS}/optimizer_state.pt", _saved(self._optimizer_state())
+        yield f"{self._tag}/{SHARDED_MODEL}", _saved(self._common())
+        yield LATEST_UNIVERSAL, self._tag.encode()
+
+    def _name(self, parameter: str, key: str) -> str:
+        return str(master_file(Path(self._tag), parameter).with_name(f"{key}.pt"))
+
+    def _tensor_file(self, parameter: str, name: str, key: str) -> PlannedFile:
+        tensor = self._chosen[name]
+        return plan_file(
+            self._name(parameter, key), [tensor], lambda values: {"param": values[tensor.tensor]}
+        )
+
+    def _model_states(self, values: Mapping[int, Tensor]) -> dict[str, Any]:
+        frozen = OrderedDict((p.name, values[self._chosen[p.name].tensor]) for p in self._frozen)
+        buffers = {name: values[self._chosen[name].tensor] for name in self._buffers}
+        empty = {p.name: torch.empty(0, dtype=TORCH[p.dtype]) for p in self._trained}
+        return {
+            **self._common(),
+            "module": OrderedDict({**frozen, **buffers, **empty}),
+            "buffer_names": self._buffers,
+            "frozen_param_shapes": OrderedDict((name, value.shape) for name, value in frozen.items()),
+            "frozen_param_fragments": frozen,
+        }
+
+    def _common(self) -> dict[str, Any]:
+        """Model states without tensors of the source."""
+        state = self._values.decode(self._manifest.state)
+        scheduler = next((state[key] for key in _SCHEDULERS if key in state), None)
+        shared = {alias: p.name for p in self._parameters for alias in p.aliases}
+        return {
+            "module": OrderedDict(),
+            "param_shapes": list(self._shapes_by_group()),
+            "shared_params": shared,
+            "global_steps": self._manifest.steps,
+            "skipped_steps": 0,
+            "dp_world_size": self._manifest.world_size,
+            "mp_world_size": 1,
+            "lr_scheduler": scheduler,
+            "zero_state": state,
+            "ds_version": _VERSION,
+            "universal_checkpoint_info": {"universal_checkpoint_version": _UNIVERSAL_VERSION},
+        }
+
+    def _shapes_by_group(self) -> Iterator[OrderedDict[str, torch.Size]]:
+        groups: dict[int | None, list[ParameterEntry]] = {}
+        for parameter in self._trained:
+            groups.setdefault(parameter.group, []).append(parameter)
+        for parameters in groups.values():
+            shapes = ((p.name, self._manifest.tensors[model_key(p.name)].shape) for p in parameters)
+            yield OrderedDict((name, torch.Size(shape)) for name, shape in shapes)
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """What is not by parameter, in the places where stages 1 and 2 look, and where stage 3 does."""
+        options = [dict(self._values.decode(g)) for g in self._manifest.optimizer.param_groups]
+        groups = [{**group, "params": [number]} for number, group in enumerate(options)]
+        stepped = next((p.name for p in self._trained if "step" in p.state), None)
+        step = {} if stepped is None else {"step": self._values.whole(state_key("step", stepped)).float()}
+        return {
+            "param_groups": groups,
+            "optimizer_state_dict": {"state": {0: step}, "param_groups": groups},
+            "ds_version": _VERSION,
+        }
+
+
+def _saved(content: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
