@@ -222,6 +222,8 @@ def test_the_public_face_is_frozen() -> None:
         "wait_for_checkpoint",
         "offload_states",
         "reload_states",
+        "trace_memory",
+        "memory_report",
     ]
     assert list(zero.Config.model_fields) == [
         "stage",

@@ -17,7 +17,6 @@ from zero.config import DTYPES, Config
 from zero.errors import ConfigError, ModelError
 from zero.flat_group import FlatGroup
 from zero.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter
-from zero.offload import Offload
 from zero.room import room_for
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.placement import Placement, Planner
@@ -64,7 +63,7 @@ def build_units(
 ) -> list[ShardedUnit]:
     """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time."""
     communicator.check_equal("the model", _digest(plans, config, param_group_of))
-    planner = Planner(config.offload or Offload(), 4 * (1 + stores.moments), stores.resolve)
+    planner = Planner(config.tiers, 4 * (1 + stores.moments), stores.resolve)
     return [
         _build_unit(index, plan, config, stores, planner, communicator, param_group_of)
         for index, plan in enumerate(plans)
@@ -112,7 +111,7 @@ def _place(
 
 
 def _params_away(config: Config, stores: Stores) -> bool:
-    return config.offload is not None and stores.resolve(config.offload.params) != "device"
+    return stores.resolve(config.tiers.params) != "device"
 
 
 def _partition(

@@ -37,7 +37,8 @@ class Config(Validated):
     prefetch: units gathered ahead of their use (stage 3); 0 gathers on demand only.
     cast_inputs: cast floating-point arguments of the model to a 16-bit `precision`.
     cast_buffers: cast floating-point buffers too, as `module.bfloat16()` would.
-    offload: what does not stay on the device; see `Offload`.
+    offload: what does not stay on the device; see `Offload`. "auto" measures two steps with the optimizer
+        state on the host, then keeps as much of it on the device as there is room for.
     compile: run forward and backward through torch.compile; True, or the settings `Compile(...)`.
     timeout: seconds after which a collective that does not complete is an error.
     """
@@ -55,7 +56,7 @@ class Config(Validated):
     prefetch: int = Field(default=1, ge=0)
     cast_inputs: bool = True
     cast_buffers: bool = False
-    offload: Offload | None = None
+    offload: Offload | Literal["auto"] | None = None
     compile: Compile | None = None
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
 
@@ -80,9 +81,16 @@ class Config(Validated):
 
     @model_validator(mode="after")
     def _offload_fits_the_stage(self) -> Config:
-        if self.offload is not None and self.offload.params != "device" and self.stage < 3:
+        if self.tiers.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
         return self
+
+    @property
+    def tiers(self) -> Offload:
+        """`offload` as settings; those that "auto" begins with."""
+        if self.offload == "auto":
+            return Offload(optimizer="host")
+        return self.offload or Offload()
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from zero import model_state
 from zero.access import WHOLE_ATTRIBUTE
+from zero.balance import Balancer
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load import Loaded, Options
@@ -20,8 +21,9 @@ from zero.checkpoint.names import Rename
 from zero.communicator import Communicator, Traffic
 from zero.compiled.settings import Compile
 from zero.config import DTYPES, Config
-from zero.errors import CommunicationError, UsageError
+from zero.errors import CommunicationError, OutOfMemoryError, UsageError
 from zero.gradients import GradientPolicy, GradientReducer, GroupGradients
+from zero.memory_tracer import MemoryTracer
 from zero.optimizer import ShardedOptimizer
 from zero.optimizer_state import OptimizerState
 from zero.precision import INITIAL_SCALE, LossScale
@@ -30,6 +32,7 @@ from zero.schedule import Schedule
 from zero.sharded_unit import ShardedUnit
 from zero.tensors import map_tensors
 from zero.tiers.stores import Stores
+from zero.tiers.trace import MemoryReport
 from zero.unit_hooks import Phase, UnitHooks
 from zero.whole import WholeValues
 
@@ -70,7 +73,7 @@ class Engine:
         self._micro_steps = 0
         self._parked = False  # see offload_states
         self._interrupted = False  # in the middle of an optimizer step or a load
-        self._phase = Phase()
+        self._phase = Phase(on_unit=self._trace)
         self._schedule = Schedule(units, config.prefetch)
         trainable = [g for u in units for g in u.groups if g.trainable]
         self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores)
@@ -100,6 +103,10 @@ class Engine:
             _gradient_policy(config, communicator.group.size),
             lambda unit: self._hooks[unit].gradients_complete(),
         )
+        self._tracer = MemoryTracer(accelerator, units, self._reducer, self._shards)
+        self._balancer: Balancer | None = None
+        if config.offload == "auto":
+            self._balancer = Balancer(stores, communicator, self._tracer, self._shards, self._reducer.all)
         for parameter in module.parameters():
             parameter.__dict__[WHOLE_ATTRIBUTE] = self._whole
         for gradients in self._reducer.all:
@@ -111,7 +118,22 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; the same as calling the model itself."""
+        """The model's forward; the same as calling the model itself.
+
+        With offload="auto", where activations find no room and optimizer state can make some, it is repeated,
+        on one rank; on several, the OutOfMemoryError says that the step may be repeated.
+        """
+        if self._balancer is None:
+            return self.module(*args, **kwargs)
+        before = self.accelerator.rng.get_state()
+        try:
+            return self.module(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            self._recover()
+            self._make_room(error)
+            if self.world_size > 1:
+                raise _asking_to_repeat("forward") from error
+        self.accelerator.rng.set_state(before)
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
@@ -126,12 +148,17 @@ class Engine:
         if self._loss_scale is not None:
             scaled = scaled * self._loss_scale.scale.to(scaled.device)
         self._phase.in_backward = True
+        self._trace("")
         try:
             self._reducer.begin_backward(
                 last=self._micro_steps + 1 == self.config.gradient_accumulation_steps
             )
             scaled.backward()
             self._reducer.finish_backward()
+        except torch.OutOfMemoryError as error:
+            self._recover()
+            self._make_room(error)
+            raise _asking_to_repeat("backward") from error
         except BaseException:
             self._recover()
             raise
@@ -141,6 +168,7 @@ class Engine:
         for hooks in self._hooks.values():
             hooks.reset()
         self._release_all()
+        self._tracer.mark("backward", "")
         self.accelerator.flush()
 
     def step(self) -> bool:
@@ -163,6 +191,9 @@ class Engine:
         self._refresh()
         self.steps += 1
         self.accelerator.flush()
+        self._tracer.end()
+        if self._balancer is not None:
+            self._balancer.after_step()
         return True
 
     def zero_grad(self) -> None:
@@ -362,7 +393,30 @@ class Engine:
                     self._shards.move(group, group.placement.optimizer)
         self._parked = False
 
+    def trace_memory(self, steps: int = 1) -> None:
+        """Follow the device's memory through the next optimizer steps, for `memory_report`.
+
+        The device's peak statistics start again many times meanwhile.
+        """
+        if steps < 1:
+            raise UsageError(f"trace_memory(steps={steps}): at least one step is needed")
+        self._tracer.steps = steps
+
+    def memory_report(self) -> MemoryReport:
+        """The last optimizer step that was traced: a timeline, its peaks by phase, a picture as HTML."""
+        if self._tracer.report is None:
+            raise UsageError("no step was traced: call engine.trace_memory() and train a step")
+        return self._tracer.report
+
     # -- inside -----------------------------------------------------------------------------------------
+
+    def _trace(self, unit: str) -> None:
+        self._tracer.mark("backward" if self._phase.in_backward else "forward", unit)
+
+    def _make_room(self, error: torch.OutOfMemoryError) -> None:
+        """Move state off the device, as much as there is; raise where there is none."""
+        if not self._stores.relieve(self.accelerator.memory.stats().capacity):
+            raise error
 
     @property
     def _accumulates(self) -> bool:
@@ -386,6 +440,7 @@ class Engine:
         if not self._phase.in_backward and not any(u.holds for u in self.units):
             self._release_all()  # what an earlier forward prefetched or kept, and never used
             self._schedule.begin(torch.is_grad_enabled())
+            self._tracer.begin()
         dtype = self.config.dtype
         if not self.config.cast_inputs or dtype is None or dtype.itemsize > 2:
             return None
@@ -493,6 +548,13 @@ class Engine:
                 unit.abandon()
         except CommunicationError:
             pass  # the original error says more
+
+
+def _asking_to_repeat(what: str) -> OutOfMemoryError:
+    return OutOfMemoryError(
+        f"no room for what {what} computes. All optimizer state has moved to the host now: repeat the "
+        "micro-batches of this optimizer step, on all ranks"
+    )
 
 
 def _receiver(engine: Engine, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:

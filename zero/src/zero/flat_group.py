@@ -26,10 +26,11 @@ from accelz.flat_buffer import FlatBuffer, dense_stride
 from zero import layout
 from zero.communicator import Communicator, NamedHandle
 from zero.layout import ParameterSpec
-from zero.room import room_for
+from zero.room import allocate
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
 from zero.tiers.stores import Stores
+from zero.tiers.trace import Held
 from zero.tiers.values import Values, fetch
 
 
@@ -118,8 +119,7 @@ class FlatGroup:
         if self.placement.params != "device" or not isinstance(self.shard, Tensor):
             return
         if whole and not self.home.materialized:
-            with room_for(self._accelerator, "to reload", self.unit, self.home.nbytes):
-                self.home.materialize()
+            allocate(self._stores, "to reload", self.unit, self.home.nbytes, self.home.materialize)
             self.shard = self._mine.copy_(self.shard)
         elif not whole:
             self.shard = self.shard.to(self._accelerator.device)
@@ -152,6 +152,18 @@ class FlatGroup:
         """The gathered values in the parameters' own dtype, shape (layout.numel,)."""
         return (self._private or self.home).data
 
+    def held(self) -> Held:
+        """Bytes of the device in use for the group."""
+        buffers = [self.home, *self._cast_buffers.values(), *([self._private] if self._private else [])]
+        whole = sum(b.nbytes for b in buffers if b.materialized)
+        device = self._accelerator.device
+        record = 0 if self.record is None else self.record.bytes_on(device, self.shard)
+        if not isinstance(self.shard, Tensor) or self.shard.device != device:
+            return Held(gathered=whole, optimizer=record)
+        if self.shard.untyped_storage().data_ptr() == self.home.data.untyped_storage().data_ptr():
+            return Held(parameters=self.home.nbytes, gathered=whole - self.home.nbytes, optimizer=record)
+        return Held(parameters=self.shard.nbytes, gathered=whole, optimizer=record)
+
     def isolate(self) -> None:
         """Let the gathered parameters be this rank's own: no write to them reaches another rank."""
         if self.home.common and self._private is None:
@@ -180,8 +192,7 @@ class FlatGroup:
         None where nobody else has a shard.
         """
         buffer = self.buffer(cast)
-        with room_for(self._accelerator, "to gather", self.unit, buffer.nbytes):
-            buffer.materialize()
+        allocate(self._stores, "to gather", self.unit, buffer.nbytes, buffer.materialize)
         shard = self._mine_in(buffer)
         return None if self.shards == 1 else communicator.all_gather(self.unit, buffer.data, shard)
 

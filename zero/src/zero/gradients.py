@@ -13,8 +13,8 @@ memory: a parameter that no rank used has no gradient and is not stepped, as wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from accelz.flat_buffer import HOST, FlatBuffer
 from zero.communicator import Communicator, NamedHandle
 from zero.flat_group import FlatGroup
-from zero.room import room_for
+from zero.room import allocate
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.carrier import Landing
 from zero.tiers.stores import Stores
@@ -30,6 +30,7 @@ from zero.tiers.swap_file import Stored
 from zero.tiers.values import Values, fetch
 from zero.units import PERSISTENT, ROOT
 
+T = TypeVar("T")
 IN_FLIGHT = 2  # whole gradient buffers that may be under reduction while backward goes on
 
 
@@ -104,14 +105,17 @@ class GroupGradients:
         """The whole buffer, made if there is none; its dtype is decided by the first gradient."""
         if self.whole is None:
             dtype = self._whole_dtype()
-            with self.room(self.group.layout.numel * dtype.itemsize):
-                self.whole = self._buffer(dtype)
-                self.whole.materialize()
+            self.whole = self.allocate(self.group.layout.numel * dtype.itemsize, lambda: self._buffer(dtype))
         return self.whole
 
-    def room(self, nbytes: int) -> AbstractContextManager[None]:
-        """Running out of memory inside names the unit."""
-        return room_for(self._accelerator, "for gradients of", self.group.unit, nbytes)
+    def allocate(self, nbytes: int, allocation: Callable[[], T]) -> T:
+        """What `allocation` returns; running out of memory names the unit."""
+        return allocate(self._stores, "for gradients of", self.group.unit, nbytes, allocation)
+
+    def empty_slice(self, dtype: torch.dtype) -> Tensor:
+        """Room on the device for the reduced slice."""
+        numel, device = self.group.layout.shard_numel, self._accelerator.device
+        return self.allocate(numel * dtype.itemsize, lambda: torch.empty(numel, dtype=dtype, device=device))
 
     def seal(self) -> Tensor:
         """The whole buffer ready to be reduced: zero wherever no gradient came."""
@@ -135,6 +139,13 @@ class GroupGradients:
             landing, self._landing = self._landing, None
             self._fold(landing.wait())
         return self._shard
+
+    @property
+    def away(self) -> bool:
+        """Whether there is a gradient that takes no memory of the device."""
+        if self._landing is not None:
+            return self._landing.event.done()
+        return self._shard is not None and not _is_on(self._shard, self._accelerator.device)
 
     @property
     def reduced_slice(self) -> Values:
@@ -191,6 +202,20 @@ class GroupGradients:
         self.reduced = True
         return whole
 
+    def device_bytes(self) -> int:
+        """Bytes of the device in use; a slice that lives in a whole buffer counts as that."""
+        held = sum(whole.nbytes for whole in (self.whole, *self._lent) if whole is not None)
+        shard = self._shard
+        alone = isinstance(shard, Tensor) and _is_on(shard, self._accelerator.device) and not self._lent
+        return held + (shard.numel() * shard.element_size() if shard is not None and alone else 0)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes that the reduced slice takes."""
+        widen = self._policy.steps > 1 and not self._policy.local
+        item = torch.float32.itemsize if widen else self._whole_dtype().itemsize
+        return self.group.layout.shard_numel * item
+
     def begin_backward(self) -> None:
         self.fired.clear()
         self.closed = False
@@ -221,6 +246,7 @@ class GroupGradients:
     def _buffer(self, dtype: torch.dtype) -> FlatBuffer:
         known = self._buffers.pop(dtype, None)
         if known is not None:
+            known.materialize()
             return known
         layout = self.group.layout
         data = torch.empty(layout.numel, dtype=dtype, device=self._accelerator.device)
@@ -344,6 +370,13 @@ class GradientReducer:
             return torch.zeros(2, dtype=torch.float32, device=self._stores.accelerator.device)
         return self._stores.kernels(tensors[0].device).norm_and_nonfinite(tensors)
 
+    def device_bytes(self) -> int:
+        """Bytes of the device in use for whole buffers and slices."""
+        flying = sum(
+            r.whole.nbytes + (0 if r.result is r.whole.data else r.result.nbytes) for r in self._reductions
+        )
+        return flying + sum(gradients.device_bytes() for gradients in self.all)
+
     def clear(self) -> None:
         """Drop all gradients: after the optimizer step, or after an exception."""
         for reduction in self._reductions:
@@ -364,8 +397,7 @@ class GradientReducer:
         group, unit = gradients.group, gradients.unit.name
         result, handle = data, None
         if group.shards > 1:
-            with gradients.room(group.layout.shard_numel * data.dtype.itemsize):
-                result = torch.empty(group.layout.shard_numel, dtype=data.dtype, device=data.device)
+            result = gradients.empty_slice(data.dtype)
             handle = self._communicator.reduce_scatter(unit, result, data)
         elif self._communicator.group.size > 1:
             handle = self._communicator.all_reduce(unit, data)

@@ -60,7 +60,7 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
 
 def check_offload(optimizer: Optimizer, config: Config) -> None:
     """Raise ConfigError where state would go to a disk that the optimizer cannot be stepped from."""
-    if config.offload is not None and config.offload.optimizer == "disk" and rule_for(optimizer) is None:
+    if config.tiers.optimizer == "disk" and rule_for(optimizer) is None:
         raise ConfigError(
             f"Offload(optimizer='disk') serves Adam, AdamW, SGD and Lion; {type(optimizer).__name__} with "
             "these options steps its own tensors, which have to be in memory: optimizer='host'"
@@ -69,8 +69,7 @@ def check_offload(optimizer: Optimizer, config: Config) -> None:
 
 def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:
     rule = rule_for(optimizer)
-    folder = None if config.offload is None else config.offload.path
-    return Stores(accelerator, len(rule.moments) if rule else 0, folder)
+    return Stores(accelerator, len(rule.moments) if rule else 0, config.tiers.path)
 
 
 def _move_buffers(

@@ -213,6 +213,27 @@ class ShardedOptimizer:
             rebind(piece.parameter, _piece_of_master(group, piece.piece))
             self._move_state(owned, index)
 
+    def moments_bytes(self, group: FlatGroup) -> int:
+        """Bytes of a group's state beside the master, wherever it is."""
+        if self._rule is not None:
+            return sum(m.numel() * m.element_size() for m in group.kept.moments)
+        return sum(v.numel() * v.element_size() for v in self._elementwise(group))
+
+    def _elementwise(self, group: FlatGroup) -> Iterator[Tensor]:
+        """State that the user's optimizer keeps for a group, one value per element."""
+        for piece in self.owned[group].pieces:
+            for key, value in self.optimizer.state.get(piece.parameter, {}).items():
+                if isinstance(value, Tensor) and is_elementwise(key, value, piece.parameter):
+                    yield value
+
+    def own_state_bytes(self) -> int:
+        """Bytes of the device that the user's optimizer itself has taken for state."""
+        if self._rule is not None:
+            return 0
+        values = [v for group in self.owned for v in self._elementwise(group)]
+        device = self._accelerator.device
+        return sum(v.numel() * v.element_size() for v in values if v.device == device)
+
     def _move_state(self, owned: OwnedGroup, index: int) -> None:
         parameter = owned.pieces[index].parameter
         if self._rule is not None:

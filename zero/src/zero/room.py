@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 from accelz.accelerator import Accelerator
 from zero.errors import OutOfMemoryError
+from zero.tiers.stores import Stores
+
+T = TypeVar("T")
+
+
+def allocate(stores: Stores, purpose: str, unit: str, nbytes: int, allocation: Callable[[], T]) -> T:
+    """What `allocation` returns; tried once more where state could be moved off the device. See room_for."""
+    with room_for(stores.accelerator, purpose, unit, nbytes):
+        try:
+            return allocation()
+        except torch.OutOfMemoryError:
+            if not stores.relieve(nbytes):
+                raise
+        return allocation()
 
 
 @contextmanager

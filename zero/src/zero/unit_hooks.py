@@ -27,10 +27,16 @@ from zero.tensors import iter_tensors
 @dataclass
 class Phase:
     """What the engine is doing. in_backward: inside Engine.backward. in_graph: inside a compiled forward of
-    the whole model, which gathers for itself."""
+    the whole model, which gathers for itself. on_unit: told the name of each unit when it is used and when it
+    is done; None where nobody wants to know."""
 
     in_backward: bool = False
     in_graph: bool = False
+    on_unit: Callable[[str], None] | None = None
+
+    def mark(self, unit: str) -> None:
+        if self.on_unit is not None:
+            self.on_unit(unit)
 
 
 class UnitHooks:
@@ -87,10 +93,11 @@ class UnitHooks:
             return
         cast = self._unit.cast_for(_autocast_dtype(self._device_type))
         self._schedule.acquire(self._unit, cast)
+        self._phase.mark(self._unit.name)
         self._call = None
         if torch.is_grad_enabled():
             newest = _newest_input((args, kwargs))
-            self._call = _Call(self._unit, self._schedule, cast, has_input=newest is not None)
+            self._call = _Call(self._unit, self._schedule, self._phase, cast, has_input=newest is not None)
             if newest is not None:
                 _when_ready(newest, partial(self._end, self._call))
 
@@ -102,6 +109,7 @@ class UnitHooks:
         self._unit.holds -= 1
         if self._depth:
             return
+        self._phase.mark(self._unit.name)
         call, self._call = self._call, None
         needed = call is not None and call.watch(output)
         if call is not None and needed and not self._phase.in_backward:
@@ -112,6 +120,7 @@ class UnitHooks:
     def _end(self, call: _Call) -> None:
         """The gradient of the call's newest input is ready: its backward is over."""
         self._awaited.discard(call)
+        self._phase.mark(self._unit.name)
         if call in self._unit.calls_in_backward:
             self._unit.calls_in_backward.discard(call)
             if not self._awaited:
@@ -123,11 +132,17 @@ class _Call:
     """One forward call of a unit, as its backward will see it."""
 
     def __init__(
-        self, unit: ShardedUnit, schedule: Schedule, cast: torch.dtype | None, has_input: bool
+        self,
+        unit: ShardedUnit,
+        schedule: Schedule,
+        phase: Phase,
+        cast: torch.dtype | None,
+        has_input: bool,
     ) -> None:
         self.has_input = has_input
         self._unit = unit
         self._schedule = schedule
+        self._phase = phase
         self._cast = cast
 
     def watch(self, output: Any) -> bool:
@@ -141,6 +156,7 @@ class _Call:
         if self not in self._unit.calls_in_backward:
             self._unit.calls_in_backward.add(self)
             self._schedule.acquire(self._unit, self._cast)
+            self._phase.mark(self._unit.name)
 
 
 _CALLS = "_zero_when_ready"  # on a tensor: what to call when its gradient is ready, in order

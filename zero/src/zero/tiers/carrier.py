@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from accelz.accelerator import Accelerator
 from accelz.streams import Event
 
 SLOTS = 2  # host buffers that weights leave from: one is filled while the other travels
+IN_FLIGHT = 2  # values on their way to the host, whose memory on the device is not free yet
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Carrier:
         self._accelerator = accelerator
         self._streams = accelerator.streams
         self._stream = accelerator.streams.new()
+        self._flying: deque[Event] = deque()
         self._slots: list[tuple[Tensor | None, Event | None]] = [(None, None)] * SLOTS
 
     def to_host(self, values: Tensor) -> Landing:
@@ -45,7 +48,11 @@ class Carrier:
         with self._streams.use(self._stream):
             host.copy_(values, non_blocking=True)
         self._streams.keep_alive(values, self._stream)
-        return Landing(host, self._stream.record())
+        landing = Landing(host, self._stream.record())
+        self._flying.append(landing.event)
+        if len(self._flying) > IN_FLIGHT:
+            self._flying.popleft().synchronize()
+        return landing
 
     def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A host buffer, (numel,), to fill and hand to `to_device`; waits until its last journey is over."""

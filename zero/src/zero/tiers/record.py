@@ -37,10 +37,19 @@ class Record:
         moments = [m for m in self.moments if isinstance(m, Tensor)]
         return Opened(self.master, tuple(moments))
 
+    def bytes_on(self, device: torch.device, shard: Values) -> int:
+        """Bytes in use on `device`, those of a master that is the shard itself not among them."""
+        values = [v for v in (self.master, *self.moments) if v is not shard]
+        return sum(v.numel() * v.element_size() for v in values if _is_on(v, device))
+
     @property
     def sections(self) -> list[Stored]:
         """Of a record on disk."""
         return [v for v in (self.master, *self.moments) if isinstance(v, Stored)]
+
+
+def _is_on(values: Values, device: torch.device) -> bool:
+    return isinstance(values, Tensor) and values.device == device
 
 
 def section_bytes(numel: int, dtype: torch.dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
@@ -24,12 +25,14 @@ from zero.tiers.values import Values
 class Stores:
     """Where the device is the host, the host tier is the device's memory: nothing is there twice.
 
-    folder: for what is on disk. moments: of the engine's optimizer, for each element of a record.
+    folder: for what is on disk. moments: of the engine's optimizer, for each element of a record. relieve:
+    frees about so many bytes of the device if it can; returns how many.
     """
 
     def __init__(self, accelerator: Accelerator, moments: int = 0, folder: Path | None = None) -> None:
         self.accelerator = accelerator
         self.moments = moments
+        self.relieve: Callable[[int], int] = lambda nbytes: 0
         self.pipeline = Pipeline(accelerator.memory)
         self._folder = folder
 
