@@ -73,6 +73,7 @@ SAME_BITS: dict[str, dict[str, Any]] = {
     "evaluating": {"loss": evaluating_loss},
     "held": {"loss": held_loss},
     "offloaded": {"offload": zero.Offload(optimizer="host", params="host")},
+    "placed by measurement": {"offload": "auto"},
     "checkpointed": {"path": "checkpointed"},
 }
 

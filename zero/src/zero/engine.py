@@ -465,6 +465,7 @@ class Engine:
             self.units,
             lambda group, index, gradient: self._take(of_group[group], index, gradient),
             self._backward_over,
+            self._phase.mark,
         )
         begin = self._begin_forward
         return CompiledModel(self.module, self.units, runtime, settings, self._phase, begin)

@@ -45,8 +45,8 @@ class GraphReport:
 @dataclass(frozen=True)
 class Explanation:
     """mode: "graph" (the whole model is one graph) or "units" (each unit by itself). why: what kept it from
-    being one graph, or "". graphs: in the order they were compiled. measured_peak: most bytes of whole units at
-    one time in a graph, since the engine was made."""
+    being one graph, or "". graphs: in the order they were compiled. measured_peak: most bytes of whole units
+    at one time in a graph, since the engine was made."""
 
     mode: str
     why: str

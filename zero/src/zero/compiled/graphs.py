@@ -57,6 +57,10 @@ class ShardedGraph:
         """Bytes of the buffer that a gather fills."""
         return self.facts.units[self.unit_of(gather)].nbytes(cast_to(gather))
 
+    def call(self, operation: torch._ops.OpOverload, *arguments: Any) -> fx.Node:
+        """A node at the graph's place of insertion, named after the operation."""
+        return self.graph.create_node("call_function", operation, arguments, name=operation._opname)
+
     def positions(self) -> dict[fx.Node, int]:
         """Each node's place in the order of execution."""
         return {node: index for index, node in enumerate(self.graph.nodes)}
@@ -137,7 +141,8 @@ def outputs(graph: fx.Graph) -> fx.Node:
 def text(graph: fx.Graph) -> str:
     """The graph, one line a node, as tests and `explain` print it."""
     lines = (f"{n.name} = {_target(n)}{_arguments(n)}" for n in graph.nodes if n.op == "call_function")
-    return "\n".join([*lines, f"return {', '.join(str(a) for a in outputs(graph).args[0])}"])  # type: ignore[union-attr]
+    results = ", ".join(str(a) for a in _flat(outputs(graph).args[0]))
+    return "\n".join([*lines, f"return {results}"])
 
 
 def _target(node: fx.Node) -> str:

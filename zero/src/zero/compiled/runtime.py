@@ -20,6 +20,7 @@ from zero.sharded_unit import ShardedUnit, State
 
 Receive = Callable[[FlatGroup, int, Tensor], None]
 Close = Callable[[ShardedUnit], None]
+Mark = Callable[[str], None]
 
 _runtimes: WeakValueDictionary[int, Runtime] = WeakValueDictionary()
 _handles = itertools.count(1)
@@ -29,16 +30,18 @@ class Runtime:
     """One engine's end of the operations; numbers are those of `facts.Facts`.
 
     receive(group, slot, gradient): takes the gradient of one parameter. close(unit): no further gradient of
-    the unit will come. peak: most bytes of whole units at one time in a graph, since `reset_peak`.
+    the unit will come. mark(name): told when a unit is used and when it is done. peak: most bytes of whole
+    units at one time in a graph, since `reset_peak`.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], receive: Receive, close: Close) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], receive: Receive, close: Close, mark: Mark) -> None:
         self.handle = next(_handles)
         self.peak = 0
         self._units = tuple(units)
         self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
         self._receive = receive
         self._close = close
+        self._mark = mark
         self._held: Counter[ShardedUnit] = Counter()
         self._whole: dict[tuple[ShardedUnit, torch.dtype | None], int] = {}
         _runtimes[self.handle] = self
@@ -55,6 +58,7 @@ class Runtime:
         self._held[unit] += 1
         self._count(unit, cast)
         unit.complete(cast)
+        self._mark(unit.name)
         return [self._slots[n][1].values(cast)[self._slots[n][2]] for n in numbers]
 
     def prefetch(self, unit: int, cast: torch.dtype | None) -> None:
@@ -67,6 +71,7 @@ class Runtime:
         held = self._units[unit]
         held.holds -= 1
         self._held[held] -= 1
+        self._mark(held.name)
         if not keep:
             held.release()
             self._forget_released()

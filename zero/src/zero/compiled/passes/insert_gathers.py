@@ -34,7 +34,7 @@ def _gather(graph: ShardedGraph, unit: int, used: list[fx.Node]) -> None:
     last = max(reading, key=order.__getitem__)
     handle, numbers = graph.facts.handle, [graph.parameters[p].number for p in used]
     with graph.graph.inserting_before(first):
-        gathered = graph.graph.call_function(ALLGATHER, (used, handle, numbers))
+        gathered = graph.call(ALLGATHER, used, handle, numbers)
         values = [graph.graph.call_function(operator.getitem, (gathered, i)) for i in range(len(used))]
     gathered.meta["val"] = [p.meta["val"] for p in used]
     for placeholder, value in zip(used, values, strict=True):
@@ -43,7 +43,7 @@ def _gather(graph: ShardedGraph, unit: int, used: list[fx.Node]) -> None:
             if user is not gathered and user.op != "output":
                 user.replace_input_with(placeholder, value)
     with graph.graph.inserting_after(last):
-        graph.graph.call_function(RELEASE, (values, handle, unit))
+        graph.call(RELEASE, values, handle, unit)
 
 
 def _checked_readers(graph: ShardedGraph, placeholder: fx.Node) -> Iterator[fx.Node]:

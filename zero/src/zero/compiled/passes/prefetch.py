@@ -35,4 +35,4 @@ def _begin(graph: ShardedGraph, gather: fx.Node, current: fx.Node) -> None:
     last_value = list(current.users)[len(current.args[0]) - 1]  # type: ignore[arg-type]
     with graph.graph.inserting_after(last_value):
         arguments = (gather.args[0], graph.facts.handle, graph.unit_of(gather))
-        graph.graph.call_function(PREFETCH, (*arguments, cast_to(gather)))
+        graph.call(PREFETCH, *arguments, cast_to(gather))

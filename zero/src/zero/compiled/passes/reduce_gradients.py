@@ -35,7 +35,7 @@ def reduce_gradients(graph: ShardedGraph, inputs: Sequence[ParameterFacts | None
     for place, parameter in taken.items():
         with graph.graph.inserting_after(gradients[place]):
             arguments = (gradients[place], graph.facts.handle, parameter.number)
-            graph.graph.call_function(REDUCE, (*arguments, last[parameter.unit] == place))
+            graph.call(REDUCE, *arguments, last[parameter.unit] == place)
         result[place] = None
     outputs(graph.graph).args = (tuple(result),)
     graph.graph.eliminate_dead_code()

@@ -1,0 +1,205 @@
+"""Each pass by itself, on a graph made for it: the text before and after."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import zero
+from zero.compiled.explain import predicted_peak
+from zero.compiled.facts import Facts, ParameterFacts, UnitFacts
+from zero.compiled.graphs import ShardedGraph, text
+from zero.compiled.passes.fuse_casts import fuse_casts
+from zero.compiled.passes.insert_gathers import insert_gathers
+from zero.compiled.passes.prefetch import prefetch
+from zero.compiled.passes.reduce_gradients import reduce_gradients
+from zero.compiled.passes.retain import retain
+from zero.compiled.passes.save_sharded import save_sharded
+
+HANDLE = 7
+BF16, FP32 = torch.bfloat16, torch.float32
+FACTS = Facts(
+    HANDLE,
+    (UnitFacts("a", False, {FP32: 16}), UnitFacts("b", False, {FP32: 16}), UnitFacts("c", True, {FP32: 16})),
+    tuple(
+        ParameterFacts(n, name, unit, True) for n, (name, unit) in enumerate((("a", 0), ("b", 1), ("c", 2)))
+    ),
+)
+A, B, C = FACTS.parameters
+
+
+def graph_of(function: object, *names: str) -> ShardedGraph:
+    """`function` traced with 4 × 4 inputs; those called a, b and c are the parameters of these names."""
+    module = make_fx(function)(*(torch.ones(4, 4) for _ in names))
+    return named(module, *names)
+
+
+def named(module: fx.GraphModule, *names: str) -> ShardedGraph:
+    known = {p.name: p for p in FACTS.parameters}
+    for node, name in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
+        node._rename(f"in_{name}")
+    return ShardedGraph(module, FACTS, {f"in_{name}": known[name] for name in names if name in known})
+
+
+def shown(graph: ShardedGraph) -> str:
+    graph.finish()
+    return text(graph.graph)
+
+
+def chain(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a, then b through a view, then the resident c."""
+    return (x @ a).relu() @ b.t() + c
+
+
+def test_insert_gathers() -> None:
+    graph = graph_of(chain, "x", "a", "b", "c")
+    assert shown(graph).splitlines() == [
+        "mm = aten.mm(in_x, in_a)",
+        "relu = aten.relu(mm)",
+        "t = aten.t(in_b)",
+        "mm_1 = aten.mm(relu, t)",
+        "add = aten.add.Tensor(mm_1, in_c)",
+        "return add",
+    ]
+    assert insert_gathers(graph) == 2
+    assert shown(graph).splitlines() == [
+        "allgather_params = zero.allgather_params([in_a], 7, [0])",
+        "getitem = getitem(allgather_params, 0)",
+        "mm = aten.mm(in_x, getitem)",
+        "release_params = zero.release_params([getitem], 7, 0)",
+        "relu = aten.relu(mm)",
+        "allgather_params_1 = zero.allgather_params([in_b], 7, [1])",
+        "getitem_1 = getitem(allgather_params_1, 0)",
+        "t = aten.t(getitem_1)",
+        "mm_1 = aten.mm(relu, t)",  # what the view is read by is before the release
+        "release_params_1 = zero.release_params([getitem_1], 7, 1)",
+        "add = aten.add.Tensor(mm_1, in_c)",
+        "return add",
+    ]
+    assert predicted_peak(graph) == 64
+
+
+def test_insert_gathers_refuses_writes() -> None:
+    graph = graph_of(lambda x, a: a.view(16).mul_(2).sum() + x, "x", "a")
+    with pytest.raises(zero.ModelError, match="'a'"):
+        insert_gathers(graph)
+
+
+def cast(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """a is only cast, once behind a view; b is cast and read as it is."""
+    return (x.to(BF16) @ a.t().to(BF16)).float() + b + b.to(BF16)
+
+
+def test_fuse_casts() -> None:
+    graph = graph_of(cast, "x", "a", "b")
+    insert_gathers(graph)
+    assert fuse_casts(graph) == 1
+    assert shown(graph).splitlines() == [
+        "_to_copy = aten._to_copy(in_x, dtype=torch.bfloat16)",
+        "allgather_params = zero.allgather_params([in_a], 7, [0], torch.bfloat16)",
+        "getitem = getitem(allgather_params, 0)",
+        "t = aten.t(getitem)",
+        "mm = aten.mm(_to_copy, t)",
+        "release_params = zero.release_params([getitem], 7, 0)",  # behind who read the cast
+        "_to_copy_2 = aten._to_copy(mm, dtype=torch.float32)",
+        "allgather_params_1 = zero.allgather_params([in_b], 7, [1])",
+        "getitem_1 = getitem(allgather_params_1, 0)",
+        "add = aten.add.Tensor(_to_copy_2, getitem_1)",
+        "_to_copy_3 = aten._to_copy(getitem_1, dtype=torch.bfloat16)",
+        "release_params_1 = zero.release_params([getitem_1], 7, 1)",
+        "add_1 = aten.add.Tensor(add, _to_copy_3)",
+        "return add_1",
+    ]
+    nodes = {n.name: n for n in graph.graph.nodes}
+    assert (graph.nbytes(nodes["allgather_params"]), graph.nbytes(nodes["allgather_params_1"])) == (32, 64)
+
+
+def test_fuse_casts_takes_the_widest() -> None:
+    """bf16 and float16 have only fp32 in common: nothing is gained, and nothing is lost."""
+    graph = graph_of(lambda x, a: x + a.to(BF16) + a.to(torch.float16), "x", "a")
+    insert_gathers(graph)
+    assert fuse_casts(graph) == 0
+
+
+def test_prefetch_keeps_to_its_budget() -> None:
+    def three(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return (x @ a).relu() @ b
+
+    for budget, ahead in ((63, 0), (64, 1)):
+        graph = graph_of(three, "x", "a", "b")
+        insert_gathers(graph)
+        assert prefetch(graph, budget) == ahead
+        lines = shown(graph).splitlines()
+        begun = "prefetch_params = zero.prefetch_params([in_b], 7, 1, None)"
+        assert lines[2:3] == ([begun] if ahead else ["mm = aten.mm(in_x, getitem)"])
+        assert predicted_peak(graph) == 64 * (1 + ahead)
+
+
+def test_reduce_gradients() -> None:
+    def backward(tangent: Tensor, x: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x @ tangent, tangent @ a.t(), (tangent.to(BF16) @ x.to(BF16)).float()
+
+    graph = graph_of(backward, "tangent", "x", "a")
+    assert reduce_gradients(graph, (A, None, B)) == 2
+    assert shown(graph).splitlines() == [
+        "mm = aten.mm(in_x, in_tangent)",
+        "reduce_grad = zero.reduce_grad(mm, 7, 0, True)",
+        "t = aten.t(in_a)",
+        "mm_1 = aten.mm(in_tangent, t)",
+        "_to_copy = aten._to_copy(in_tangent, dtype=torch.bfloat16)",
+        "_to_copy_1 = aten._to_copy(in_x, dtype=torch.bfloat16)",
+        "mm_2 = aten.mm(_to_copy, _to_copy_1)",
+        "reduce_grad_1 = zero.reduce_grad(mm_2, 7, 1, True)",  # as it was computed
+        "return None, mm_1, None",
+    ]
+    with pytest.raises(RuntimeError, match="3 outputs for 2 inputs"):
+        reduce_gradients(graph, (A, None))
+
+
+def pair() -> tuple[ShardedGraph, ShardedGraph]:
+    """A forward that keeps a's transposed bf16 copy, and its backward."""
+
+    def forward(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = a.to(BF16).t()
+        return x.to(BF16) @ weight, x.to(BF16), weight.t()
+
+    ahead = graph_of(forward, "x", "a")
+    saved, weight = ahead.graph.find_nodes(op="output")[0].args[0][1:]
+    back = make_fx(lambda s, w, tangent: (tangent @ w, tangent.t() @ s))(
+        *(torch.ones(4, 4, dtype=BF16) for _ in range(3))
+    )
+    for node, name in zip(
+        back.graph.find_nodes(op="placeholder"), (saved.name, weight.name, "tangent"), strict=True
+    ):
+        node._rename(name)
+    return ahead, ShardedGraph(back, FACTS, {"in_a": A})
+
+
+def test_save_sharded() -> None:
+    forward, backward = pair()
+    assert save_sharded(forward, backward, kept=1) == 1
+    assert shown(forward).splitlines()[-1].endswith(", in_a")
+    assert shown(backward).splitlines() == [
+        "_to_copy = aten._to_copy(in_a, dtype=torch.bfloat16)",
+        "t_2 = aten.t(_to_copy)",
+        "t_3 = aten.t(t_2)",
+        "mm = aten.mm(tangent, t_3)",
+        "t = aten.t(tangent)",
+        "mm_1 = aten.mm(t, _to_copy_2)",  # an activation stays saved
+        "return mm, mm_1",
+    ]
+
+
+def test_retain() -> None:
+    forward, backward = pair()
+    save_sharded(forward, backward, kept=1)
+    for graph in (forward, backward):
+        insert_gathers(graph)
+        fuse_casts(graph)
+    assert retain(forward, backward) == 1
+    assert "release_params = zero.release_params([getitem], 7, 0, True)" in shown(forward).splitlines()
+    later = graph_of(lambda x, b, a: x @ b @ a, "x", "b", "a")
+    insert_gathers(later)
+    assert retain(forward, later) == 0  # the backward begins with another unit
