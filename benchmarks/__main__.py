@@ -1,4 +1,4 @@
-"""`python -m benchmarks [step | optimizer | collectives | all]`; `all` where nothing is said."""
+"""`python -m benchmarks [PART]`, one of those below; `all` where nothing is said."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from benchmarks import bandwidth, chart, collectives, kernels, machine, peers, report, step
+from benchmarks import (
+    bandwidth,
+    chart,
+    collectives,
+    consolidate,
+    kernels,
+    machine,
+    peers,
+    report,
+    saving,
+    step,
+)
 from benchmarks.job import JobError
 from benchmarks.result import Result
 
@@ -57,6 +68,9 @@ Ranks = Annotated[int, typer.Option(min=1, max=64, help="Processes.")]
 Threads = Annotated[int, typer.Option(min=1, help="OMP threads per rank.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Turns of everything that is compared.")]
 Limit = Annotated[float, typer.Option(min=1, help="Seconds after which a call that hangs is a failure.")]
+
+
+Folder = Annotated[str | None, typer.Option(help="On the disk to measure; the one of temporary files.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -148,6 +162,51 @@ def collectives_(
     _report([partial(collectives.run, options)], Outputs(json, markdown, name))
 
 
+@app.command("saving")
+def saving_(
+    size: Annotated[Size, typer.Option(help="Model.")] = Size.medium,
+    precision: Annotated[Precision, typer.Option()] = Precision.bf16,
+    ranks: Ranks = 2,
+    rounds: Rounds = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Of a turn of training.")] = 20,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one save to the next.")] = 10,
+    folder: Folder = None,
+    limit: Limit = 120.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """A save beside a raw write, and what saving in the background costs training."""
+    options = saving.SavingOptions(
+        size.value,
+        precision.value,
+        ranks,
+        rounds=rounds,
+        steps=steps,
+        every=every,
+        folder=folder,
+        limit=limit,
+    )
+    _report([partial(saving.run, options)], Outputs(json, markdown, name))
+
+
+@app.command("consolidate")
+def consolidate_(
+    parameters: Annotated[int, typer.Option(min=1 << 20, help="Of the model.")] = 250_000_000,
+    ranks: Annotated[int, typer.Option(min=1, help="Of the job that saved.")] = 8,
+    workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 2,
+    rounds: Rounds = 3,
+    folder: Folder = None,
+    limit: Limit = 600.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """Whole weights from a sharded checkpoint: zero, DeepSpeed's zero_to_fp32, a copy of the bytes."""
+    options = consolidate.ConsolidateOptions(parameters, ranks, workers, rounds, folder, limit)
+    _report([partial(consolidate.run, options)], Outputs(json, markdown, name))
+
+
 @app.command("all")
 def all_(
     rounds: Rounds = 7,
@@ -155,13 +214,16 @@ def all_(
     markdown: MarkdownFile = None,
     name: Name = "all",
 ) -> None:
-    """Everything: 1, 2 and 4 ranks, three sizes, the optimizer at one and two threads, the collectives."""
+    """Everything: 1, 2 and 4 ranks, three sizes, the optimizer at one and two threads, the collectives,
+    checkpoints."""
     runs: list[Callable[[], Result]] = []
     for size, ranks in SCALING:
         runs.append(partial(step.run, step.StepOptions(size=size, ranks=ranks, rounds=rounds)))
     for threads in (1, 2):
         runs.append(partial(kernels.run, kernels.OptimizerOptions(threads=threads, rounds=rounds)))
     runs.append(partial(collectives.run, collectives.CollectivesOptions(rounds=rounds)))
+    runs.append(partial(saving.run, saving.SavingOptions(rounds=rounds)))
+    runs.append(partial(consolidate.run, consolidate.ConsolidateOptions()))
     _report(runs, Outputs(json, markdown, name))
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.consolidate`: whole weights from a sharded checkpoint, beside a copy of their bytes.
+"""Whole weights from a sharded checkpoint, beside a copy of their bytes and DeepSpeed's own tool.
 
 The checkpoint is laid out as DeepSpeed's stage 3 saves it. Where DeepSpeed and huggingface_hub are
 installed, DeepSpeed's zero_to_fp32 takes part. Every turn is a process of its own; the peak of its
@@ -10,25 +10,34 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
+from safetensors import safe_open
 from tests.zero.consolidate.deepspeed_layout import Layout, Model, save
+from torch import Tensor
 
 from benchmarks.job import JobError
+from benchmarks.result import Result
 
+PEER = "zero_to_fp32"
+EXACT = ("zero fp32", PEER)
 CONSOLIDATE = "from zero.cli import app; app()"
+MEASURE = """
+import resource, subprocess, sys, time
+begun = time.perf_counter()
+status = subprocess.run(sys.argv[1:], stdout=sys.stderr).returncode
+print(time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(status)
+"""  # a small process between: what a large one starts counts the large one's memory as its own
 PROBE = """
 import mmap, os, sys, threading
 source, target, threads, chunk = sys.argv[1], sys.argv[2], int(sys.argv[3]), 1 << 22
@@ -55,57 +64,57 @@ os.fsync(write)
 
 @dataclass(frozen=True)
 class ConsolidateOptions:
-    """parameters: elements of the model. ranks: of the job that saved. workers: threads, of the copy too."""
+    """parameters: elements of the model. ranks: of the job that saved. workers: threads, of the copy too.
+    folder: on the disk to measure; 20 bytes a parameter are needed. limit: seconds of one process."""
 
     parameters: int = 250_000_000
     ranks: int = 8
     workers: int = 2
     rounds: int = 3
+    folder: str | None = None
     limit: float = 600.0
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One process: its time, the bytes it wrote, its peak of resident bytes."""
+    """One process: its time, the bytes it wrote, its peak of resident bytes. equal: its tensors are right."""
 
     seconds: float
     written: int
     peak: int
+    equal: bool | None
 
     @property
     def rate(self) -> float:
         return self.written / self.seconds
 
 
-def run(options: ConsolidateOptions, folder: Path) -> list[dict[str, Any]]:
-    """A row for each way: median seconds, bytes written, peak resident bytes.
-
-    folder: on the disk to measure.
-    """
-    with _checkpoint(options, folder) as checkpoint:
-        commands = _commands(options, checkpoint, folder / "out")
+def run(options: ConsolidateOptions) -> Result:
+    """Rounds of: the copy, zero to fp32 and bf16, zero_to_fp32 where it is installed."""
+    with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        folder = Path(place)
+        _make(options, folder)
+        commands = _commands(options, folder / "checkpoint", folder / "out")
         turns: dict[str, list[Turn]] = {name: [] for name in commands}
-        for _ in range(options.rounds):
+        for number in range(options.rounds):
             for name, command in commands.items():
-                turns[name].append(_turn(command, folder / "out", options.limit))
-    return [_row(name, turns[name], turns["copy"]) for name in commands]
+                compare = number == 0 and name in EXACT
+                turns[name].append(_turn(command, folder, options.limit, compare))
+    notes = [] if PEER in commands else [f"{PEER} needs deepspeed and huggingface_hub"]
+    rows = [_row(name, turns) for name in commands]
+    return Result("consolidate", {**asdict(options), "folder": None}, rows, notes)
 
 
-@contextmanager
-def _checkpoint(options: ConsolidateOptions, folder: Path) -> Iterator[Path]:
-    """Eight matrices, and a file of the bytes that consolidating them writes, for the copy."""
+def _make(options: ConsolidateOptions, folder: Path) -> None:
+    """Eight matrices as a checkpoint, and a file of the bytes that are to be made of it, for the copy."""
     width = 4096
     rows = options.parameters // width // 8
     generator = torch.Generator().manual_seed(1)
     weights = {f"layers.{n}.weight": torch.randn(rows, width, generator=generator) for n in range(8)}
-    checkpoint = folder / "checkpoint"
-    save(checkpoint, Model([weights]), Layout(stage=3, ranks=options.ranks))
     with (folder / "bytes").open("wb") as file:
         for value in weights.values():
             file.write(memoryview(value.view(-1).numpy()).cast("B"))
-    del weights
-    os.sync()
-    yield checkpoint
+    save(folder / "checkpoint", Model([weights]), Layout(stage=3, ranks=options.ranks))
 
 
 def _commands(options: ConsolidateOptions, checkpoint: Path, out: Path) -> dict[str, list[str]]:
@@ -118,74 +127,83 @@ def _commands(options: ConsolidateOptions, checkpoint: Path, out: Path) -> dict[
     }
     if all(importlib.util.find_spec(name) for name in ("deepspeed", "huggingface_hub")):
         script = ["-m", "deepspeed.utils.zero_to_fp32", str(checkpoint), str(out), "--safe_serialization"]
-        commands["zero_to_fp32"] = [sys.executable, *script]
+        commands[PEER] = [sys.executable, *script]
     return commands
 
 
-def _turn(command: list[str], out: Path, limit: float) -> Turn:
-    """Run a command; raises JobError where it fails or takes over `limit` seconds."""
-    begun = time.perf_counter()
-    with tempfile.TemporaryFile() as log:
-        streams = [(os.POSIX_SPAWN_DUP2, log.fileno(), number) for number in (1, 2)]
-        pid = os.posix_spawnp(command[0], command, os.environ, file_actions=streams)
-        status, usage = _wait(pid, begun + limit)
-        seconds = time.perf_counter() - begun
-        if status:
-            log.seek(0)
-            said = log.read().decode(errors="replace")[-2000:]
-            raise JobError(f"{' '.join(command[:4])} … failed:\n{said}")
+def _turn(command: list[str], folder: Path, limit: float, compare: bool) -> Turn:
+    """Run a command that writes `folder`/out, and remove that. Raises JobError where it fails or takes over
+    `limit` seconds. compare: its tensors with the bytes that they should have."""
+    _forget(folder)
+    seconds, peak = _launch(command, limit)
+    out = folder / "out"
     files = list(out.iterdir()) if out.is_dir() else [out]
     written = sum(file.stat().st_size for file in files)
-    if out.is_dir():
-        shutil.rmtree(out)
-    else:
-        out.unlink()
-    return Turn(seconds, written, usage.ru_maxrss << 10)
+    equal = _is_equal(folder) if compare else None
+    shutil.rmtree(out) if out.is_dir() else out.unlink()
+    return Turn(seconds, written, peak, equal)
 
 
-def _wait(pid: int, deadline: float) -> tuple[int, Any]:
-    while time.perf_counter() < deadline:
-        done, status, usage = os.wait4(pid, os.WNOHANG)
-        if done:
-            return status, usage
-        time.sleep(0.01)
-    os.kill(pid, 9)
-    os.wait4(pid, 0)
-    raise JobError(f"process {pid} did not end in time")
+def _launch(command: list[str], limit: float) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a process."""
+    helper = [sys.executable, "-S", "-c", MEASURE, *command]
+    with tempfile.TemporaryFile() as log:
+        pipes = {"stdout": subprocess.PIPE, "stderr": log}
+        with subprocess.Popen(helper, start_new_session=True, text=True, **pipes) as process:  # type: ignore[call-overload]
+            try:
+                said, _ = process.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise JobError(f"{' '.join(command[:4])} … took over {limit:g} s") from None
+        if process.returncode:
+            log.seek(0)
+            errors = log.read().decode(errors="replace")[-2000:]
+            raise JobError(f"{' '.join(command[:4])} … failed:\n{errors}")
+    seconds, kibibytes = said.split()
+    return float(seconds), int(kibibytes) << 10
 
 
-def _row(name: str, turns: list[Turn], copies: list[Turn]) -> dict[str, Any]:
+def _forget(folder: Path) -> None:
+    """Let what is read come from the disk."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def _is_equal(folder: Path) -> bool:
+    """Whether the fp32 tensors in `folder`/out are the bytes in `folder`/bytes, in order of their names."""
+    found: dict[str, Tensor] = {}
+    for path in (folder / "out").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    with (folder / "bytes").open("rb") as wanted:
+        for _, value in sorted(found.items()):
+            mine = memoryview(value.view(-1).numpy()).cast("B")
+            if wanted.read(mine.nbytes) != mine:
+                return False
+        return bool(found) and not wanted.read(1)
+
+
+def _row(name: str, all_turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
+    turns = all_turns[name]
+    seconds = [turn.seconds for turn in turns]
     return {
         "by": name,
-        "seconds": median(turn.seconds for turn in turns),
+        "median": median(seconds),
+        "min": min(seconds),
+        "max": max(seconds),
         "bytes": turns[0].written,
         "bytes_per_second": median(turn.rate for turn in turns),
-        "of_copy": median(turn.rate / copy.rate for turn, copy in zip(turns, copies, strict=True)),
+        "of_copy": _ratio([t.rate for t in turns], [t.rate for t in all_turns["copy"]]),
+        "to_deepspeed": _ratio(seconds, [t.seconds for t in all_turns[PEER]]) if PEER in all_turns else None,
         "peak_bytes": max(turn.peak for turn in turns),
-        "rounds": [turn.seconds for turn in turns],
+        "equal": turns[0].equal,
     }
 
 
-def main(
-    parameters: Annotated[int, typer.Option(min=1 << 20)] = ConsolidateOptions.parameters,
-    ranks: Annotated[int, typer.Option(min=1)] = ConsolidateOptions.ranks,
-    workers: Annotated[int, typer.Option(min=1)] = ConsolidateOptions.workers,
-    rounds: Annotated[int, typer.Option(min=1)] = ConsolidateOptions.rounds,
-    folder: Annotated[
-        Path | None, typer.Option(help="On the disk to measure; needs 20 B a parameter.")
-    ] = None,
-) -> None:
-    """Seconds include starting Python and importing torch; the copy has no torch to import."""
-    options = ConsolidateOptions(parameters, ranks, workers, rounds)
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        rows = run(options, Path(place))
-    table = Table("by", "s", "MB", "MB/s", "of copy", "peak MB", title=str(asdict(options)))
-    for row in rows:
-        numbers = (row["bytes"] / 1e6, row["bytes_per_second"] / 1e6)
-        cells = (f"{row['seconds']:.2f}", *(f"{n:.0f}" for n in numbers), f"{row['of_copy']:.2f}")
-        table.add_row(row["by"], *cells, f"{row['peak_bytes'] / 1e6:.0f}")
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    typer.run(main)
+def _ratio(first: Sequence[float], second: Sequence[float]) -> float:
+    """Median over the rounds."""
+    return median(a / b for a, b in zip(first, second, strict=True))

@@ -48,6 +48,14 @@ def _small(value: float) -> str:
     return f"{value:.1e}"
 
 
+def _percent(share: float) -> str:
+    return f"{share * 100:.1f} %"
+
+
+def _yes(right: bool) -> str:
+    return "yes" if right else "NO"
+
+
 def _loss(value: float) -> str:
     return f"{value:.5f}"
 
@@ -87,7 +95,7 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         *TIMES,
         Column("bytes_per_second", "GB/s", _gigabytes),
         Column("speedup", "gloo's time ÷ its own", _times),
-        Column("right", "right", lambda right: "yes" if right else "NO"),
+        Column("right", "right", _yes),
     ),
     "bandwidth": (
         Column("kernel", "kernel"),
@@ -98,6 +106,24 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         Column("bytes_per_second", "GB/s", _gigabytes),
         Column("of_copy", "of copy", _times),
         Column("launch", "host µs", _microseconds),
+    ),
+    "saving": (
+        Column("case", "what"),
+        *TIMES,
+        Column("bytes", "MB", _megabytes),
+        Column("bytes_per_second", "GB/s", _gigabytes),
+        Column("of_raw", "of raw write", _times),
+        Column("cost", "cost", _percent),
+    ),
+    "consolidate": (
+        Column("by", "by"),
+        *TIMES,
+        Column("bytes", "MB", _megabytes),
+        Column("bytes_per_second", "GB/s", _gigabytes),
+        Column("of_copy", "of copy", _times),
+        Column("to_deepspeed", "× zero_to_fp32", _times),
+        Column("peak_bytes", "peak MB", _megabytes),
+        Column("equal", "bit-equal", _yes),
     ),
 }
 LEGENDS: dict[Kind, str] = {
@@ -112,6 +138,16 @@ LEGENDS: dict[Kind, str] = {
     "bandwidth": (
         "MB: what the kernel has to read and write. of copy: its bandwidth over that of a device copy. "
         "host µs: to start a call on 1,024 elements."
+    ),
+    "saving": (
+        "Of the slowest rank; ratios are taken within each round. raw write: as many bytes by every rank, "
+        "around the page cache from two threads, and synced. Training: all steps of a turn, until the last "
+        "save is over."
+    ),
+    "consolidate": (
+        "From the start of the process to its end; files to be read are dropped from the page cache before. "
+        "copy: of the fp32 bytes, read through the cache and written around it by as many threads, and "
+        "synced. Ratios are taken within each round. peak: resident."
     ),
     "collectives": "MB: the whole buffer. copy: of a buffer of that size, for comparison.",
 }
@@ -131,6 +167,17 @@ def title(result: Result) -> str:
     if result.kind == "bandwidth":
         millions = s["elements"] / 1e6
         return f"kernels on {s['device']}: {millions:.1f} M elements, {_count(s['threads'], 'thread')}"
+    if result.kind == "saving":
+        return (
+            f"saving: {s['parameters'] / 1e6:.1f} M parameters, {s['precision']}, "
+            f"{_count(s['ranks'], 'rank')}; turns of {s['steps']} steps, a save in the background every "
+            f"{s['every']}"
+        )
+    if result.kind == "consolidate":
+        return (
+            f"consolidate: {s['parameters'] / 1e6:.0f} M parameters of {_count(s['ranks'], 'rank')}, "
+            f"{_count(s['workers'], 'worker')}"
+        )
     return f"collectives: bf16, {_count(s['ranks'], 'rank')}"
 
 

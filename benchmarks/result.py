@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["step", "optimizer", "collectives", "bandwidth"]
+Kind = Literal["step", "optimizer", "collectives", "bandwidth", "saving", "consolidate"]
 
 
 @dataclass(frozen=True)
