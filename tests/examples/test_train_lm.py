@@ -132,6 +132,7 @@ def test_stop_and_resume_are_bitwise_the_straight_run(straight: Outcome, tmp_pat
     assert names == ["latest", "step-2", "step-3"], "two are kept"
     resumed = train(tmp_path, "--resume")
     assert resumed.losses == straight.losses, resumed.errors
+    assert [m.get("lr") for m in resumed.metrics] == [m.get("lr") for m in straight.metrics]
     assert resumed.validation == straight.validation
     assert resumed.sample == straight.sample
     assert all(torch.equal(value, straight.weights[name]) for name, value in resumed.weights.items())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.counting import CountingStorage
+from tests.zero.checkpoint.test_load import raised
 from tests.zero.models import LanguageModel, Stack
 from tests.zero.training import adamw
 from zero.deferred_init import is_deferred
@@ -189,14 +190,6 @@ def test_a_sharded_model_reads_its_slices(cluster: Clusters, tmp_path: Path) -> 
     save_large(tmp_path / "large.safetensors")
     for read, shards in cluster(2).run(sharded_cost_body, path=str(tmp_path / "large.safetensors")):
         assert read == shards
-
-
-def raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except zero.ZeroError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
 
 
 def refused_body(context: Context, path: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ Tensors that are not on the host pass through a buffer of CHUNK bytes there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import name_of
+from zero.checkpoint.header import header_of
 from zero.checkpoint.manifest import BLOCK
 from zero.checkpoint.storage import Storage
 from zero.checkpoint.stream import CHUNK, Stream
@@ -28,7 +28,6 @@ from zero.tiers.swap_file import Stored
 from zero.tiers.values import Values
 
 CHECKSUMS = "checksums"
-_PAGE = 4096
 _CACHED = 4 * BLOCK  # read for the checksums, and copied while the processor's cache still has it
 
 
@@ -123,10 +122,8 @@ def _plan(parts: Sequence[Part]) -> tuple[bytes, list[int]]:
         end += part.nbytes
     blocks = sum(part.blocks for part in parts)
     described[CHECKSUMS] = {"dtype": "U8", "shape": [blocks, 4], "data_offsets": [end, end + 4 * blocks]}
-    text = json.dumps(described, separators=(",", ":")).encode()
-    data_at = -(-(8 + len(text)) // _PAGE) * _PAGE
-    header = (data_at - 8).to_bytes(8, "little") + text.ljust(data_at - 8)
-    return header, [data_at + place for place in (*places, end)]
+    header = header_of(described)
+    return header, [len(header) + place for place in (*places, end)]
 
 
 def _entries(parts: Sequence[Part], places: Sequence[int]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ of ranks, each rank reading its part.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,9 +13,12 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from zero.checkpoint.manifest import BLOCK, MANIFEST, Manifest, model_key, seal, unseal
+from zero.checkpoint.assembly import assemble
+from zero.checkpoint.header import header_of
+from zero.checkpoint.manifest import BLOCK, MANIFEST, model_key
 from zero.checkpoint.rank_file import CHECKSUMS
-from zero.checkpoint.storage import PAGE, File, write_whole
+from zero.checkpoint.save import zero_version
+from zero.checkpoint.storage import File, write_whole
 from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.plan import Chosen, Plan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
@@ -67,11 +69,10 @@ def _plan(tensors: Sequence[Chosen]) -> tuple[PlannedFile, int]:
         end += tensor.nbytes
     table = 4 * sum(_blocks(tensor) for tensor in ordered)
     described[CHECKSUMS] = {"dtype": "U8", "shape": [table // 4, 4], "data_offsets": [end, end + table]}
-    text = json.dumps(described, separators=(",", ":")).encode()
-    data_at = -(-(8 + len(text)) // PAGE) * PAGE
-    header = (data_at - 8).to_bytes(8, "little") + text.ljust(data_at - 8)
-    offsets = {tensor: data_at + place for tensor, place in places.items()}
-    return PlannedFile(NAME, data_at + end + table, offsets, tuple(ordered), ((0, header),)), data_at + end
+    header = header_of(described)
+    begin = len(header)
+    offsets = {tensor: begin + place for tensor, place in places.items()}
+    return PlannedFile(NAME, begin + end + table, offsets, tuple(ordered), ((0, header),)), begin + end
 
 
 def _blocks(tensor: Chosen) -> int:
@@ -121,57 +122,52 @@ def _append(storage: WeightStorage, path: Path, offset: int, data: bytes) -> Non
 
 
 def _manifest(source: Source, file: PlannedFile, checksums_at: int, table: bytes) -> bytes:
-    """Put together and read back, as a save does it."""
-    import zero
+    """Put together and read back, as a save does it: of one rank, which had no optimizer."""
+    return assemble(_described(source, file), [_report(file, checksums_at, table)])
 
-    tensors, parameters, buffers, block = {}, [], [], 0
+
+def _report(file: PlannedFile, checksums_at: int, table: bytes) -> dict[str, Any]:
+    """What a rank that saves says of its file."""
+    tensors, block = {}, 0
     for chosen in file.tensors:
-        info = source.tensors[chosen.tensor]
-        place = [0, 0, chosen.numel, file.offsets[chosen.tensor], block]
-        slices = [place] if chosen.numel else []
+        piece = [0, chosen.numel, file.offsets[chosen.tensor], block] if chosen.numel else None
+        tensors[model_key(chosen.name)] = [chosen.dtype, chosen.shape, None, piece]
         block += _blocks(chosen)
-        entry = {"dtype": chosen.dtype, "shape": chosen.shape, "stride": None, "slices": slices}
-        tensors[model_key(chosen.name)] = entry
-        if info.kind == "buffer":
-            buffers.append(chosen.name)
-        else:
-            parameters.append(
-                {
-                    "name": chosen.name,
-                    "dtype": info.training_dtype,
-                    "trainable": info.kind == "parameter",
-                    "unit": "",
-                    "group": None,
-                    "aliases": chosen.aliases,
-                }
-            )
-    header = file.fixed[0][1]
-    members = {
-        "zero": zero.__version__,
+    described = {
+        "name": NAME,
+        "bytes": file.nbytes,
+        "header": crc32(file.fixed[0][1]),
+        "checksums_at": checksums_at,
+        "checksums": crc32(table),
+    }
+    return {"file": described, "tensors": tensors, "values": {}, "rng": {}, "state": {}}
+
+
+def _described(source: Source, file: PlannedFile) -> dict[str, Any]:
+    """The manifest's members that are not about files."""
+    kinds = {chosen: source.tensors[chosen.tensor].kind for chosen in file.tensors}
+    return {
+        "zero": zero_version(),
         "created": time.time(),
         "steps": 0,
         "world_size": 1,
         "stage": 0,
         "precision": "model",
-        "block_bytes": BLOCK,
         "loss_scale": None,
         "optimizer": {"kind": "none", "param_groups": []},
-        "parameters": parameters,
-        "buffers": buffers,
+        "parameters": [
+            {
+                "name": chosen.name,
+                "dtype": source.tensors[chosen.tensor].training_dtype,
+                "trainable": kind == "parameter",
+                "unit": "",
+                "group": None,
+                "aliases": chosen.aliases,
+            }
+            for chosen, kind in kinds.items()
+            if kind != "buffer"
+        ],
+        "buffers": [chosen.name for chosen, kind in kinds.items() if kind == "buffer"],
         "extra_state": {},
         "state": {},
-        "ranks": [{"rng": {}, "state": {}}],
-        "files": [
-            {
-                "name": NAME,
-                "bytes": file.nbytes,
-                "header": crc32(header),
-                "checksums_at": checksums_at,
-                "checksums": crc32(table),
-            }
-        ],
-        "tensors": tensors,
     }
-    data = seal("zero-checkpoint", members)
-    Manifest.model_validate_json(unseal("zero-checkpoint", data))
-    return data

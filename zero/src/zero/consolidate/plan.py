@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from zero.checkpoint.header import header_of
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.consolidate.source import TensorInfo
 from zero.errors import CheckpointError, UsageError
 
 Dtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]
 _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_PAGE = 4096
 METADATA = "__metadata__"  # what safetensors keeps for itself
 
 
@@ -164,7 +164,7 @@ def plan_safetensors(tensors: Sequence[Chosen], limit: int) -> Plan:
 
 
 def _header(tensors: Sequence[Chosen]) -> tuple[bytes, dict[int, int]]:
-    """A file's header, padded so that the data begin on a page, and where each tensor begins."""
+    """A file's header, and where each tensor begins."""
     metadata = {"format": "pt"} | {alias: t.name for t in tensors for alias in t.aliases if alias != "format"}
     described: dict[str, Any] = {METADATA: metadata}
     places, end = {}, 0
@@ -176,10 +176,8 @@ def _header(tensors: Sequence[Chosen]) -> tuple[bytes, dict[int, int]]:
             "data_offsets": [end, end + tensor.nbytes],
         }
         end += tensor.nbytes
-    text = json.dumps(described, separators=(",", ":")).encode()
-    data_at = -(-(8 + len(text)) // _PAGE) * _PAGE
-    header = (data_at - 8).to_bytes(8, "little") + text.ljust(data_at - 8)
-    return header, {tensor: data_at + place for tensor, place in places.items()}
+    header = header_of(described)
+    return header, {tensor: len(header) + place for tensor, place in places.items()}
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero.checkpoint.manifest import ITEM_BYTES, is_dense, is_row_major
-from zero.checkpoint.storage import DISK, Storage
 from zero.consolidate.memory_order import read_box
 from zero.consolidate.source import TensorInfo
-from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError
+from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.foreign import inert_pickle
 from zero.foreign.inert_pickle import DTYPES, TENSORS, Function, Kept, StoredTensor
 from zero.foreign.record_source import RecordSource
@@ -71,20 +70,7 @@ class DcpSource(RecordSource):
 
     format = "torch DCP"
 
-    def __init__(self, path: Path, storage: Storage = DISK) -> None:
-        super().__init__(storage)
-        self.path = path
-        try:
-            self._describe()
-        except ZeroError:
-            self.close()
-            raise
-        except Exception as error:  # anything may stand anywhere in a file that was made to harm
-            self.close()
-            what = f"{type(error).__name__}: {error}"
-            raise CorruptCheckpointError(f"{path / METADATA} makes no sense: {what}") from error
-
-    def _describe(self) -> None:
+    def describe(self) -> None:
         metadata = self._metadata()
         described = metadata["state_dict_metadata"]
         tensors = {name: entry.state for name, entry in described.items() if entry.state}

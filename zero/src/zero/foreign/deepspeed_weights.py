@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.dtypes import name_of
-from zero.checkpoint.storage import DISK, Storage
 from zero.consolidate.source import Kind, TensorInfo
-from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError
+from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.foreign.deepspeed_files import STAND_INS, model_files
 from zero.foreign.record_source import RecordSource
 from zero.foreign.torch_file import TorchFile
@@ -36,19 +35,6 @@ class Values(NamedTuple):
 class DeepSpeedWeights(RecordSource):
     """path: the directory with the files of model states. model_files: how many of them there are."""
 
-    def __init__(self, path: Path, storage: Storage = DISK) -> None:
-        super().__init__(storage)
-        self.path = path
-        try:
-            self._describe()
-        except ZeroError:
-            self.close()
-            raise
-        except Exception as error:  # anything may stand anywhere in a file that was made to harm
-            self.close()
-            what = f"{type(error).__name__}: {error}"
-            raise CorruptCheckpointError(f"{path} is not laid out as DeepSpeed does: {what}") from error
-
     @abstractmethod
     def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[Values]]:
         """Where the fp32 masters of all parameters are. groups: names and shapes of each group."""
@@ -64,7 +50,7 @@ class DeepSpeedWeights(RecordSource):
         self._files.append(file)
         return file
 
-    def _describe(self) -> None:
+    def describe(self) -> None:
         self._files: list[TorchFile] = []
         paths = model_files(self.path)
         if not paths:

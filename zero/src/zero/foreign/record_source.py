@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from abc import ABC
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
@@ -19,7 +19,7 @@ from zero.checkpoint.manifest import ITEM_BYTES
 from zero.checkpoint.storage import DISK, File, Storage
 from zero.consolidate.memory_order import Box, boxes
 from zero.consolidate.source import Chunk, Piece, Source
-from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError
 from zero.foreign import crc
 from zero.foreign.torch_file import Record, TorchFile
 
@@ -42,13 +42,14 @@ class Key(NamedTuple):
     record: Record
 
 
-class RecordSource(Source, ABC):
+class RecordSource(Source):
     """What sources made of records have in common; a subclass says what lies where.
 
-    `tensors` must be set before chunks are asked for.
+    Raises CheckpointError for what is missing, CorruptCheckpointError for what makes no sense.
     """
 
-    def __init__(self, storage: Storage = DISK) -> None:
+    def __init__(self, path: Path, storage: Storage = DISK) -> None:
+        self.path = path
         self._storage = storage
         self._open: dict[Path, File] = {}
         self._records: dict[Key, None] = {}
@@ -56,6 +57,19 @@ class RecordSource(Source, ABC):
         self._loose: dict[int, tuple[Key, ReadBox]] = {}
         self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of every chunk, by its begin
         self._lock = threading.Lock()
+        try:
+            self.describe()
+        except ZeroError:
+            self.close()
+            raise
+        except Exception as error:  # anything may stand anywhere in a file that was made to harm
+            self.close()
+            what = f"{type(error).__name__}: {error}"
+            raise CorruptCheckpointError(f"{path} is not laid out as {self.format} is: {what}") from error
+
+    @abstractmethod
+    def describe(self) -> None:
+        """Set `tensors`, `facts`, `identity` and `left_out`, add the files, and say what lies where."""
 
     def add_file(self, path: Path, records: Iterable[Record]) -> None:
         """Open a file for reading its records."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from zero.checkpoint.storage import DISK, Storage
 from zero.consolidate.source import TensorInfo
 from zero.foreign.record_source import RecordSource
-from zero.foreign.safetensors_header import SafeTensor, describe
+from zero.foreign.safetensors_header import describe
 from zero.foreign.torch_file import Record
 
 
@@ -17,20 +15,11 @@ class SafetensorsSource(RecordSource):
 
     format = "safetensors"
 
-    def __init__(self, path: Path, storage: Storage = DISK) -> None:
-        super().__init__(storage)
-        self.path = path
-        try:
-            self._lay_out(describe(path))
-        except BaseException:
-            self.close()
-            raise
-
-    def _lay_out(self, tensors: Iterable[SafeTensor]) -> None:
+    def describe(self) -> None:
         files: dict[Path, list[Record]] = {}
         infos: list[TensorInfo] = []
         places: list[tuple[Path, Record]] = []
-        for tensor in tensors:
+        for tensor in describe(self.path):
             record = Record(tensor.name, tensor.offset, tensor.nbytes, None)
             files.setdefault(tensor.path, []).append(record)
             places.append((tensor.path, record))
