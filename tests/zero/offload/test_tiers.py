@@ -38,6 +38,10 @@ def tiers(path: str) -> dict[str, zero.Offload]:
         "host": zero.Offload(optimizer="host"),
         "half": zero.Offload(optimizer="host", fraction=0.5),
         "disk": zero.Offload(optimizer="disk", path=path),
+        "compact": zero.Offload(optimizer="disk", path=path, compact=True),
+        "compact everything": zero.Offload(
+            optimizer="disk", params="disk", gradients="disk", path=path, compact=True
+        ),
         "cache": zero.Offload(optimizer="disk", path=path, host_budget=8000),
         "params": zero.Offload(params="host"),
         "params on disk": zero.Offload(params="disk", path=path),
@@ -78,6 +82,7 @@ def tiers_body(context: Context, path: str, precision: str) -> dict[str, tuple[b
     return {
         name: compared(run_of(context, offload, **settings), reference)
         for name, offload in tiers(path).items()
+        if precision == "bf16" or not offload.compact
     }
 
 

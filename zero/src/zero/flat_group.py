@@ -100,7 +100,8 @@ class FlatGroup:
         shard_serves = self.dtype.itemsize >= 4 and tier == self.placement.params != "disk"
         if self.trainable and not shard_serves:
             dtype = torch.promote_types(self.dtype, torch.float32)
-            self.record = self._stores.record(self._mine, dtype, tier)
+            upper = (lambda: self.shard) if self.dtype is torch.bfloat16 else None
+            self.record = self._stores.record(self._mine, dtype, tier, upper)
         if self.home.data.dtype is not self.dtype:
             self._narrow()
         if not whole:

@@ -26,7 +26,7 @@ from zero.room import allocate
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.carrier import Landing
 from zero.tiers.stores import Stores
-from zero.tiers.swap_file import Stored
+from zero.tiers.swap_file import Section
 from zero.tiers.values import Values, fetch
 from zero.units import PERSISTENT, ROOT
 
@@ -63,7 +63,7 @@ class GroupGradients:
         self.reduced = False
         self.whole: FlatBuffer | None = None
         self._shard: Values | None = None
-        self._place: Stored | None = None  # for a gradient on disk
+        self._place: Section | None = None  # for a gradient on disk
         self._landing: Landing | None = None  # on its way to be added to the shard
         self._stores = stores
         self._accelerator = stores.accelerator
@@ -187,7 +187,7 @@ class GroupGradients:
         on_disk = self.group.placement.gradients == "disk"
         self._shard = self._put_away(slice_) if on_disk else slice_
 
-    def _put_away(self, slice_: Tensor) -> Stored:
+    def _put_away(self, slice_: Tensor) -> Section:
         """On disk, in the place that this group's gradient had before."""
         if self._place is None or self._place.dtype is not slice_.dtype:
             self._place = self._stores.on_disk(slice_.numel(), slice_.dtype)

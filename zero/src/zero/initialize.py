@@ -69,7 +69,7 @@ def check_offload(optimizer: Optimizer, config: Config) -> None:
 
 def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:
     rule = rule_for(optimizer)
-    return Stores(accelerator, len(rule.moments) if rule else 0, config.tiers.path)
+    return Stores(accelerator, len(rule.moments) if rule else 0, config.tiers.path, config.tiers.compact)
 
 
 def _move_buffers(

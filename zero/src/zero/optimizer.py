@@ -29,8 +29,8 @@ from zero.offload import Tier
 from zero.piece_state import is_elementwise
 from zero.room import room_for
 from zero.tiers.record import Opened
+from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
-from zero.tiers.swap_file import Stored
 from zero.tiers.values import fetch
 
 NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}

@@ -15,7 +15,7 @@ from zero.flat_group import FlatGroup
 from zero.optimizer import OwnedGroup, ShardedOptimizer
 from zero.piece_state import in_memory_order, is_elementwise
 from zero.sharded_unit import ShardedUnit
-from zero.tiers.swap_file import Stored
+from zero.tiers.stored import Stored
 from zero.tiers.values import fetch
 from zero.whole import WholeValues, view_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from zero.errors import StateError
-from zero.tiers.swap_file import Stored
+from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
 

@@ -29,7 +29,7 @@ from zero.optimizer import OwnedPiece, ShardedOptimizer
 from zero.piece_state import in_memory_order, is_elementwise
 from zero.precision import LossScale
 from zero.sharded_unit import ShardedUnit
-from zero.tiers.swap_file import Stored
+from zero.tiers.stored import Stored
 
 
 @dataclass(frozen=True)

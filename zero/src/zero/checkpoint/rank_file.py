@@ -24,7 +24,7 @@ from zero.checkpoint.header import header_of
 from zero.checkpoint.manifest import BLOCK
 from zero.checkpoint.storage import Storage
 from zero.checkpoint.stream import CHUNK, Stream
-from zero.tiers.swap_file import Stored
+from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
 CHECKSUMS = "checksums"

@@ -11,7 +11,7 @@ from torch import Tensor
 from accelz.flat_buffer import HOST
 from accelz.kernels import Kernels
 from zero.tiers.carrier import Carrier
-from zero.tiers.swap_file import Stored
+from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
 

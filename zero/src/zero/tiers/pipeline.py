@@ -7,8 +7,10 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
+from accelz.flat_buffer import HOST
 from accelz.memory import Memory
 from zero.tiers.record import Opened, Record, section_bytes
+from zero.tiers.split import SplitMaster
 from zero.tiers.swap_file import PAGE, Transfer, aligned, bytes_of
 
 BUFFERS = 3  # one fills, one is worked on, one is written: at no time is a fourth wanted
@@ -20,6 +22,7 @@ class Pipeline:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._buffers: list[Tensor] = []
+        self._scratch: Tensor | None = None
         self._writes: list[Transfer | None] = [None] * BUFFERS
 
     def through(self, records: Sequence[Record]) -> Generator[Opened, None, None]:
@@ -38,7 +41,10 @@ class Pipeline:
                 reading.wait()
                 following = records[turn + 1] if turn + 1 < len(records) else None
                 reading = self._begin_read(following, turn + 1) if following else None
-                yield self._views(record, turn)
+                sections = self._views(record, turn)
+                state = record.unpack(sections, self._scratch_for(record))
+                yield state
+                record.pack(state, sections)
                 self._writes[turn % BUFFERS] = record.sections[0].file.write(
                     record.sections[0].place, self._bytes(record, turn)
                 )
@@ -62,13 +68,22 @@ class Pipeline:
         if writing is not None:
             writing.wait()
 
-    def _views(self, record: Record, turn: int) -> Opened:
+    def _views(self, record: Record, turn: int) -> list[Tensor]:
         buffer, begin, views = self._buffers[turn % BUFFERS], 0, []
         for section in record.sections:
             nbytes = section.numel() * section.element_size()
             views.append(buffer[begin : begin + nbytes].view(section.dtype))
             begin += section_bytes(section.numel(), section.dtype)
-        return Opened(views[0], tuple(views[1:]))
+        return views
+
+    def _scratch_for(self, record: Record) -> Tensor | None:
+        """Memory for a master that is in two places."""
+        if not isinstance(record.master, SplitMaster):
+            return None
+        numel = record.master.numel()
+        if self._scratch is None or self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel, dtype=torch.float32, device=HOST)
+        return self._scratch[:numel]
 
     def _bytes(self, record: Record, turn: int) -> memoryview:
         return bytes_of(self._buffers[turn % BUFFERS][: _nbytes(record)])

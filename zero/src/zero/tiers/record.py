@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zero.offload import Tier
-from zero.tiers.swap_file import PAGE, Stored
+from zero.tiers.split import SplitMaster
+from zero.tiers.swap_file import PAGE, Section
 from zero.tiers.values import Values
 
 
@@ -43,9 +45,24 @@ class Record:
         return sum(v.numel() * v.element_size() for v in values if _is_on(v, device))
 
     @property
-    def sections(self) -> list[Stored]:
-        """Of a record on disk."""
-        return [v for v in (self.master, *self.moments) if isinstance(v, Stored)]
+    def sections(self) -> list[Section]:
+        """Of a record on disk, as they lie there one after another."""
+        first = self.master.lower if isinstance(self.master, SplitMaster) else self.master
+        return [v for v in (first, *self.moments) if isinstance(v, Section)]
+
+    def unpack(self, sections: Sequence[Tensor], scratch: Tensor | None) -> Opened:
+        """What has been read of a record on disk, to be stepped. scratch: (shard_numel,) fp32, for a split
+        master."""
+        if not isinstance(self.master, SplitMaster):
+            return Opened(sections[0], tuple(sections[1:]))
+        assert scratch is not None
+        self.master.join(sections[0], scratch)
+        return Opened(scratch, tuple(sections[1:]))
+
+    def pack(self, state: Opened, sections: Sequence[Tensor]) -> None:
+        """The reverse, before it is written; moments have been stepped where they are."""
+        if isinstance(self.master, SplitMaster):
+            self.master.split(state.master, sections[0])
 
 
 def _is_on(values: Values, device: torch.device) -> bool:

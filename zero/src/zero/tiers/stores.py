@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -18,23 +19,32 @@ from zero.tiers.carrier import Carrier
 from zero.tiers.outlet import Outlet
 from zero.tiers.pipeline import Pipeline
 from zero.tiers.record import Record, section_bytes
-from zero.tiers.swap_file import Stored, SwapFile
+from zero.tiers.split import LOWER, SplitMaster
+from zero.tiers.swap_file import Section, SwapFile
 from zero.tiers.values import Values
 
 
 class Stores:
     """Where the device is the host, the host tier is the device's memory: nothing is there twice.
 
-    folder: for what is on disk. moments: of the engine's optimizer, for each element of a record. relieve:
-    frees about so many bytes of the device if it can; returns how many.
+    folder: for what is on disk. moments: of the engine's optimizer, for each element of a record. compact:
+    keep of masters on disk what bf16 weights lack. relieve: frees about so many bytes of the device if it
+    can; returns how many.
     """
 
-    def __init__(self, accelerator: Accelerator, moments: int = 0, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        moments: int = 0,
+        folder: Path | None = None,
+        compact: bool = False,
+    ) -> None:
         self.accelerator = accelerator
         self.moments = moments
         self.relieve: Callable[[int], int] = lambda nbytes: 0
         self.pipeline = Pipeline(accelerator.memory)
         self._folder = folder
+        self._compact = compact
 
     @cached_property
     def carrier(self) -> Carrier:
@@ -64,16 +74,24 @@ class Stores:
             return stored
         return values
 
-    def on_disk(self, numel: int, dtype: torch.dtype) -> Stored:
+    def on_disk(self, numel: int, dtype: torch.dtype) -> Section:
         """A place on disk for values, zero at first. Raises OffloadError on a full disk."""
-        return self._stored(1, numel, dtype)[0]
+        return self._stored([dtype], numel)[0]
 
-    def record(self, values: Tensor, dtype: torch.dtype, tier: Tier) -> Record:
-        """A record whose master is a copy of `values` in `dtype`; `make_moments` completes it."""
+    def record(
+        self, values: Tensor, dtype: torch.dtype, tier: Tier, weights: Callable[[], Values] | None
+    ) -> Record:
+        """A record whose master is a copy of `values` in `dtype`; `make_moments` completes it.
+
+        weights: gives the bf16 shard, where that may serve as the upper half of a master on disk.
+        """
         if tier == "disk":
-            sections = self._stored(1 + self.moments, values.numel(), dtype)
-            sections[0].write(values)
-            return Record(tier, sections[0], tuple(sections[1:]))
+            split = self._compact and weights is not None
+            dtypes = [LOWER if split else dtype, *([dtype] * self.moments)]
+            first, *moments = self._stored(dtypes, values.numel())
+            stored = SplitMaster(weights, first) if split and weights is not None else first
+            stored.write(values)
+            return Record(tier, stored, tuple(moments))
         if tier == "host":
             master = values.to(HOST).to(dtype)  # the host's kernels work on it; it need not be page-locked
         else:
@@ -106,8 +124,9 @@ class Stores:
     def _host_kernels(self) -> Kernels:
         return accelz.host_kernels()
 
-    def _stored(self, sections: int, numel: int, dtype: torch.dtype) -> list[Stored]:
-        """Sections one after another, each of whole pages."""
-        size = section_bytes(numel, dtype)
-        place = self.swap_file.allocate(sections * size)
-        return [Stored(self.swap_file, place + n * size, numel, dtype) for n in range(sections)]
+    def _stored(self, dtypes: Sequence[torch.dtype], numel: int) -> list[Section]:
+        """Sections of `numel` elements one after another, each of whole pages."""
+        sizes = [section_bytes(numel, dtype) for dtype in dtypes]
+        place = self.swap_file.allocate(sum(sizes))
+        ends = itertools.accumulate(sizes, initial=place)
+        return [Section(self.swap_file, begin, numel, d) for begin, d in zip(ends, dtypes, strict=False)]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from zero.errors import OffloadError
+from zero.tiers.stored import Stored
 
 PAGE = 4096
 BLOCK = 4 << 20  # bytes that one thread moves at a time
@@ -122,44 +123,23 @@ class Transfer:
         self._blocks = []
 
 
-class Stored:
-    """One-dimensional values in a swap file. Slices are values of their own; there is no arithmetic.
-
-    place: offset of the first byte.
-    """
+class Section(Stored):
+    """Values in a swap file. place: offset of the first byte."""
 
     def __init__(self, file: SwapFile, place: int, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(numel, dtype)
         self.file = file
         self.place = place
-        self.dtype = dtype
-        self._numel = numel
-
-    def numel(self) -> int:
-        return self._numel
-
-    def element_size(self) -> int:
-        return self.dtype.itemsize
-
-    def __getitem__(self, window: slice) -> Stored:
-        begin, end, step = window.indices(self._numel)
-        if step != 1:
-            raise ValueError("stored values are sliced with step 1")
-        return Stored(self.file, self.place + begin * self.dtype.itemsize, max(end - begin, 0), self.dtype)
-
-    def read(self) -> Tensor:
-        """A copy in host memory, shape (numel,)."""
-        values = torch.empty(self._numel, dtype=self.dtype, device=HOST)
-        self.read_into(values)
-        return values
 
     def read_into(self, out: Tensor) -> None:
-        """Fill `out`, contiguous, of this dtype, in host memory."""
         self.file.read_slice(self.place, bytes_of(out))
 
     def write(self, values: Tensor) -> None:
-        """Take over `values`, (numel,), from any device and of any dtype."""
         host = values.detach().to(HOST, self.dtype).contiguous()
         self.file.write_slice(self.place, bytes_of(host))
+
+    def part(self, begin: int, end: int) -> Section:
+        return Section(self.file, self.place + begin * self.dtype.itemsize, end - begin, self.dtype)
 
 
 def bytes_of(values: Tensor) -> memoryview:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from zero.tiers.swap_file import Stored
+from zero.tiers.stored import Stored
 
 Values = Tensor | Stored
 

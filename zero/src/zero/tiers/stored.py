@@ -1,0 +1,49 @@
+"""Values that are not in memory, and what can be done with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from accelz.flat_buffer import HOST
+
+
+class Stored(ABC):
+    """One-dimensional values that have to be read to be used. Slices are values of their own; there is no
+    arithmetic. dtype: of what is read."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._numel = numel
+
+    def numel(self) -> int:
+        return self._numel
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def __getitem__(self, window: slice) -> Stored:
+        begin, end, step = window.indices(self._numel)
+        if step != 1:
+            raise ValueError("stored values are sliced with step 1")
+        return self.part(begin, max(end, begin))
+
+    def read(self) -> Tensor:
+        """A copy in host memory, shape (numel,)."""
+        values = torch.empty(self._numel, dtype=self.dtype, device=HOST)
+        self.read_into(values)
+        return values
+
+    @abstractmethod
+    def read_into(self, out: Tensor) -> None:
+        """Fill `out`, contiguous, of this dtype, in host memory."""
+
+    @abstractmethod
+    def write(self, values: Tensor) -> None:
+        """Take over `values`, (numel,), from any device and of any dtype."""
+
+    @abstractmethod
+    def part(self, begin: int, end: int) -> Stored:
+        """The values from `begin` up to `end`."""
