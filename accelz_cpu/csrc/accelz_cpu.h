@@ -110,9 +110,10 @@ ACCELZ_API int accelz_channel_connect(accelz_channel *channel, const int64_t *pr
  *
  * op, reduce, dtype: as above; for movements dtype UINT8 carries anything. count: elements of the shard
  * (all_gather, reduce_scatter) or of the tensor. source: the rank that broadcasts. input and output must stay
- * as they are until accelz_finish; in broadcast and all_reduce they are one and the same. An all_gather without
- * input is one whose output is memory that the ranks have in common, with every shard at its place: nothing is
- * copied, and it is complete when all ranks have started it. timeout_seconds: how long accelz_finish may wait.
+ * as they are until accelz_finish; in broadcast and all_reduce they are one and the same. An all_gather writes
+ * this rank's part of output at once. Without input it is one whose output is memory that the ranks have in
+ * common, with every shard at its place: nothing is copied, and it is complete when all ranks have started it.
+ * timeout_seconds: how long accelz_finish may wait.
  */
 ACCELZ_API int64_t accelz_start(accelz_channel *channel, int op, int reduce, int dtype, size_t count, int source,
                                 void *output, const void *input, double timeout_seconds, int threads);
@@ -121,7 +122,7 @@ ACCELZ_API int64_t accelz_start(accelz_channel *channel, int op, int reduce, int
  * under way, accelz_start completes the oldest. After a failure the group is of no further use. */
 ACCELZ_API int accelz_finish(accelz_channel *channel, int64_t ticket, int threads);
 
-/* Give a ticket up: its output stays as it is. */
+/* Give a ticket up: nothing more is written to its output. */
 ACCELZ_API void accelz_abandon(accelz_channel *channel, int64_t ticket);
 
 /* Give up: the other ranks learn that there will be no further collective, and why. */

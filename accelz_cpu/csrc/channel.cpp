@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
 #include <new>
 #include <thread>
 
@@ -53,13 +54,16 @@ void pause() {
 #endif
 }
 
-void copy(char *output, const char *source, size_t bytes, int threads) {
-    if (output == source) return;
+// To every output. A piece is still in the cache when it is read for the second one.
+void copy(std::initializer_list<char *> outputs, const char *source, size_t bytes, int threads) {
     run_pieces(bytes, PIECE, threads, [&](size_t begin, size_t end) {
-        if (bytes < STREAM_FROM)
-            std::memcpy(output + begin, source + begin, end - begin);
-        else
-            isa().stream(output + begin, source + begin, end - begin);
+        for (char *output : outputs) {
+            if (output == source) continue;
+            if (bytes < STREAM_FROM)
+                std::memcpy(output + begin, source + begin, end - begin);
+            else
+                isa().stream(output + begin, source + begin, end - begin);
+        }
     });
 }
 
@@ -166,12 +170,12 @@ void Channel::publish(const Request &request, uint64_t number, int threads) {
     Post &post = mine_.posts[stream][number % RING];
     post.call = request.call;
     const size_t bytes = published_bytes(request.call);
-    if (bytes && bytes <= SMALL) {
-        copy_part(request, post.small, 1);
-    } else if (bytes) {
-        post.block = blocks_.acquire(bytes, stream, number);
-        copy_part(request, blocks_.data(post.block), threads);
-    }
+    if (bytes > SMALL) post.block = blocks_.acquire(bytes, stream, number);
+    char *const part = bytes > SMALL ? blocks_.data(post.block) : post.small;
+    if (request.call.op == ACCELZ_ALL_GATHER)
+        copy_shard(request, bytes ? part : nullptr, threads);
+    else if (bytes)
+        copy_part(request, part, threads);
     post.number.store(number, std::memory_order_release);
     mine_.posted[stream].store(number, std::memory_order_release);
     ring_others();
@@ -182,13 +186,24 @@ size_t Channel::published_bytes(const Call &call) const {
     return nothing ? 0 : call.published_bytes(size_);
 }
 
+// The shard goes to the others, unless `to` is null, and to its own place in the output: it is read once.
+void Channel::copy_shard(const Request &request, char *to, int threads) const {
+    if (request.call.common) return;
+    const size_t bytes = request.call.bytes();
+    char *const own = request.output + bytes * size_t(rank_);
+    if (to)
+        copy({to, own}, request.input, bytes, threads);
+    else
+        copy({own}, request.input, bytes, threads);
+}
+
 // What others need of a reduce-scatter is all but this rank's own slice.
 void Channel::copy_part(const Request &request, char *to, int threads) const {
     const size_t bytes = request.call.bytes();
-    if (request.call.op != ACCELZ_REDUCE_SCATTER) return copy(to, request.input, bytes, threads);
+    if (request.call.op != ACCELZ_REDUCE_SCATTER) return copy({to}, request.input, bytes, threads);
     const size_t before = bytes * size_t(rank_), after = bytes * size_t(size_ - 1 - rank_);
-    copy(to, request.input, before, threads);
-    copy(to + before, request.input + before + bytes, after, threads);
+    copy({to}, request.input, before, threads);
+    copy({to + before}, request.input + before + bytes, after, threads);
 }
 
 // ---- waiting ----
@@ -268,14 +283,14 @@ void Channel::collect(const Request &request, uint64_t number, int threads) {
     if (call.op == ACCELZ_ALL_GATHER) return collect_shards(request, number, threads);
     if (call.op != ACCELZ_BROADCAST) return collect_sum(request, number, threads);
     if (call.source == rank_) return;
-    copy(request.output, data_of(call.source, call.stream(), number), call.bytes(), threads);
+    copy({request.output}, data_of(call.source, call.stream(), number), call.bytes(), threads);
 }
 
 void Channel::collect_shards(const Request &request, uint64_t number, int threads) {
     const size_t bytes = request.call.bytes();
     for (int r = 0; r < size_; r++) {
-        const char *shard = r == rank_ ? request.input : data_of(r, request.call.stream(), number);
-        copy(request.output + bytes * size_t(r), shard, bytes, threads);
+        if (r == rank_) continue;  // written when it was published
+        copy({request.output + bytes * size_t(r)}, data_of(r, request.call.stream(), number), bytes, threads);
     }
 }
 
@@ -288,7 +303,7 @@ void Channel::collect_sum(const Request &request, uint64_t number, int threads) 
         const int slice = call.op == ACCELZ_ALL_REDUCE ? 0 : r < rank_ ? rank_ - 1 : rank_;
         parts.push_back(part + call.bytes() * size_t(slice));
     }
-    if (size_ == 1) return copy(request.output, parts[0], call.bytes(), threads);
+    if (size_ == 1) return copy({request.output}, parts[0], call.bytes(), threads);
     reduce(request.output, parts, call.dtype, call.reduce, call.count, threads);
 }
 

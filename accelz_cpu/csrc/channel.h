@@ -55,6 +55,7 @@ class Channel {
     void make_room(std::unique_lock<std::mutex> &lock, const Request &request, int threads);
     void publish(const Request &request, uint64_t number, int threads);
     size_t published_bytes(const Call &call) const;
+    void copy_shard(const Request &request, char *to, int threads) const;
     void copy_part(const Request &request, char *to, int threads) const;
 
     void wait_for_all(const Request &request, uint64_t number);

@@ -118,7 +118,7 @@ class Channel(Transport):
 
 
 class SharedWork(dist.Work):
-    """A collective under way. `wait` writes the output, once; where the handle is dropped nobody may."""
+    """One under way. `wait` writes what others sent, once; where the handle is dropped nobody does."""
 
     def __init__(self, channel: Channel, ticket: int) -> None:
         super().__init__()
