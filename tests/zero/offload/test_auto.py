@@ -1,0 +1,165 @@
+"""Placement by measurement: as much on the device as fits, and never more."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+
+WIDTH, LAYERS, BATCH = 128, 8, 64
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
+
+
+def train(context: Context, steps: int = 6, batch: int = BATCH, **settings: Any) -> dict[str, Any]:
+    gc.collect()
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    config = zero.Config(precision="bf16", clip_norm=1.0, timeout=20, **settings)
+    engine = zero.initialize(model, optimizer, config)
+    losses, peaks = [], []
+    for step in range(steps):
+        context.accelerator.memory.reset_peak()
+        losses.append(one_step(context, engine, step, batch))
+        peaks.append(context.accelerator.memory.stats().peak)
+    balancer = engine._balancer
+    predicted = balancer.predicted_peak if balancer is not None else 0
+    tiers = [g.kept.tier for u in engine.units for g in u.groups]
+    return {"losses": losses, "peaks": peaks, "predicted": predicted, "tiers": tiers}
+
+
+def one_step(context: Context, engine: zero.Engine, step: int, batch: int) -> float:
+    generator = torch.Generator().manual_seed(100 * step + context.rank)
+    x = torch.randn(batch, WIDTH, generator=generator).to(engine.accelerator.device)
+    loss = engine(x).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def auto_body(context: Context, share: float) -> dict[str, Any]:
+    """Train where only `share` of what stage 3 needs is there."""
+    from accelz_sim import memory
+
+    plain = train(context)
+    gc.collect()
+    whole = context.accelerator.memory.stats().capacity
+    capacity = int(max(plain["peaks"]) * share)
+    memory.set_capacity(capacity)
+    try:
+        auto = train(context, offload="auto")
+    finally:
+        memory.set_capacity(whole)
+    return {"plain": plain, "auto": auto, "capacity": capacity}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_auto_trains_in_less_memory(cluster: Clusters, device: str, size: int, share: float) -> None:
+    if device != "sim":
+        pytest.skip("needs a device whose capacity can be set and is counted exactly")
+    placements = set()
+    for found in cluster(size).run(auto_body, share=share, limit=120):
+        auto, plain = found["auto"], found["plain"]
+        assert auto["losses"] == pytest.approx(plain["losses"], rel=1e-3)
+        assert max(auto["peaks"]) <= found["capacity"]
+        assert auto["peaks"][-1] == pytest.approx(auto["predicted"], rel=0.03)
+        assert {"device", "host"} == set(auto["tiers"]), auto["tiers"]
+        placements.add(tuple(auto["tiers"]))
+    assert len(placements) == 1  # the same on every rank
+
+
+def growth_body(context: Context) -> dict[str, Any]:
+    """A larger batch than was measured: state makes room for it, the forward is repeated."""
+    from accelz_sim import memory
+
+    peak = max(train(context)["peaks"])
+    gc.collect()
+    whole = context.accelerator.memory.stats().capacity
+    memory.set_capacity(int(peak * 0.8))
+    try:
+        engine = zero.initialize(
+            model := build(),
+            torch.optim.AdamW(model.parameters(), lr=1e-3),
+            zero.Config(precision="bf16", offload="auto", timeout=20),
+        )
+        for step in range(3):
+            one_step(context, engine, step, BATCH)
+        before = [g.kept.tier for u in engine.units for g in u.groups].count("device")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = one_step(context, engine, 3, 4 * BATCH)
+        after = [g.kept.tier for u in engine.units for g in u.groups].count("device")
+    finally:
+        memory.set_capacity(whole)
+    told = [str(w.message) for w in caught if "ran out of memory" in str(w.message)]
+    return {"before": before, "after": after, "told": told, "loss": loss}
+
+
+def test_out_of_memory_moves_state_away_and_goes_on(cluster: Clusters, device: str) -> None:
+    if device != "sim":
+        pytest.skip("needs a device whose capacity can be set")
+    (found,) = cluster(1).run(growth_body, limit=60)
+    assert found["before"] > found["after"]
+    assert len(found["told"]) == 1, found
+    assert "moved to the host" in found["told"][0]
+
+
+def report_body(context: Context, path: str) -> dict[str, Any]:
+    gc.collect()
+    before = context.accelerator.memory.stats().allocated
+    model = build()
+    engine = zero.initialize(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), zero.Config(precision="bf16", timeout=20)
+    )
+    with pytest.raises(zero.UsageError, match="trace_memory"):
+        engine.memory_report()
+    one_step(context, engine, 0, BATCH)
+    engine.trace_memory()
+    one_step(context, engine, 1, BATCH)
+    report = engine.memory_report()
+    Path(path, f"{context.rank}.html").write_text(report.to_html())
+    one_step(context, engine, 2, BATCH)
+    assert engine.memory_report() is report  # one step was asked for
+    exact = context.accelerator.capabilities.exact_memory
+    others = [s.other - before for s in report.samples]
+    numel = sum(g.layout.shard_numel for u in engine.units for g in u.groups)
+    return {
+        "text": str(report),
+        "phases": [s.phase for s in report.samples],
+        "optimizer": {s.held.optimizer for s in report.samples},
+        "record": 12 * numel,
+        "parameters": {s.held.parameters for s in report.samples},
+        "gathered": max(s.held.gathered for s in report.samples),
+        "gradients": max(s.held.gradients for s in report.samples),
+        "others": (min(others), max(others)) if exact else None,
+        "peak": report.peak,
+    }
+
+
+def test_the_report_accounts_for_every_byte(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(report_body, path=str(tmp_path)):
+        assert found["optimizer"] == {found["record"]}
+        assert len(found["parameters"]) == 1
+        assert found["gradients"] > 0
+        assert list(dict.fromkeys(found["phases"])) == ["forward", "backward", "step"]
+        assert found["text"].splitlines()[0].split()[:3] == ["phase", "peak", "parameters"]
+        if found["others"] is not None:
+            low, high = found["others"]
+            activations = 4 * LAYERS * BATCH * WIDTH * 2  # what tanh and linear save, and their gradients
+            assert 0 <= low <= high < 2 * activations
+            assert found["gathered"] > 0
+    page = (tmp_path / "0.html").read_text()
+    assert "<svg" in page
+    assert page.count("<polygon") == 5
