@@ -18,8 +18,8 @@ from zero.checkpoint.stream import CHUNK, Stream
 IN_MEMORY = Path("/dev/shm")  # a file system without direct writes
 
 
-def written(storage: Storage, path: Path, pieces: Sequence[bytes], threads: bool = True) -> bytes:
-    stream = Stream(storage, path, sum(map(len, pieces)), threads)
+def written(storage: Storage, path: Path, pieces: Sequence[bytes]) -> bytes:
+    stream = Stream(storage, path, sum(map(len, pieces)))
     try:
         for piece in pieces:
             scratch = bytearray(piece)
@@ -34,8 +34,8 @@ def written(storage: Storage, path: Path, pieces: Sequence[bytes], threads: bool
 @pytest.mark.parametrize(
     "size", [0, 1, PAGE, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 4 * CHUNK - PAGE, 5 * CHUNK + 12345]
 )
-@pytest.mark.parametrize(("memory", "threads"), [(False, False), (False, True), (True, True)])
-def test_what_is_appended_is_what_is_there(tmp_path: Path, size: int, memory: bool, threads: bool) -> None:
+@pytest.mark.parametrize("memory", [False, True])
+def test_what_is_appended_is_what_is_there(tmp_path: Path, size: int, memory: bool) -> None:
     if memory and not IN_MEMORY.is_dir():
         pytest.skip("no file system in memory")
     generator = random.Random(size)
@@ -44,7 +44,7 @@ def test_what_is_appended_is_what_is_there(tmp_path: Path, size: int, memory: bo
     pieces = [data[a:b] for a, b in zip([0, *cuts], [*cuts, size], strict=True)]
     path = (IN_MEMORY if memory else tmp_path) / f"zero-test-{os.getpid()}"
     try:
-        assert written(DISK, path, pieces, threads) == data
+        assert written(DISK, path, pieces) == data
     finally:
         path.unlink()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +23,8 @@ from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.header import header_of
 from zero.checkpoint.manifest import BLOCK
-from zero.checkpoint.storage import Storage
-from zero.checkpoint.stream import CHUNK, Stream
+from zero.checkpoint.storage import PAGE, Storage
+from zero.checkpoint.stream import CHUNK, Stream, aligned, view_of
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
@@ -58,29 +59,30 @@ Segment = tuple[Part, int, int]  # bytes of a part: from, to
 
 
 def write_rank_file(
-    storage: Storage, accelerator: Accelerator, path: Path, parts: Sequence[Part], threads: bool = True
+    storage: Storage,
+    accelerator: Accelerator,
+    path: Path,
+    parts: Sequence[Part],
+    packed: Tensor | None = None,
 ) -> dict[str, Any]:
     """Write and sync a rank's file; returns what the manifest has to say about it, as JSON values.
 
-    threads: whether some may help (see Stream). Raises OSError, and UsageError for a dtype that files
-    cannot hold.
+    packed: from pack(), if that made the parts. They are then written from where they lie, without threads: a
+    program that ends cannot start any, and what writes in the background may outlast it. Raises OSError, and
+    UsageError for a dtype that files cannot hold.
     """
-    ordered = sorted(parts, key=lambda part: -part.values.element_size())  # keeps every tensor aligned
+    ordered = in_file_order(parts)
     header, places = _plan(ordered)
     checksums_at = places[-1]
-    blocks = sum(part.blocks for part in ordered)
-    file = Stream(storage, path, checksums_at + 4 * blocks, threads)
-    try:
-        file.append(memoryview(header))
-        table = _write_parts(file, accelerator, ordered)
-        file.append(memoryview(table))
-        file.finish()
-    finally:
-        file.close()
+    size = checksums_at + 4 * sum(part.blocks for part in ordered)
+    if packed is None:
+        table = _stream(storage, accelerator, path, header, ordered, size)
+    else:
+        table = _write_packed(storage, path, header, ordered, packed, size)
     return {
         "file": {
             "name": path.name,
-            "bytes": checksums_at + 4 * blocks,
+            "bytes": size,
             "header": crc32(header),
             "checksums_at": checksums_at,
             "checksums": crc32(table),
@@ -89,23 +91,77 @@ def write_rank_file(
     }
 
 
-def copy_to_host(
+def in_file_order(parts: Sequence[Part]) -> list[Part]:
+    """Wide items first, which keeps every tensor aligned."""
+    return sorted(parts, key=lambda part: -part.values.element_size())
+
+
+def pack(
     accelerator: Accelerator, parts: Sequence[Part], arena: Tensor | None
-) -> tuple[list[Part], Tensor]:
-    """Copies of all parts in one host buffer, `arena` if it is large enough, and that buffer (uint8)."""
-    offsets, end = [], 0
-    for part in parts:
-        offsets.append(end)
-        end += -(-part.nbytes // 64) * 64
-    if arena is None or arena.numel() < end:
-        arena = accelerator.memory.empty_host((end,), torch.uint8)
-    copies = []
-    for part, offset in zip(parts, offsets, strict=True):
-        copy = arena[offset : offset + part.nbytes].view(part.values.dtype)
+) -> tuple[list[Part], Tensor, Tensor]:
+    """Copies of all parts on the host, and their memory, from a page on, where they lie as they will in the
+    file and are followed by room for their checksums; and the buffer that has it: `arena`, if that is large
+    enough. Both are uint8."""
+    ordered = in_file_order(parts)
+    room = sum(part.nbytes + 4 * part.blocks for part in ordered) + PAGE
+    if arena is None or arena.numel() < room + PAGE:
+        arena = accelerator.memory.empty_host((room + PAGE,), torch.uint8)
+    packed = arena[-arena.data_ptr() % PAGE :][:room]
+    copies, end = [], 0
+    for part in ordered:
+        copy = packed[end : end + part.nbytes].view(part.values.dtype)
         _copy(part.values, copy)
         copies.append(replace(part, values=copy))
+        end += part.nbytes
     accelerator.streams.synchronize()
-    return copies, arena
+    return copies, packed, arena
+
+
+def _stream(
+    storage: Storage, accelerator: Accelerator, path: Path, header: bytes, parts: Sequence[Part], size: int
+) -> bytes:
+    """Write parts that lie anywhere; returns the table of checksums."""
+    file = Stream(storage, path, size)
+    try:
+        file.append(memoryview(header))
+        table = _write_parts(file, accelerator, parts)
+        file.append(memoryview(table))
+        file.finish()
+    finally:
+        file.close()
+    return table
+
+
+def _write_packed(
+    storage: Storage, path: Path, header: bytes, parts: Sequence[Part], packed: Tensor, size: int
+) -> bytes:
+    """Write parts that pack() made; returns the table of checksums."""
+    memory, begin = bytes_of(packed), len(header)
+    first = aligned(begin)
+    first[:] = np.frombuffer(header, np.uint8)
+    table = bytearray()
+    file = storage.create(path, size, direct=size > CHUNK)
+    try:
+        file.write(0, [view_of(first)])
+        written = summed = 0
+        for part in parts:
+            assert isinstance(part.values, Tensor)
+            values = bytes_of(part.values)
+            for block in range(0, values.nbytes, BLOCK):
+                table += crc32(values[block : block + BLOCK]).to_bytes(4, "little")
+                summed += min(BLOCK, values.nbytes - block)
+                if summed - written >= CHUNK:  # the processor's cache still has some of it
+                    ready = written + CHUNK
+                    file.write(begin + written, [memory[written:ready]])
+                    written = ready
+        end = summed + len(table)
+        memory[summed:end] = table
+        file.write(begin + written, [memory[written : -(-end // PAGE) * PAGE]])
+        file.truncate(size)
+        file.sync()
+    finally:
+        file.close()
+    return bytes(table)
 
 
 def _plan(parts: Sequence[Part]) -> tuple[bytes, list[int]]:

@@ -15,7 +15,7 @@ from zero.checkpoint import user_state
 from zero.checkpoint.engine_state import EngineParts, collect, describe
 from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.publication import Publication
-from zero.checkpoint.rank_file import copy_to_host
+from zero.checkpoint.rank_file import pack
 from zero.checkpoint.save_job import Job
 from zero.checkpoint.storage import Storage
 
@@ -51,7 +51,6 @@ class Saver:
             storage,
             self._engine.accelerator,
             Publication(storage, path, keep_last),
-            background=async_,
         )
         try:
             self._prepare(job, steps, state, rank_state, async_)
@@ -87,7 +86,8 @@ class Saver:
                 "state": user_state.encode(_plain(state), "state", job.mine.parts, "state"),
             }
         if copy:
-            job.mine.parts, self._arena = copy_to_host(self._engine.accelerator, job.mine.parts, self._arena)
+            packed = pack(self._engine.accelerator, job.mine.parts, self._arena)
+            job.mine.parts, job.packed, self._arena = packed
 
     def _run(self, job: Job, path: Path) -> None:
         try:

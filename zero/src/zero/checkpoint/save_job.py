@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from accelz.accelerator import Accelerator
 from zero.checkpoint.assembly import assemble
 from zero.checkpoint.engine_state import RankState
@@ -26,8 +28,8 @@ _LAST = 3.0  # the outcome takes longer: rank 0 itself may wait for a rank that 
 class Job:
     """One rank's part of a save. described: the manifest's members that rank 0 knows before it begins.
 
-    failure: what went wrong on this rank already; the others have to be told. background: whether the
-    program goes on meanwhile, and may end.
+    failure: what went wrong on this rank already; the others have to be told. packed: where pack() put the
+    parts, if the program goes on meanwhile.
     """
 
     exchange: Exchange
@@ -37,7 +39,7 @@ class Job:
     mine: RankState = field(default_factory=RankState)
     described: dict[str, Any] = field(default_factory=dict)
     failure: Exception | None = None
-    background: bool = False
+    packed: Tensor | None = None
 
     def run(self) -> None:
         """Write and publish. Raises on every rank or on none."""
@@ -91,9 +93,7 @@ class Job:
 
     def _write(self, staging: Path) -> dict[str, Any]:
         path = staging / f"rank-{self.exchange.rank:05d}.safetensors"
-        report = write_rank_file(
-            self.storage, self.accelerator, path, self.mine.parts, threads=not self.background
-        )
+        report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts, self.packed)
         return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
 
     def _publish(self) -> Problem:

@@ -20,19 +20,14 @@ _CHUNKS = 3  # one being filled, two being written
 
 
 class Stream:
-    """A new file of `size` bytes. Methods raise OSError, also for what was appended earlier.
+    """A new file of `size` bytes. Methods raise OSError, also for what was appended earlier."""
 
-    threads: whether to have chunks written by threads meanwhile. A program that ends cannot start any, and
-    what writes in the background may outlast it.
-    """
-
-    def __init__(self, storage: Storage, path: Path, size: int, threads: bool = True) -> None:
+    def __init__(self, storage: Storage, path: Path, size: int) -> None:
         self._size = size
         self._large = size > CHUNK
         self._file = storage.create(path, size, direct=self._large)
-        several = self._large and threads
-        self._writers = ThreadPoolExecutor(_CHUNKS - 1) if several else None
-        self._chunks = [_aligned(min(size, CHUNK)) for _ in range(_CHUNKS if several else 1)]
+        self._writers = ThreadPoolExecutor(_CHUNKS - 1) if self._large else None
+        self._chunks = [aligned(min(size, CHUNK)) for _ in range(_CHUNKS if self._large else 1)]
         self._pending: list[Future[None] | None] = [None] * len(self._chunks)
         self._current = 0  # index of the chunk being filled
         self._filled = 0  # bytes of it
@@ -52,7 +47,7 @@ class Stream:
     def finish(self) -> None:
         """Return once all bytes are on the disk."""
         if not self._large:
-            self._file.write(0, [_view(self._chunks[0][: self._filled])])
+            self._file.write(0, [view_of(self._chunks[0][: self._filled])])
         else:
             self._finish_large()
         self._file.sync()
@@ -73,12 +68,10 @@ class Stream:
         self._file.truncate(self._size)
 
     def _send(self) -> None:
-        """Write the current chunk, in the background if there are others, and begin the next free one."""
-        data = _view(self._chunks[self._current][: self._filled])
-        if self._writers is None:
-            self._file.write(self._position, [data])
-        else:
-            self._pending[self._current] = self._writers.submit(self._file.write, self._position, [data])
+        """Have the current chunk written and begin the next free one."""
+        assert self._writers is not None
+        data = view_of(self._chunks[self._current][: self._filled])
+        self._pending[self._current] = self._writers.submit(self._file.write, self._position, [data])
         self._position += self._filled
         self._filled = 0
         self._current = (self._current + 1) % len(self._chunks)
@@ -90,10 +83,11 @@ class Stream:
             pending.result()
 
 
-def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """`size` bytes that begin on a page."""
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
 
 
-def _view(values: Any) -> memoryview:
+def view_of(values: Any) -> memoryview:
+    """The memory of an array."""
     return memoryview(values)
