@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import zero
 from lm_model import Shape
 
 _OUT = Path("runs/lm")
@@ -32,6 +33,10 @@ class Settings:
     precision: Literal["fp32", "bf16"] = _flag("bf16", "dtype of the weights", choices=("fp32", "bf16"))
     accumulate: int = _flag(1, "micro-batches of a step", least=1)
     clip: float = _flag(1.0, "largest gradient norm; 0 does not clip", least=0)
+    offload: Literal["none", "host", "disk", "auto"] = _flag(
+        "none", "where optimizer state lives; auto: measured", choices=("none", "host", "disk", "auto")
+    )
+    swap: Path = _flag(_OUT, "directory for state on disk")  # noqa: RUF009
     seed: int = _flag(0, "of the weights, the batches and the sample", least=0)
     out: Path = _flag(_OUT, "directory of the run")  # noqa: RUF009 (a Path is immutable)
     resume: bool = _flag(False, "go on from the newest checkpoint in --out")
@@ -40,6 +45,7 @@ class Settings:
     eval_bytes: int = _flag(65536, "validation text to look at", least=1)
     save_every: int = _flag(0, "steps between checkpoints; 0: at the end only", least=0)
     sample_bytes: int = _flag(300, "bytes to generate at the end", least=0)
+    memory_report: str = _flag("", "page to draw the device memory of the third step on, e.g. memory.html")
     prompt: str = _flag("def ", "what the generated text begins with")
     max_bytes: int = _flag(0, "read no more text than about this; 0: all", least=0)
 
@@ -72,6 +78,15 @@ class Settings:
     @property
     def shape(self) -> Shape:
         return Shape(self.layers, self.width, self.heads, self.context)
+
+    @property
+    def tiers(self) -> zero.Offload | Literal["auto"] | None:
+        """What zero is told of --offload."""
+        if self.offload == "disk":
+            return zero.Offload(optimizer="disk", path=self.swap)
+        if self.offload == "host":
+            return zero.Offload(optimizer="host")
+        return "auto" if self.offload == "auto" else None
 
     @property
     def last_step(self) -> int:

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -40,12 +41,15 @@ class Run:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        if settings.offload == "disk":
+            settings.swap.mkdir(parents=True, exist_ok=True)
         self.corpus = load_corpus(settings.shape.context, settings.max_bytes)
         config = zero.Config(
             stage=settings.stage,
             precision=settings.precision,
             gradient_accumulation_steps=settings.accumulate,
             clip_norm=settings.clip or None,
+            offload=settings.tiers,
         )
         torch.manual_seed(settings.seed)
         with zero.init(config):  # no rank ever holds the whole model
@@ -63,6 +67,7 @@ class Run:
         self.say_hello()
         with self.report:
             for step in range(self.start + 1, stop + 1):
+                self.trace_memory(step)
                 self.train_step(step)
                 if due(step, settings.eval_every, stop):
                     self.report.validation(step, self.validate())
@@ -94,6 +99,14 @@ class Run:
         mean = self.ranks.mean(total)  # waits for the device: a real run would look less often
         speed = settings.batch * settings.shape.context / (time.perf_counter() - began)
         self.report.step(step, mean, rate, speed, self.ranks.memory())
+
+    def trace_memory(self, step: int) -> None:
+        """The third step is the first that is like all later ones."""
+        page, taken = self.settings.memory_report, step - self.start
+        if page and taken == 3:
+            self.engine.trace_memory()
+        elif page and taken == 4 and self.engine.rank == 0:
+            Path(page).write_text(self.engine.memory_report().to_html())
 
     def loss(self, rows: Tensor) -> Tensor:
         """Mean loss in nats per byte of `rows` [rows, context + 1]."""

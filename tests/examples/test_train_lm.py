@@ -138,6 +138,15 @@ def test_stop_and_resume_are_bitwise_the_straight_run(straight: Outcome, tmp_pat
     assert all(torch.equal(value, straight.weights[name]) for name, value in resumed.weights.items())
 
 
+def test_state_on_disk_gives_the_same_losses(straight: Outcome, tmp_path: Path) -> None:
+    page = tmp_path / "memory.html"
+    switches = ("--offload", "disk", "--swap", str(tmp_path / "swap"), "--memory-report", str(page))
+    run = train(tmp_path / "run", *switches)
+    assert run.losses == straight.losses
+    assert list((tmp_path / "swap").iterdir()) == []
+    assert "<svg" in page.read_text()
+
+
 def test_the_weights_need_no_zero(straight: Outcome, example_modules: None) -> None:
     from lm_data import load_corpus, validation_rows
     from lm_model import LanguageModel, Shape
