@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.checkpoint.rank_file import bytes_of
 from zero.checkpoint.storage import PAGE, File, Storage
+from zero.checkpoint.stream import aligned, view_of
 from zero.consolidate.files import WeightStorage
 from zero.consolidate.plan import Chosen, Plan, PlannedFile
 from zero.consolidate.source import Chunk, TensorInfo
@@ -72,42 +74,57 @@ class Converter:
 
 
 class PlacedFile:
-    """A new file whose bytes are written in any order, from any thread.
+    """A new file whose bytes are written in any order, from any thread, each once.
 
-    A large one is written around the page cache, whose copies would cost more than the disk; whatever does
-    not fill its first or last page goes through it.
+    A large one is written around the page cache, whose copies would cost more than the disk. Only whole pages
+    can be: parts of one wait until they make a page.
     """
 
-    def __init__(self, storage: WeightStorage, path: Path, size: int) -> None:
-        self._whole = self._cut = storage.create(path, size, direct=size >= _LARGE)
-        if size >= _LARGE:
-            try:
-                self._cut = storage.reopen(path)
-            except BaseException:
-                self._whole.close()
-                raise
+    def __init__(self, storage: Storage, path: Path, size: int) -> None:
+        self._file = storage.create(path, size, direct=size >= _LARGE)
+        self._size = size
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[Any, int]] = {}  # by page: its memory, and how many bytes it has
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write bytes that lie on their pages as they will in the file."""
         low = min(data.nbytes, -offset % PAGE)
         high = low + (data.nbytes - low) // PAGE * PAGE
-        for file, first, last in ((self._cut, 0, low), (self._whole, low, high), (self._cut, high, None)):
-            part = data[first:last]
-            if part.nbytes:
-                file.write(offset + first, [part])
+        self._write_part(offset, data[:low])
+        if high > low:
+            self._file.write(offset + low, [data[low:high]])
+        self._write_part(offset + high, data[high:])
 
     def write_anywhere(self, offset: int, data: bytes) -> None:
         """Write bytes, wherever they lie."""
-        self._cut.write(offset, [memoryview(data)])
+        shift = offset % PAGE
+        pages = aligned(shift + len(data))
+        pages[shift : shift + len(data)] = np.frombuffer(data, np.uint8)
+        self.write(offset, view_of(pages)[shift : shift + len(data)])
 
     def sync(self) -> None:
         """Return once all bytes are on the disk."""
-        self._cut.sync()
+        for page, (memory, _) in self._waiting.items():  # the last one, which the file's end cuts
+            self._file.write(page * PAGE, [view_of(memory)])
+        self._file.truncate(self._size)
+        self._file.sync()
 
     def close(self) -> None:
-        self._whole.close()
-        if self._cut is not self._whole:
-            self._cut.close()
+        self._file.close()
+
+    def _write_part(self, offset: int, data: memoryview) -> None:
+        """Write less than a page, once the rest of its page has come."""
+        if not data.nbytes:
+            return
+        page, begin = divmod(offset, PAGE)
+        with self._lock:
+            memory, filled = self._waiting.pop(page, None) or (aligned(PAGE), 0)
+            view_of(memory)[begin : begin + data.nbytes] = data
+            filled += data.nbytes
+            if filled < PAGE:
+                self._waiting[page] = memory, filled
+                return
+        self._file.write(page * PAGE, [view_of(memory)])
 
 
 class Output:
