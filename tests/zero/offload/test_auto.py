@@ -13,6 +13,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from zero import balance
 
 WIDTH, LAYERS, BATCH = 128, 8, 64
 
@@ -114,6 +115,44 @@ def test_out_of_memory_moves_state_away_and_goes_on(cluster: Clusters, device: s
     assert found["before"] > found["after"]
     assert len(found["told"]) == 1, found
     assert "moved to the host" in found["told"][0]
+
+
+def creep_body(context: Context) -> dict[str, Any]:
+    """A step that comes too near to the limit, without reaching it."""
+    from accelz_sim import memory
+
+    peak = max(train(context)["peaks"])
+    gc.collect()
+    whole = context.accelerator.memory.stats().capacity
+    memory.set_capacity(int(peak * 1.2))
+    safety, balance.SAFETY_EXACT = balance.SAFETY_EXACT, 0.35
+    try:
+        engine = zero.initialize(
+            model := build(),
+            torch.optim.AdamW(model.parameters(), lr=1e-3),
+            zero.Config(precision="bf16", offload="auto", timeout=20),
+        )
+        near = []
+        for step, batch in enumerate((BATCH, BATCH, BATCH, BATCH + 32 * (context.rank == 0), BATCH)):
+            one_step(context, engine, step, batch)
+            near.append(len(engine._balancer._near))
+        limit = engine._balancer._limit(int(peak * 1.2))
+        predicted = engine._balancer.predicted_peak
+    finally:
+        memory.set_capacity(whole)
+        balance.SAFETY_EXACT = safety
+    return {"near": near, "predicted": predicted, "limit": limit}
+
+
+def test_growth_moves_state_away_on_every_rank(cluster: Clusters, device: str) -> None:
+    if device != "sim":
+        pytest.skip("needs a device whose capacity can be set")
+    first, second = cluster(2).run(creep_body, limit=60)
+    assert first["near"] == second["near"]
+    probe, planned, same, fewer, after = first["near"]
+    assert probe == 1
+    assert planned == same > fewer == after
+    assert first["predicted"] <= first["limit"]
 
 
 def report_body(context: Context, path: str) -> dict[str, Any]:

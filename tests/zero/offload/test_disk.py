@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -139,6 +140,16 @@ def test_the_file_is_private_and_has_no_name(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     assert stat.S_IMODE(os.fstat(file._cached).st_mode) == 0o600
     file.close()
+
+
+def test_files_of_killed_jobs_are_swept_away(tmp_path: Path) -> None:
+    """Killed between making its file and unlinking it, a job leaves an empty one; nothing else is touched."""
+    for name, content, age in (("old", "", 100), ("young", "", 0), ("full", "data", 100)):
+        path = tmp_path / f".zero-swap-{name}"
+        path.write_text(content)
+        os.utime(path, (time.time() - age, time.time() - age))
+    SwapFile(tmp_path).close()
+    assert sorted(os.listdir(tmp_path)) == [".zero-swap-full", ".zero-swap-young"]
 
 
 def test_sections_and_slices_see_the_same_bytes(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import ctypes
 import os
 import tempfile
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,6 +29,8 @@ from zero.tiers.stored import Stored
 
 PAGE = 4096
 BLOCK = 4 << 20  # bytes that one thread moves at a time
+_PREFIX = ".zero-swap-"
+_STALE = 60.0  # seconds after which a file with a name belongs to nobody
 THREADS = 8  # moves under way at once; a disk needs several to be busy
 
 
@@ -165,7 +169,8 @@ def _close(threads: ThreadPoolExecutor, descriptors: set[int]) -> None:
 def _open(folder: Path) -> tuple[int, int]:
     """A file without a name, open for O_DIRECT and through the page cache."""
     try:
-        cached, name = tempfile.mkstemp(prefix=".zero-swap-", dir=folder)  # mode 0600
+        _sweep(folder)
+        cached, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)  # mode 0600
     except OSError as error:
         raise OffloadError(
             f"Offload(path={str(folder)!r}): no file can be made there: {error.strerror}. "
@@ -175,6 +180,15 @@ def _open(folder: Path) -> tuple[int, int]:
         return _open_direct(name, folder, cached), cached
     finally:
         os.unlink(name)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a job left that was killed in the moment between making its file and unlinking it."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another rank may be sweeping, or it is another user's
+            found = path.stat()
+            if found.st_size == 0 and time.time() - found.st_mtime > _STALE:
+                path.unlink()
 
 
 def _open_direct(name: str, folder: Path, cached: int) -> int:
