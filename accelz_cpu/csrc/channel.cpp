@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <initializer_list>
 #include <new>
 #include <thread>
+#include <utility>
 
 #include "accelz_cpu.h"
 #include "errors.h"
@@ -54,16 +54,16 @@ void pause() {
 #endif
 }
 
-// To every output. A piece is still in the cache when it is read for the second one.
-void copy(std::initializer_list<char *> outputs, const char *source, size_t bytes, int threads) {
+// second: another output, for which the source is not read again, or null.
+void copy(char *output, const char *source, size_t bytes, int threads, char *second = nullptr) {
+    if (output == source) output = std::exchange(second, nullptr);
+    if (!output) return;
     run_pieces(bytes, PIECE, threads, [&](size_t begin, size_t end) {
-        for (char *output : outputs) {
-            if (output == source) continue;
-            if (bytes < STREAM_FROM)
-                std::memcpy(output + begin, source + begin, end - begin);
-            else
-                isa().stream(output + begin, source + begin, end - begin);
-        }
+        const size_t length = end - begin;
+        char *const also = second ? second + begin : nullptr;
+        if (bytes >= STREAM_FROM) return isa().stream(output + begin, source + begin, length, also);
+        std::memcpy(output + begin, source + begin, length);
+        if (also) std::memcpy(also, source + begin, length);
     });
 }
 
@@ -191,19 +191,16 @@ void Channel::copy_shard(const Request &request, char *to, int threads) const {
     if (request.call.common) return;
     const size_t bytes = request.call.bytes();
     char *const own = request.output + bytes * size_t(rank_);
-    if (to)
-        copy({to, own}, request.input, bytes, threads);
-    else
-        copy({own}, request.input, bytes, threads);
+    copy(own, request.input, bytes, threads, to);
 }
 
 // What others need of a reduce-scatter is all but this rank's own slice.
 void Channel::copy_part(const Request &request, char *to, int threads) const {
     const size_t bytes = request.call.bytes();
-    if (request.call.op != ACCELZ_REDUCE_SCATTER) return copy({to}, request.input, bytes, threads);
+    if (request.call.op != ACCELZ_REDUCE_SCATTER) return copy(to, request.input, bytes, threads);
     const size_t before = bytes * size_t(rank_), after = bytes * size_t(size_ - 1 - rank_);
-    copy({to}, request.input, before, threads);
-    copy({to + before}, request.input + before + bytes, after, threads);
+    copy(to, request.input, before, threads);
+    copy(to + before, request.input + before + bytes, after, threads);
 }
 
 // ---- waiting ----
@@ -283,14 +280,14 @@ void Channel::collect(const Request &request, uint64_t number, int threads) {
     if (call.op == ACCELZ_ALL_GATHER) return collect_shards(request, number, threads);
     if (call.op != ACCELZ_BROADCAST) return collect_sum(request, number, threads);
     if (call.source == rank_) return;
-    copy({request.output}, data_of(call.source, call.stream(), number), call.bytes(), threads);
+    copy(request.output, data_of(call.source, call.stream(), number), call.bytes(), threads);
 }
 
 void Channel::collect_shards(const Request &request, uint64_t number, int threads) {
     const size_t bytes = request.call.bytes();
     for (int r = 0; r < size_; r++) {
         if (r == rank_) continue;  // written when it was published
-        copy({request.output + bytes * size_t(r)}, data_of(r, request.call.stream(), number), bytes, threads);
+        copy(request.output + bytes * size_t(r), data_of(r, request.call.stream(), number), bytes, threads);
     }
 }
 
@@ -303,7 +300,7 @@ void Channel::collect_sum(const Request &request, uint64_t number, int threads) 
         const int slice = call.op == ACCELZ_ALL_REDUCE ? 0 : r < rank_ ? rank_ - 1 : rank_;
         parts.push_back(part + call.bytes() * size_t(slice));
     }
-    if (size_ == 1) return copy({request.output}, parts[0], call.bytes(), threads);
+    if (size_ == 1) return copy(request.output, parts[0], call.bytes(), threads);
     reduce(request.output, parts, call.dtype, call.reduce, call.count, threads);
 }
 

@@ -51,8 +51,8 @@ struct IsaKernels {
     // output[i] = inputs[0][i] op inputs[1][i] op …, in this order; 16-bit values are added up in fp32.
     // output may be one of the inputs. max and min keep NaN.
     void (*reduce)(void *output, const void *const *inputs, int count, int dtype, int op, size_t numel);
-    // A copy that goes past the cache: for data that nobody reads soon.
-    void (*stream)(void *output, const void *source, size_t bytes);
+    // A copy that goes past the cache: for data that nobody reads soon. second: another output, or null.
+    void (*stream)(void *output, const void *source, size_t bytes, void *second);
 };
 
 const IsaKernels &isa();

@@ -380,34 +380,48 @@ void reduce(void *output, const void *const *inputs, int count, int dtype, int o
 
 // ---- a copy past the cache ----
 
-void stream(void *output, const void *source, size_t bytes) {
 #if defined(__AVX512F__)
-    using Line = __m512i;
-    const auto move = [](char *to, const char *from) { _mm512_stream_si512((Line *)to, _mm512_loadu_si512(from)); };
+using Line = __m512i;
+inline Line load_line(const char *from) { return _mm512_loadu_si512(from); }
+inline void stream_line(char *to, Line line) { _mm512_stream_si512((Line *)to, line); }
 #elif defined(__AVX2__)
-    using Line = __m256i;
-    const auto move = [](char *to, const char *from) {
-        _mm256_stream_si256((Line *)to, _mm256_loadu_si256((const Line *)from));
-    };
+using Line = __m256i;
+inline Line load_line(const char *from) { return _mm256_loadu_si256((const Line *)from); }
+inline void stream_line(char *to, Line line) { _mm256_stream_si256((Line *)to, line); }
 #elif defined(__SSE2__)
-    using Line = __m128i;
-    const auto move = [](char *to, const char *from) {
-        _mm_stream_si128((Line *)to, _mm_loadu_si128((const Line *)from));
-    };
-#else
-    __builtin_memcpy(output, source, bytes);
-    return;
+using Line = __m128i;
+inline Line load_line(const char *from) { return _mm_loadu_si128((const Line *)from); }
+inline void stream_line(char *to, Line line) { _mm_stream_si128((Line *)to, line); }
 #endif
+
+void stream(void *output, const void *source, size_t bytes, void *second) {
 #if defined(__SSE2__)
     constexpr size_t STEP = sizeof(Line);
-    char *to = (char *)output;
+    if (second && ((uintptr_t)output ^ (uintptr_t)second) % STEP) {  // lines of one are no lines of the other
+        stream(second, source, bytes, nullptr);
+        second = nullptr;
+    }
+    char *to = (char *)output, *also = (char *)second;
     const char *from = (const char *)source;
     const size_t head = smaller(bytes, (STEP - (uintptr_t)to % STEP) % STEP);
+    const size_t end = head + (bytes - head) / STEP * STEP;
     __builtin_memcpy(to, from, head);
-    size_t i = head;
-    for (; i + STEP <= bytes; i += STEP) move(to + i, from + i);
-    __builtin_memcpy(to + i, from + i, bytes - i);
+    __builtin_memcpy(to + end, from + end, bytes - end);
+    if (also) {
+        __builtin_memcpy(also, from, head);
+        __builtin_memcpy(also + end, from + end, bytes - end);
+        for (size_t i = head; i < end; i += STEP) {
+            const Line line = load_line(from + i);
+            stream_line(to + i, line);
+            stream_line(also + i, line);
+        }
+    } else {
+        for (size_t i = head; i < end; i += STEP) stream_line(to + i, load_line(from + i));
+    }
     _mm_sfence();  // or the data could become visible after the note that it is there
+#else
+    __builtin_memcpy(output, source, bytes);
+    if (second) __builtin_memcpy(second, source, bytes);
 #endif
 }
 
