@@ -18,9 +18,11 @@ from benchmarks import (
     bandwidth,
     chart,
     collectives,
+    compiled,
     consolidate,
     kernels,
     machine,
+    offload,
     peers,
     report,
     saving,
@@ -162,6 +164,44 @@ def collectives_(
     _report([partial(collectives.run, options)], Outputs(json, markdown, name))
 
 
+@app.command("compiled")
+def compiled_(
+    size: Annotated[Size, typer.Option(help="Model.")] = Size.medium,
+    ranks: Ranks = 2,
+    threads: Threads = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 2,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
+    rounds: Rounds = 7,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps in a turn.")] = 3,
+    memory: Annotated[bool, typer.Option(help="Also measure memory, on the simulated device.")] = True,
+    limit: Limit = 300.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """Stage 3 through torch.compile, with and without the fused downcast, beside eager zero and FSDP2."""
+    options = compiled.CompiledOptions(
+        size.value, ranks, threads, batch, length, rounds, steps, memory, limit
+    )
+    _report([partial(compiled.run, options)], Outputs(json, markdown, name))
+
+
+@app.command("offload")
+def offload_(
+    parameters: Annotated[int, typer.Option(min=offload.GRAIN, help="Of the model.")] = 1 << 27,
+    ranks: Ranks = 2,
+    rounds: Rounds = 7,
+    folder: Folder = None,
+    limit: Limit = 120.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """Optimizer steps from the disk and on the host, beside the raw disk and DeepSpeed's CPU offload."""
+    options = offload.OffloadOptions(parameters, ranks, rounds=rounds, folder=folder, limit=limit)
+    _report([partial(offload.run, options)], Outputs(json, markdown, name))
+
+
 @app.command("saving")
 def saving_(
     size: Annotated[Size, typer.Option(help="Model.")] = Size.medium,
@@ -215,13 +255,14 @@ def all_(
     name: Name = "all",
 ) -> None:
     """Everything: 1, 2 and 4 ranks, three sizes, the optimizer at one and two threads, the collectives,
-    checkpoints."""
+    state on disk, checkpoints."""
     runs: list[Callable[[], Result]] = []
     for size, ranks in SCALING:
         runs.append(partial(step.run, step.StepOptions(size=size, ranks=ranks, rounds=rounds)))
     for threads in (1, 2):
         runs.append(partial(kernels.run, kernels.OptimizerOptions(threads=threads, rounds=rounds)))
     runs.append(partial(collectives.run, collectives.CollectivesOptions(rounds=rounds)))
+    runs.append(partial(offload.run, offload.OffloadOptions(rounds=rounds)))
     runs.append(partial(saving.run, saving.SavingOptions(rounds=rounds)))
     runs.append(partial(consolidate.run, consolidate.ConsolidateOptions()))
     _report(runs, Outputs(json, markdown, name))

@@ -78,6 +78,27 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         Column("last_loss", "last loss", _loss),
         Column("loss_error", "loss error", _small),
     ),
+    "compiled": (
+        Column("peer", "peer"),
+        *TIMES,
+        Column("to_unfused", "× not fused", _times),
+        Column("to_eager", "× eager", _times),
+        Column("to_fsdp2", "× fsdp2", _times),
+        Column("gathered_bytes", "gathered MB", _megabytes),
+        Column("reduced_bytes", "reduced MB", _megabytes),
+        Column("peak_bytes", "peak MB", _megabytes),
+        Column("peak_to_unfused", "peak × not fused", _times),
+        Column("first_loss", "first loss", _loss),
+        Column("last_loss", "last loss", _loss),
+    ),
+    "offload": (
+        Column("by", "optimizer step"),
+        *TIMES,
+        Column("bytes_per_parameter", "B per parameter", _times),
+        Column("bytes_per_second", "GB/s", _gigabytes),
+        Column("of_raw", "of raw disk", _times),
+        Column("to_deepspeed", "× deepspeed cpu", _times),
+    ),
     "optimizer": (
         Column("case", "AdamW step"),
         *TIMES,
@@ -134,6 +155,16 @@ LEGENDS: dict[Kind, str] = {
         "they are its allocator's peaks, of a rank and of all. moved: a rank's collectives per "
         "step, as whole buffers, where the peer counts them. loss error: largest relative one, from ddp."
     ),
+    "compiled": (
+        "fp32 parameters under bf16 autocast, over gloo. Milliseconds per step, of the slowest rank; ratios "
+        "are taken within each round, then their median. gathered, reduced: a rank's collectives per step, "
+        "as whole buffers. peak: of device memory in steps, exact, on the simulated device with operations "
+        "run one by one."
+    ),
+    "offload": (
+        "Of the slowest rank, bf16 AdamW, gradients there already; ratios are taken within each round. raw disk: "
+        "as many bytes, blocks read and blocks written by as many threads. B: read and written by all ranks."
+    ),
     "optimizer": "MB: what the case itself reads and writes. error: against torch, after the first step.",
     "bandwidth": (
         "MB: what the kernel has to read and write. of copy: its bandwidth over that of a device copy. "
@@ -162,6 +193,14 @@ def title(result: Result) -> str:
             f"{s['precision']}, {_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}, "
             f"batch {s['batch']} × {s['length']} per rank"
         )
+    if result.kind == "compiled":
+        return (
+            f"compiled: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), "
+            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')} over gloo, "
+            f"batch {s['batch']} × {s['length']} per rank"
+        )
+    if result.kind == "offload":
+        return f"offload: {s['parameters'] / 1e6:.1f} M parameters, {_count(s['ranks'], 'rank')}"
     if result.kind == "optimizer":
         return f"optimizer: {s['elements'] / 1e6:.1f} M elements, {_count(s['threads'], 'thread')}"
     if result.kind == "bandwidth":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["step", "optimizer", "collectives", "bandwidth", "saving", "consolidate"]
+Kind = Literal["step", "optimizer", "collectives", "bandwidth", "saving", "consolidate", "compiled", "offload"]
 
 
 @dataclass(frozen=True)

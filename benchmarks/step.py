@@ -90,14 +90,14 @@ def run(options: StepOptions) -> Result:
     return Result("step", settings, [_row(name, records) for name in names], _notes(options, records))
 
 
-def _launch(name: str, options: StepOptions) -> Job:
+def launch(name: str, options: StepOptions) -> Job:
     setting = peers.Setting(options.precision, options.ranks, options.batch, options.limit)
     args = (options.device, name, options.size, options.length, setting)
     return Job(StepRank, args, options.ranks, options.threads, options.limit)
 
 
 def _measure_memory(name: str, options: StepOptions) -> memory.Peak:
-    with _launch(name, options) as job:
+    with launch(name, options) as job:
         base = memory.base(job.pids)
         job.call("build", limit=LAUNCH_LIMIT)
         with memory.PeakMeter(job.pids, base) as meter:
@@ -110,7 +110,7 @@ def _measure_memory(name: str, options: StepOptions) -> memory.Peak:
 def _turns_together(options: StepOptions, names: Sequence[str]) -> Iterator[tuple[str, Job, bool]]:
     """(peer, its ranks, whether they have just been launched), turn by turn."""
     with ExitStack() as stack:
-        jobs = {name: stack.enter_context(_launch(name, options)) for name in names}
+        jobs = {name: stack.enter_context(launch(name, options)) for name in names}
         for name, job in jobs.items():
             job.call("build", limit=LAUNCH_LIMIT)
             yield name, job, True
@@ -120,7 +120,7 @@ def _turns_together(options: StepOptions, names: Sequence[str]) -> Iterator[tupl
 
 def _turns_apart(options: StepOptions, names: Sequence[str]) -> Iterator[tuple[str, Job, bool]]:
     for name in _order(names, options.rounds):
-        with _launch(name, options) as job:
+        with launch(name, options) as job:
             job.call("build", limit=LAUNCH_LIMIT)
             yield name, job, True
             yield name, job, False

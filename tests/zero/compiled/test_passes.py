@@ -11,12 +11,14 @@ import zero
 from zero.compiled.explain import predicted_peak
 from zero.compiled.facts import Facts, ParameterFacts, UnitFacts
 from zero.compiled.graphs import ShardedGraph, text
+from zero.compiled.passes.derive_late import derive_late
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
 from zero.compiled.passes.prefetch import prefetch
 from zero.compiled.passes.reduce_gradients import reduce_gradients
 from zero.compiled.passes.retain import retain
 from zero.compiled.passes.save_sharded import save_sharded
+from zero.compiled.passes.tie_releases import tie_releases
 
 HANDLE = 7
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -87,6 +89,33 @@ def test_insert_gathers_refuses_writes() -> None:
         insert_gathers(graph)
 
 
+def test_derive_late() -> None:
+    def eager_casts(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        first, second = a.to(BF16).t(), b.to(BF16)
+        return (x.to(BF16) @ first).relu() @ second
+
+    peaks, lines = [], []
+    for late in (False, True):
+        graph = graph_of(eager_casts, "x", "a", "b")
+        moved = derive_late(graph) if late else 0
+        lines = shown(graph).splitlines()
+        insert_gathers(graph)
+        fuse_casts(graph)
+        peaks.append(predicted_peak(graph))
+    assert moved == 3
+    assert lines == [
+        "_to_copy_2 = aten._to_copy(in_x, dtype=torch.bfloat16)",
+        "_to_copy = aten._to_copy(in_a, dtype=torch.bfloat16)",
+        "t = aten.t(_to_copy)",
+        "mm = aten.mm(_to_copy_2, t)",
+        "relu = aten.relu(mm)",
+        "_to_copy_1 = aten._to_copy(in_b, dtype=torch.bfloat16)",
+        "mm_1 = aten.mm(relu, _to_copy_1)",
+        "return mm_1",
+    ]
+    assert peaks == [64, 32]  # both in bf16 at one time, and one after the other
+
+
 def cast(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """a is only cast, once behind a view; b is cast and read as it is."""
     return (x.to(BF16) @ a.t().to(BF16)).float() + b + b.to(BF16)
@@ -135,6 +164,27 @@ def test_prefetch_keeps_to_its_budget() -> None:
         begun = "prefetch_params = zero.prefetch_params([in_b], 7, 1, None)"
         assert lines[2:3] == ([begun] if ahead else ["mm = aten.mm(in_x, getitem)"])
         assert predicted_peak(graph) == 64 * (1 + ahead)
+
+
+def test_prefetches_keep_the_order_of_gathers() -> None:
+    units = tuple(UnitFacts(name, False, {FP32: 16}) for name in "abc")
+    graph = graph_of(lambda x, a, b, c: x @ a @ b @ c, "x", "a", "b", "c")
+    graph.facts = Facts(HANDLE, units, FACTS.parameters)
+    insert_gathers(graph)
+    assert prefetch(graph, 128) == 2
+    begun = [line for line in shown(graph).splitlines() if "prefetch" in line]
+    assert [line.partition("([")[2][:4] for line in begun] == ["in_b", "in_c"]
+
+
+def test_tie_releases() -> None:
+    graph = graph_of(chain, "x", "a", "b", "c")
+    insert_gathers(graph)
+    assert tie_releases(graph) == 2
+    released = [line for line in shown(graph).splitlines() if "release" in line]
+    assert released == [
+        "release_params = zero.release_params([getitem], 7, 0, False, [mm])",
+        "release_params_1 = zero.release_params([getitem_1], 7, 1, False, [mm_1])",
+    ]
 
 
 def test_reduce_gradients() -> None:

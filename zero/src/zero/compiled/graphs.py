@@ -47,6 +47,18 @@ class ShardedGraph:
                 found.setdefault(parameter.unit, []).append(node)
         return found
 
+    def derived(self) -> dict[fx.Node, fx.Node]:
+        """Nodes that depend on nothing but one sharded parameter, in order, and that parameter."""
+        roots = {n: n for nodes in self.by_unit().values() for n in nodes}
+        found: dict[fx.Node, fx.Node] = dict(roots)
+        for node in self.graph.nodes:
+            sources = {found.get(i) for i in node.all_input_nodes}
+            if node.op == "call_function" and len(sources) == 1 and not node.is_impure():
+                (root,) = sources
+                if root is not None:
+                    found[node] = root
+        return {node: root for node, root in found.items() if node not in roots}
+
     def unit_of(self, gather: fx.Node) -> int:
         """The index of the unit that a gather gathers."""
         numbers: Any = gather.args[2]

@@ -6,13 +6,16 @@ reader of the values, a gather behind its prefetch, and neither is dead code.
 
     allgather_params   whole values of parameters of one unit. params: the graph's inputs for them.
     prefetch_params    begins the same, for a later allgather_params.
-    release_params     the values are not read any more. keep: their bytes may stay.
+    release_params     the values are not read any more. keep: their bytes may stay. after: results of their
+                       readers, see `passes.tie_releases`.
     reduce_grad        hands a gradient to the engine. last: the unit's last one in this graph.
 
 engine: a handle, see `runtime.lookup`. cast: the dtype that fp32 parameters travel in; None: their own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +30,9 @@ _library.define(
     "allgather_params(Tensor(a)[] params, int engine, int[] numbers, ScalarType? cast=None) -> Tensor(a)[]"
 )
 _library.define("prefetch_params(Tensor(a!)[] params, int engine, int unit, ScalarType? cast=None) -> ()")
-_library.define("release_params(Tensor(a!)[] values, int engine, int unit, bool keep=False) -> ()")
+_library.define(
+    "release_params(Tensor(a!)[] values, int engine, int unit, bool keep=False, Tensor[]? after=None) -> ()"
+)
 _library.define("reduce_grad(Tensor(a!) gradient, int engine, int number, bool last=False) -> ()")
 
 
@@ -44,7 +49,9 @@ def _prefetch_params(params: list[Tensor], engine: int, unit: int, cast: torch.d
 
 
 @torch.library.impl(_library, "release_params", "CompositeExplicitAutograd")
-def _release_params(values: list[Tensor], engine: int, unit: int, keep: bool = False) -> None:
+def _release_params(
+    values: list[Tensor], engine: int, unit: int, keep: bool = False, after: Sequence[Tensor] | None = None
+) -> None:
     runtime.lookup(engine).release(unit, keep)
 
 

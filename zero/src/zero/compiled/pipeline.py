@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from zero.compiled.explain import GraphReport, report
 from zero.compiled.facts import ParameterFacts
 from zero.compiled.graphs import ShardedGraph
+from zero.compiled.passes.derive_late import derive_late
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
 from zero.compiled.passes.prefetch import prefetch
 from zero.compiled.passes.reduce_gradients import reduce_gradients
 from zero.compiled.passes.retain import retain
 from zero.compiled.passes.save_sharded import save_sharded
+from zero.compiled.passes.tie_releases import tie_releases
 from zero.compiled.settings import Compile
 
 
 def for_inference(graph: ShardedGraph, settings: Compile) -> GraphReport:
     """A forward that no backward follows."""
     counts = _gathers(graph, settings)
-    counts |= {"prefetch": prefetch(graph, settings.prefetch_budget)}
-    graph.finish()
+    counts |= _finish(graph, settings)
     return report(graph, "inference", counts)
 
 
@@ -41,15 +42,21 @@ def for_training(
     back = _gathers(backward, settings)
     back |= {"reduce_gradients": reduce_gradients(backward, inputs)}
     ahead |= {"retain": retain(forward, backward)}
-    ahead |= {"prefetch": prefetch(forward, settings.prefetch_budget)}
-    back |= {"prefetch": prefetch(backward, settings.prefetch_budget)}
-    for graph in (forward, backward):
-        graph.finish()
+    ahead |= _finish(forward, settings)
+    back |= _finish(backward, settings)
     return report(forward, "forward", ahead), report(backward, "backward", back)
 
 
 def _gathers(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
-    counts = {"insert_gathers": insert_gathers(graph)}
+    counts = {"derive_late": derive_late(graph), "insert_gathers": insert_gathers(graph)}
     if settings.fuse_casts:
         counts |= {"fuse_casts": fuse_casts(graph)}
+    return counts
+
+
+def _finish(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
+    counts = {"prefetch": prefetch(graph, settings.prefetch_budget)}
+    if settings.inner == "inductor":
+        counts |= {"tie_releases": tie_releases(graph)}
+    graph.finish()
     return counts

@@ -23,16 +23,16 @@ def prefetch(graph: ShardedGraph, budget: int) -> int:
         if place and begun > place:
             ahead -= graph.nbytes(current)
         begun = max(begun, place + 1)
+        behind = list(current.users)[len(current.args[0]) - 1]
         while begun < len(gathers) and ahead + graph.nbytes(gathers[begun]) <= budget:
-            _begin(graph, gathers[begun], current)
+            behind = _begin(graph, gathers[begun], behind)
             ahead += graph.nbytes(gathers[begun])
             begun += 1
     return len(graph.graph.find_nodes(op="call_function", target=PREFETCH))
 
 
-def _begin(graph: ShardedGraph, gather: fx.Node, current: fx.Node) -> None:
-    """After `current` has been issued and before its values are used."""
-    last_value = list(current.users)[len(current.args[0]) - 1]  # type: ignore[arg-type]
-    with graph.graph.inserting_after(last_value):
+def _begin(graph: ShardedGraph, gather: fx.Node, behind: fx.Node) -> fx.Node:
+    """Right behind the node `behind`: the last value of a gather, or another prefetch."""
+    with graph.graph.inserting_after(behind):
         arguments = (gather.args[0], graph.facts.handle, graph.unit_of(gather))
-        graph.call(PREFETCH, *arguments, cast_to(gather))
+        return graph.call(PREFETCH, *arguments, cast_to(gather))

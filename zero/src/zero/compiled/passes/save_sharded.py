@@ -19,7 +19,7 @@ def save_sharded(forward: ShardedGraph, backward: ShardedGraph, kept: int) -> in
 
     kept: outputs of the forward that are the model's own, in front of those saved for backward.
     """
-    derived = _derived_from_one(forward)
+    derived = forward.derived()
     result = list(outputs(forward.graph).args[0])  # type: ignore[arg-type]
     received = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
     moved = [n for n in result[kept:] if n in derived and n.name in received]
@@ -35,19 +35,6 @@ def save_sharded(forward: ShardedGraph, backward: ShardedGraph, kept: int) -> in
     for sharded in (forward, backward):
         sharded.graph.eliminate_dead_code()
     return len(moved)
-
-
-def _derived_from_one(graph: ShardedGraph) -> dict[fx.Node, fx.Node]:
-    """Nodes that depend on nothing but one sharded parameter, and that parameter."""
-    roots = {n: n for nodes in graph.by_unit().values() for n in nodes}
-    found: dict[fx.Node, fx.Node] = dict(roots)
-    for node in graph.graph.nodes:
-        sources = {found.get(i) for i in node.all_input_nodes}
-        if node.op == "call_function" and len(sources) == 1 and not node.is_impure():
-            (root,) = sources
-            if root is not None:
-                found[node] = root
-    return {node: root for node, root in found.items() if node not in roots}
 
 
 def _receive(backward: ShardedGraph, before: fx.Node, root: fx.Node) -> fx.Node:

@@ -1,0 +1,92 @@
+"""The compiled path: fp32 parameters under bf16 autocast, over gloo.
+
+Over gloo, because memory that ranks share makes a gather nearly free, and the fused downcast is about what
+travels. Time is taken with generated code. Memory is the exact peak of the simulated device, where the inner
+compiler runs the operations one by one: resident sets on the host would count the compiler's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from accelz.discovery import installed
+from benchmarks import step
+from benchmarks.compiled_peers import PEERS
+from benchmarks.result import Result
+
+EXACT_DEVICE = "sim"
+MEMORY_STEPS = 4
+
+
+@dataclass(frozen=True)
+class CompiledOptions:
+    """batch: sequences per rank. steps: timed ones in a turn. limit: seconds that one call may take."""
+
+    size: str = "medium"
+    ranks: int = 2
+    threads: int = 1
+    batch: int = 2
+    length: int = 128
+    rounds: int = 7
+    steps: int = 3
+    memory: bool = True
+    limit: float = 300.0
+
+
+_, PLAIN, EAGER, FSDP2 = PEERS
+
+
+def run(options: CompiledOptions) -> Result:
+    """Time all peers, and measure memory where the simulated device is installed. Raises JobError."""
+    result = step.run(_step_options(options, "cpu"))
+    rows = {row["peer"]: row for row in result.rows}
+    exact = options.memory and installed(EXACT_DEVICE)
+    peaks = {name: _peak(name, options) for name in PEERS if exact and name != FSDP2}
+    return Result("compiled", result.settings, [_row(r, rows, peaks) for r in result.rows], result.notes)
+
+
+def _step_options(options: CompiledOptions, device: str) -> step.StepOptions:
+    return step.StepOptions(
+        device=device,
+        size=options.size,
+        precision="bf16",  # of FSDP2's policy; zero's parameters stay fp32 under autocast
+        ranks=options.ranks,
+        threads=options.threads,
+        batch=options.batch,
+        length=options.length,
+        rounds=options.rounds,
+        steps=options.steps,
+        peers=tuple(PEERS),
+        memory=False,
+        limit=options.limit,
+    )
+
+
+def _peak(name: str, options: CompiledOptions) -> int:
+    """The largest rank's peak of device memory in steps, bytes."""
+    with step.launch(name, _step_options(options, EXACT_DEVICE)) as job:
+        job.call("build")
+        job.call("run", 1, 0)
+        return max(job.call("device_peak", MEMORY_STEPS))
+
+
+def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, int]) -> dict[str, Any]:
+    name, moved = row["peer"], row["moved"]
+    peak, plain = peaks.get(name), peaks.get(PLAIN)
+    return row | {
+        "to_unfused": _ratio(row, rows[PLAIN]),
+        "to_eager": _ratio(row, rows[EAGER]),
+        "to_fsdp2": _ratio(row, rows[FSDP2]),
+        "gathered_bytes": moved and moved["all_gather"],
+        "reduced_bytes": moved and moved["reduce_scatter"],
+        "peak_bytes": peak,
+        "peak_to_unfused": peak / plain if peak and plain else None,
+    }
+
+
+def _ratio(row: dict[str, Any], other: dict[str, Any]) -> float:
+    """Of the medians of each round; then the median of the rounds."""
+    pairs = zip(row["rounds"], other["rounds"], strict=True)
+    return median(median(mine) / median(its) for mine, its in pairs)

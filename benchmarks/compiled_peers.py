@@ -1,0 +1,58 @@
+"""The peers of the compiled path: fp32 parameters under bf16 autocast, over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import accelz
+import zero
+from accelz.flat_buffer import StorageSwap
+from accelz.gloo_lanes import GlooLanes
+from benchmarks.model import Decoder
+from benchmarks.peers import ADAMW, Peer, Setting, TorchPeer, build_fsdp2
+
+
+class AutocastPeer(Peer):
+    """zero at stage 3 with fp32 parameters under bf16 autocast."""
+
+    def __init__(self, model: Decoder, setting: Setting, compile: zero.Compile | None) -> None:
+        accelerator = accelz.current()
+        if accelerator.device.type == "cpu":
+            accelerator.collectives = GlooLanes()
+            accelerator.flat_buffers = StorageSwap(accelerator.device)
+        elif compile is not None:
+            compile = compile.model_copy(update={"inner": "aot_eager"})
+        self._device = accelerator.device.type
+        config = zero.Config(compile=compile, timeout=setting.timeout)
+        self._engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), **ADAMW), config)
+        self._engine.traffic.clear()
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(self._device, torch.bfloat16):
+            loss: Tensor = self._engine(inputs, targets)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach()
+
+    def traffic(self) -> dict[str, int]:
+        return dict(self._engine.traffic.bytes)
+
+
+def build_fsdp2_compiled(model: Decoder, setting: Setting) -> Peer:
+    """FSDP2 with a bf16 mixed-precision policy, compiled as a whole; it breaks its graph at its hooks."""
+    peer = build_fsdp2(model, setting)
+    assert isinstance(peer, TorchPeer)
+    model.compile()
+    return peer
+
+
+PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
+    "zero3, compiled": partial(AutocastPeer, compile=zero.Compile()),
+    "zero3, compiled, not fused": partial(AutocastPeer, compile=zero.Compile(fuse_casts=False)),
+    "zero3, eager": partial(AutocastPeer, compile=None),
+    "fsdp2, compiled": build_fsdp2_compiled,
+}

@@ -1,0 +1,28 @@
+"""What is derived from a sharded parameter alone (a cast, a transpose) is computed right before its use.
+
+A model that casts its weights up front, or a partitioner that puts such nodes in front, would otherwise have
+every unit gathered at the top of the graph and kept until its use.
+
+Needs: a graph without gathers.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from zero.compiled.graphs import ShardedGraph
+
+
+def derive_late(graph: ShardedGraph) -> int:
+    """Returns how many nodes have moved."""
+    order: dict[fx.Node, float] = dict(graph.positions().items())
+    moved = 0
+    for node in reversed(graph.derived()):
+        first = min((user for user in node.users if user.op != "output"), key=order.__getitem__, default=None)
+        if first is not None and node.next is not first:
+            first.prepend(node)
+            order[node] = math.nextafter(order[first], -math.inf)
+            moved += 1
+    return moved

@@ -1,0 +1,38 @@
+"""A release takes what was computed from the values, and is still needed, as arguments.
+
+A compiler that fuses operations computes a result where it is used, which may be behind a release that is
+only declared to write to the values; it would then read them once more. As arguments, results have to be
+there first: those in front of the release that descend from the values and are used behind it.
+
+Needs: releases in their final places. Only for compilers that fuse; elsewhere the order of the graph holds.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zero.compiled.graphs import ShardedGraph, dtype_of, is_alias
+from zero.compiled.ops import ALLGATHER, RELEASE
+
+
+def tie_releases(graph: ShardedGraph) -> int:
+    """Returns how many results are tied to a release."""
+    order = graph.positions()
+    return sum(_tie(node, order) for node in graph.graph.find_nodes(op="call_function", target=ALLGATHER))
+
+
+def _tie(gather: fx.Node, order: dict[fx.Node, int]) -> int:
+    aliases: set[fx.Node] = set(gather.users)
+    results: set[fx.Node] = set()
+    node = gather.next
+    while node.target is not RELEASE or not aliases.intersection(node.all_input_nodes):
+        if any(is_alias(node, source) for source in aliases.intersection(node.all_input_nodes)):
+            aliases.add(node)
+        elif not (aliases | results).isdisjoint(node.all_input_nodes):
+            results.add(node)
+        node = node.next
+    needed = [r for r in results if any(order[user] > order[node] for user in r.users)]
+    tied = sorted((r for r in needed if dtype_of(r) is not None), key=order.__getitem__)
+    keep = node.args[3] if len(node.args) > 3 else False
+    node.args = (*node.args[:3], keep, tied)
+    return len(tied)
