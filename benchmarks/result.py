@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Kind = Literal["step", "optimizer", "collectives", "bandwidth", "saving", "consolidate", "compiled", "offload"]
+Kind = Literal[
+    "step", "optimizer", "collectives", "bandwidth", "saving", "consolidate", "compiled", "offload"
+]
 
 
 @dataclass(frozen=True)
