@@ -90,7 +90,8 @@ def _row(
     options: OffloadOptions,
 ) -> dict[str, Any]:
     seconds = [turn for turn, _ in mine]
-    row: dict[str, Any] = {
+    row: dict[str, Any] = dict.fromkeys(("bytes_per_parameter", "bytes_per_second", "of_raw", "to_deepspeed"))
+    row |= {
         "by": name,
         "median": median(seconds),
         "min": min(seconds),
