@@ -61,6 +61,9 @@ class UnitHooks:
         self._call: _Call | None = None
         self._awaited: set[_Call] = set()  # calls whose backward may come
         self._on_over = on_over
+        # Here and not as decorators: dynamo takes seconds to import, which only engines need.
+        self._enter = torch.compiler.disable(self._gather_before)
+        self._leave = torch.compiler.disable(self._release_after)
         for anchor in unit.anchors:
             anchor.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             anchor.register_forward_hook(self._after, always_call=True)
@@ -85,8 +88,7 @@ class UnitHooks:
         if not self._phase.in_graph:
             self._leave(output)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _gather_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
         self._unit.holds += 1
         if self._depth > 1:
@@ -101,8 +103,7 @@ class UnitHooks:
             if newest is not None:
                 _when_ready(newest, partial(self._end, self._call))
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, output: Any) -> None:
+    def _release_after(self, output: Any) -> None:
         if self._depth == 0:
             return  # reset by an exception further out
         self._depth -= 1
