@@ -256,6 +256,37 @@ def test_a_read_error_is_told_and_healed(cluster: Clusters, tmp_path: Path) -> N
         assert "restore a checkpoint" in refused
 
 
+def kernel_error_body(context: Context, path: str) -> tuple[bool, bool]:
+    """A step that fails in memory, at the third record: nothing may be under way when it is told."""
+    engine = layers(1, offload=zero.Offload(optimizer="disk", path=path))
+    engine.save_checkpoint(Path(path, "sound"))
+    before = engine.state_dict(master=True)
+    x = torch.ones(2, WIDTH, device=engine.accelerator.device)
+    engine.backward(engine(x).float().square().mean())
+    records = iter(range(LAYERS))
+    sound = engine._shards._step_group
+
+    def fail(*arguments: Any) -> None:
+        if next(records) == 2:
+            raise RuntimeError("a kernel that fails")
+        sound(*arguments)
+
+    engine._shards._step_group = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="a kernel that fails"):
+        engine.step()
+    quiet = not any(engine._stores.pipeline._writes)
+    engine._shards._step_group = sound  # type: ignore[method-assign]
+    engine.load_checkpoint(path)
+    after = engine.state_dict(master=True)
+    return quiet, all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_step_that_fails_leaves_nothing_under_way(cluster: Clusters, tmp_path: Path) -> None:
+    for quiet, healed in cluster(2).run(kernel_error_body, path=str(tmp_path)):
+        assert quiet
+        assert healed
+
+
 def test_blocks_of_a_section_are_moved_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap_file, "BLOCK", PAGE)
     file = SwapFile(tmp_path)

@@ -10,7 +10,7 @@ call per flat shard, straight from the 16-bit gradient; their per-piece state is
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,12 +164,15 @@ class ShardedOptimizer:
     ) -> None:
         factors = Factors(scale, skip)
         away = factors.to(HOST) if any(g.group.kept.tier != "device" for g in gradients) else factors
-        for have, state in self._in_turn([g for g in gradients if g.present]):
-            here = factors if state.master.device == self._accelerator.device else away
-            with self._room("for the step of", have.group):
-                self._step_group(self.owned[have.group], have, state, here)
+        with closing(self._in_turn([g for g in gradients if g.present])) as turns:
+            for have, state in turns:
+                here = factors if state.master.device == self._accelerator.device else away
+                with self._room("for the step of", have.group):
+                    self._step_group(self.owned[have.group], have, state, here)
 
-    def _in_turn(self, gradients: Sequence[GroupGradients]) -> Iterator[tuple[GroupGradients, Opened]]:
+    def _in_turn(
+        self, gradients: Sequence[GroupGradients]
+    ) -> Generator[tuple[GroupGradients, Opened], None, None]:
         """Every group with its record in memory; those on disk come and go through the pipeline."""
         stored = [g.group.kept for g in gradients if g.group.kept.tier == "disk"]
         with closing(self._stores.pipeline.through(stored)) as arriving:

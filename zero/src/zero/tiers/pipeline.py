@@ -58,10 +58,13 @@ class Pipeline:
         return first.file.read(first.place, self._bytes(record, turn))
 
     def _settle(self, reading: Transfer | None) -> None:
-        for index in range(BUFFERS):
-            self._finish_write(index)
-        if reading is not None:  # its user gave up
-            reading.wait()
+        """Wait for everything under way, also where the records' user gave up, and only then raise."""
+        under_way = [transfer for transfer in (*self._writes, reading) if transfer is not None]
+        self._writes = [None] * BUFFERS
+        for transfer in under_way:
+            transfer.settle()
+        for transfer in under_way:
+            transfer.wait()
 
     def _finish_write(self, index: int) -> None:
         writing, self._writes[index] = self._writes[index], None

@@ -119,9 +119,13 @@ class Transfer:
     def __init__(self, blocks: list[Future[None]]) -> None:
         self._blocks = blocks
 
+    def settle(self) -> None:
+        """Until nothing of it is under way any more, moved or not."""
+        wait(self._blocks)
+
     def wait(self) -> None:
         """Until all of it has been moved; raises OffloadError if a part could not be."""
-        wait(self._blocks)  # all of them: nobody may still be moving when the buffer is used again
+        self.settle()  # all of it: nobody may still be moving when the buffer is used again
         for block in self._blocks:
             block.result()
         self._blocks = []
