@@ -79,10 +79,14 @@ SAME_BITS: dict[str, dict[str, Any]] = {
 
 
 def same_bits_body(context: Context) -> dict[str, bool]:
-    return {
-        name: same_bits(train(context, AOT, **settings), train(context, None, **settings))
-        for name, settings in SAME_BITS.items()
-    }
+    """Where placement is measured the kernels of host and device may take turns at other units."""
+    found = {}
+    for name, settings in SAME_BITS.items():
+        compiled, eager = train(context, AOT, **settings), train(context, None, **settings)
+        measured = settings.get("offload") == "auto"
+        near = relative_error(compiled.losses, eager.losses) < 1e-5
+        found[name] = near if measured else same_bits(compiled, eager)
+    return found
 
 
 @pytest.mark.parametrize("size", [1, 2])
