@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -134,43 +135,34 @@ class StreamsContract:
     @needs("streams")
     def test_keep_alive_protects_freed_memory(self, accelerator: Accelerator) -> None:
         """Memory freed while another stream still has to read it is not given away before that."""
-        streams = accelerator.streams
-        side = streams.new()
-        for round_ in range(ROUNDS):
-            values = torch.full((1 << 20,), float(round_), device=accelerator.device)
-            side.wait(streams.current().record())
-            with streams.use(side):
-                long_work(accelerator, LONG_SECONDS / ROUNDS)
-                seen = values.clone()
-                done = side.record()
-            streams.keep_alive(values, side)
-            del values
-            thieves = [torch.full((1 << 20,), -1.0, device=accelerator.device) for _ in range(4)]
-            done.synchronize()
-            want = torch.full((1 << 20,), float(round_))
-            expect_close(seen, want, "Streams.keep_alive", "must keep freed memory until the stream is done")
-            del thieves
+        _part_with_what_is_read(accelerator, lambda values: None)
 
     @about("Streams.keep_alive")
     @needs("streams", "storage_resize")
     def test_keep_alive_protects_bytes_that_a_resize_drops(self, accelerator: Accelerator) -> None:
         """Bytes that a resize drops while another stream has to read them are not given away before that."""
-        streams = accelerator.streams
-        side = streams.new()
-        for round_ in range(ROUNDS):
-            values = torch.full((1 << 20,), float(round_), device=accelerator.device)
-            side.wait(streams.current().record())
-            with streams.use(side):
-                long_work(accelerator, LONG_SECONDS / ROUNDS)
-                seen = values.clone()
-                done = side.record()
-            streams.keep_alive(values, side)
-            values.untyped_storage().resize_(0)
-            thieves = [torch.full((1 << 20,), -1.0, device=accelerator.device) for _ in range(4)]
-            done.synchronize()
-            want = torch.full((1 << 20,), float(round_))
-            expect_close(seen, want, "Streams.keep_alive", "must keep dropped bytes until the stream is done")
-            del thieves
+        _part_with_what_is_read(accelerator, lambda values: values.untyped_storage().resize_(0))
+
+
+def _part_with_what_is_read(accelerator: Accelerator, drop: Callable[[Tensor], object]) -> None:
+    """Part with a tensor that another stream still has to read: `drop` it, then the last reference goes."""
+    streams = accelerator.streams
+    side = streams.new()
+    for round_ in range(ROUNDS):
+        values = torch.full((1 << 20,), float(round_), device=accelerator.device)
+        side.wait(streams.current().record())
+        with streams.use(side):
+            long_work(accelerator, LONG_SECONDS / ROUNDS)
+            seen = values.clone()
+            done = side.record()
+        streams.keep_alive(values, side)
+        drop(values)
+        del values
+        thieves = [torch.full((1 << 20,), -1.0, device=accelerator.device) for _ in range(4)]
+        done.synchronize()
+        want = torch.full((1 << 20,), float(round_))
+        expect_close(seen, want, "Streams.keep_alive", "must keep the bytes until the stream is done")
+        del thieves
 
 
 class TestStreams(StreamsContract):
