@@ -20,6 +20,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3 fp32": {},
     "stage 2": {"stage": 2, "precision": "bf16"},
     "stage 0": {"stage": 0},
+    "host already, one master and shard": {"offload": zero.Offload(optimizer="host", params="host")},
     "host already": {"offload": zero.Offload(optimizer="host"), "precision": "bf16"},
 }
 

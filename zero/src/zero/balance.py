@@ -82,8 +82,8 @@ class Balancer:
         if freed:
             self._accelerator.memory.trim()
             warnings.warn(
-                f"the device ran out of memory: {human(freed)} of optimizer state moved to the host, "
-                "and the operation is repeated. Steps need more than was measured at first",
+                f"the device ran out of memory: {human(freed)} of optimizer state moved to the host, so that "
+                "what failed can be repeated. Steps need more than was measured at first",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -400,7 +400,7 @@ class Engine:
         """
         if steps < 1:
             raise UsageError(f"trace_memory(steps={steps}): at least one step is needed")
-        self._tracer.steps = steps
+        self._tracer.steps = max(self._tracer.steps, steps)  # offload="auto" may be measuring already
 
     def memory_report(self) -> MemoryReport:
         """The last optimizer step that was traced: a timeline, its peaks by phase, a picture as HTML."""

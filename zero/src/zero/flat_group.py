@@ -111,7 +111,8 @@ class FlatGroup:
 
     def park(self) -> None:
         """Keep the shard on the host and give all memory of the device back, until `unpark`."""
-        if isinstance(self.shard, Tensor) and self._stores.resolve("host") == "host":
+        near = isinstance(self.shard, Tensor) and self.shard.device == self._accelerator.device
+        if near and isinstance(self.shard, Tensor) and self._stores.resolve("host") == "host":
             self.shard = self._stores.keep(self.shard, "host")
             self.home.release()
 
