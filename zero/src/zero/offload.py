@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from zero import sizes
-from zero.errors import UsageError
-from zero.validated import Validated
+from zero.validated import Bytes, Validated
 
 Tier = Literal["device", "host", "disk"]
 
@@ -36,19 +34,9 @@ class Offload(Validated):
     params: Tier = "device"
     gradients: Tier | None = None
     fraction: float = Field(default=1.0, gt=0, le=1)
-    host_budget: int | None = Field(default=None, ge=0)
+    host_budget: Bytes | None = Field(default=None, ge=0)
     path: Path | None = Field(default=None, strict=False)
     compact: bool = False
-
-    @field_validator("host_budget", mode="before")
-    @classmethod
-    def _as_bytes(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            try:
-                return sizes.size(value)
-            except UsageError as error:
-                raise ValueError(str(error)) from None
-        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Offload:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from zero.errors import ConfigError
+from zero import sizes
+from zero.errors import ConfigError, UsageError
 
 
 class Validated(BaseModel):
@@ -20,6 +21,19 @@ class Validated(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_explain(type(self), error)) from None
+
+
+def _as_bytes(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return sizes.size(value)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+Bytes = Annotated[int, BeforeValidator(_as_bytes)]
+"""A number of bytes, or a size such as "8GiB"."""
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from zero import sizes
-from zero.errors import UsageError
-from zero.validated import Validated
+from zero.validated import Bytes, Validated
 
 
 class Compile(Validated):
@@ -24,15 +22,5 @@ class Compile(Validated):
 
     inner: Literal["inductor", "aot_eager"] = "inductor"
     fuse_casts: bool = True
-    prefetch_budget: int = Field(default=64 << 20, ge=0)
+    prefetch_budget: Bytes = Field(default=64 << 20, ge=0)
     dynamic: bool | None = None
-
-    @field_validator("prefetch_budget", mode="before")
-    @classmethod
-    def _as_bytes(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            try:
-                return sizes.size(value)
-            except UsageError as error:
-                raise ValueError(str(error)) from None
-        return value
