@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import zero
 from benchmarks.job import Job
 from benchmarks.result import Result
-from zero.tiers.swap_file import BLOCK, PAGE, THREADS, aligned, bytes_of
+from zero.host_memory import bytes_of
+from zero.tiers.swap_file import BLOCK, PAGE, THREADS, aligned
 
 GRAIN = 4 << 20  # elements of a layer, and of a record at one rank
 

@@ -20,9 +20,10 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
+from zero.host_memory import bytes_of
 from zero.tiers import swap_file
 from zero.tiers.split import LOWER, SplitMaster
-from zero.tiers.swap_file import PAGE, Section, SwapFile, aligned, bytes_of
+from zero.tiers.swap_file import PAGE, Section, SwapFile, aligned
 
 WIDTH, LAYERS = 128, 4
 LAYER = WIDTH * WIDTH

@@ -40,14 +40,15 @@ def _explain(kind: type[BaseModel], error: ValidationError) -> str:
     lines = []
     for problem in error.errors():
         key = str(problem["loc"][0]) if problem["loc"] else ""
+        message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.model_fields)}"
             line = f"unknown key {key!r}; {hint}"
         elif key:
-            line = f"{key} = {problem['input']!r}: {problem['msg']}"
+            line = f"{key} = {problem['input']!r}: {message}"
         else:  # of several fields together
-            line = problem["msg"].removeprefix("Value error, ")
+            line = message
         if line not in lines:
             lines.append(line)
     return f"zero.{kind.__name__}: " + "; ".join(lines)

@@ -25,6 +25,7 @@ from zero.checkpoint.header import header_of
 from zero.checkpoint.manifest import BLOCK
 from zero.checkpoint.storage import PAGE, Storage
 from zero.checkpoint.stream import CHUNK, Stream, aligned, view_of
+from zero.host_memory import bytes_of
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
@@ -254,9 +255,3 @@ def _copy(values: Values, out: Tensor) -> None:
         values.read_into(out)
     else:
         out.copy_(values, non_blocking=True)
-
-
-def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous, one-dimensional host tensor."""
-    array: Any = values.detach().view(torch.uint8).numpy()
-    return memoryview(array)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from zero.checkpoint import user_state
 from zero.checkpoint.dtypes import TORCH
-from zero.checkpoint.rank_file import bytes_of
 from zero.checkpoint.stream import CHUNK
+from zero.host_memory import bytes_of
 
 
 class Entry(Protocol):

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.manifest import ITEM_BYTES
-from zero.checkpoint.rank_file import bytes_of
 from zero.checkpoint.storage import PAGE, File, Storage
 from zero.checkpoint.stream import aligned, view_of
 from zero.consolidate.files import WeightStorage
@@ -21,6 +20,7 @@ from zero.consolidate.plan import Chosen, Plan, PlannedFile
 from zero.consolidate.source import Chunk, TensorInfo
 from zero.consolidate.workers import Buffers
 from zero.errors import CheckpointError
+from zero.host_memory import bytes_of
 
 UNFINISHED = ".part"
 _LARGE = 1 << 20  # bytes of a file

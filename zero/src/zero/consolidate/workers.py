@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from zero.checkpoint.rank_file import bytes_of
 from zero.checkpoint.storage import PAGE
 from zero.consolidate.source import Chunk
 from zero.errors import UsageError
+from zero.host_memory import bytes_of
 
 DEFAULT_MEMORY = 128 << 20
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22  # bytes of a chunk; larger ones are no faster

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from accelz.memory import Memory
+from zero.host_memory import bytes_of
 from zero.tiers.record import Opened, Record, section_bytes
 from zero.tiers.split import SplitMaster
-from zero.tiers.swap_file import PAGE, Transfer, aligned, bytes_of
+from zero.tiers.swap_file import PAGE, Transfer, aligned
 
 BUFFERS = 3  # one fills, one is worked on, one is written: at no time is a fourth wanted
 

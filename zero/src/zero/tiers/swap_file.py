@@ -8,7 +8,6 @@ only checkpoints and inspection want, pass through the page cache of a second de
 
 from __future__ import annotations
 
-import ctypes
 import os
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from zero.errors import OffloadError
+from zero.host_memory import bytes_of
 from zero.tiers.stored import Stored
 
 PAGE = 4096
@@ -148,15 +148,6 @@ class Section(Stored):
 
     def part(self, begin: int, end: int) -> Section:
         return Section(self.file, self.place + begin * self.dtype.itemsize, end - begin, self.dtype)
-
-
-def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, which the caller keeps alive.
-
-    Not through numpy: torch never resizes a storage again that numpy has seen.
-    """
-    nbytes = values.numel() * values.element_size()
-    return memoryview((ctypes.c_char * nbytes).from_address(values.data_ptr())).cast("B")
 
 
 def aligned(buffer: Tensor) -> Tensor:
