@@ -65,8 +65,9 @@ class File:
         try:
             done = self._pwritev(buffers, offset)
         except OSError as error:
-            if error.errno != errno.EINVAL or not self._leave_direct():
+            if error.errno != errno.EINVAL:
                 raise
+            self._leave_direct()  # as another write may have done meanwhile: so try in any case
             done = self._pwritev(buffers, offset)
         if done % PAGE:  # cut short: what is left is not aligned
             self._leave_direct()
@@ -75,11 +76,10 @@ class File:
     def _pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
         return os.pwritev(self._descriptor, buffers, offset)
 
-    def _leave_direct(self) -> bool:
-        """Go through the page cache from now on; whether it was otherwise before."""
+    def _leave_direct(self) -> None:
+        """Go through the page cache from now on."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
-        return bool(flags & _DIRECT)
 
 
 class Storage:
