@@ -205,6 +205,7 @@ def test_the_public_face_is_frozen() -> None:
         "zero_grad",
         "explain",
         "is_boundary",
+        "grad_norm",
         "loss_scale",
         "traffic",
         "rank",

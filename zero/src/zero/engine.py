@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,36 +18,30 @@ from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load import Loaded, Options
 from zero.checkpoint.names import Rename
 from zero.communicator import Communicator, Traffic
-from zero.compiled.settings import Compile
-from zero.config import DTYPES, Config
-from zero.errors import CommunicationError, OutOfMemoryError, UsageError
-from zero.gradients import GradientPolicy, GradientReducer, GroupGradients
+from zero.config import Config
+from zero.errors import OutOfMemoryError, UsageError
+from zero.gradient_factor import GradientFactor
 from zero.memory_tracer import MemoryTracer
 from zero.optimizer import ShardedOptimizer
 from zero.optimizer_state import OptimizerState
-from zero.precision import INITIAL_SCALE, LossScale
+from zero.parking import Parking
+from zero.passes import Passes
+from zero.precision import LossScale
 from zero.pretrained import Request, fill_engine
-from zero.schedule import Schedule
 from zero.sharded_unit import ShardedUnit
-from zero.tensors import map_tensors
 from zero.tiers.stores import Stores
 from zero.tiers.trace import MemoryReport
-from zero.unit_hooks import Phase, UnitHooks
 from zero.whole import WholeValues
 
 if TYPE_CHECKING:
     from zero.compiled.explain import Explanation
-    from zero.compiled.model import CompiledModel
-
-_CLIP_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class Engine:
     """Trains a sharded model; made by `zero.initialize`.
 
     module: the model. optimizer: the user's own object. steps: optimizer steps taken (skipped ones
-    included). grad_norm: 0-dim fp32, the global L2 norm before clipping at the last step; None unless
-    clip_norm or fp16 asks for it. Reading it as a number waits for the device.
+    included).
     """
 
     def __init__(
@@ -66,18 +59,15 @@ class Engine:
         self.config = config
         self.accelerator = accelerator = stores.accelerator
         self.steps = 0
-        self.grad_norm: Tensor | None = None
         self.units = tuple(units)
         self._stores = stores
         self._communicator = communicator
         self._micro_steps = 0
-        self._parked = False  # see offload_states
         self._interrupted = False  # in the middle of an optimizer step or a load
-        self._phase = Phase(on_unit=self._trace)
-        self._schedule = Schedule(units, config.prefetch)
         trainable = [g for u in units for g in u.groups if g.trainable]
         self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores)
-        self._loss_scale = _make_loss_scale(config, accelerator.device)
+        self._parking = Parking(self.units, self._shards)
+        self._loss_scale = LossScale.of(config, accelerator.device)
         self._whole = WholeValues(units, communicator)
         self._optimizer_state = OptimizerState(self._whole, self._shards)
         parts = EngineParts(
@@ -91,29 +81,17 @@ class Engine:
             self._loss_scale,
         )
         self._checkpoints = Checkpoints(parts)
-        device_type = accelerator.device.type
-        self._hooks = {
-            unit: UnitHooks(unit, self._schedule, self._phase, device_type, self._backward_over)
-            for unit in units
-        }
-        self._reducer = GradientReducer(
-            units,
-            stores,
-            communicator,
-            _gradient_policy(config, communicator.group.size),
-            lambda unit: self._hooks[unit].gradients_complete(),
-        )
-        self._tracer = MemoryTracer(accelerator, units, self._reducer, self._shards)
-        self._balancer: Balancer | None = None
-        if config.offload == "auto":
-            self._balancer = Balancer(stores, communicator, self._tracer, self._shards, self._reducer.all)
         for parameter in module.parameters():
             parameter.__dict__[WHOLE_ATTRIBUTE] = self._whole
-        for gradients in self._reducer.all:
-            for index, parameter in enumerate(gradients.group.parameters):
-                parameter.register_post_accumulate_grad_hook(_receiver(self, gradients, index))
-        module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
-        self._compiled = None if config.compile is None else self._compile(config.compile)
+        self._passes = Passes(module, config, stores, communicator, self.units, self._parking)
+        self._reducer = reducer = self._passes.reducer
+        self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator.device)
+        self._tracer = MemoryTracer(accelerator, units, reducer, self._shards)
+        self._balancer: Balancer | None = None
+        if config.offload == "auto":
+            self._balancer = Balancer(stores, communicator, self._tracer, self._shards, reducer.all)
+        self._passes.phase.on_unit = self._trace
+        self._passes.on_forward = self._tracer.begin
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -147,14 +125,9 @@ class Engine:
         scaled = loss / self.config.gradient_accumulation_steps if self._accumulates else loss
         if self._loss_scale is not None:
             scaled = scaled * self._loss_scale.scale.to(scaled.device)
-        self._phase.in_backward = True
-        self._trace("")
         try:
-            self._reducer.begin_backward(
-                last=self._micro_steps + 1 == self.config.gradient_accumulation_steps
-            )
-            scaled.backward()
-            self._reducer.finish_backward()
+            with self._passes.backward(last=self._micro_steps + 1 == self.config.gradient_accumulation_steps):
+                scaled.backward()
         except torch.OutOfMemoryError as error:
             self._recover()
             self._make_room(error)
@@ -162,12 +135,7 @@ class Engine:
         except BaseException:
             self._recover()
             raise
-        finally:
-            self._phase.in_backward = False
         self._micro_steps += 1
-        for hooks in self._hooks.values():
-            hooks.reset()
-        self._release_all()
         self._tracer.mark("backward", "")
         self.accelerator.flush()
 
@@ -182,7 +150,7 @@ class Engine:
         if not self.is_boundary:
             return False
         self._shards.check_groups()
-        scale, skip = self._gradient_factor()
+        scale, skip = self._factor.complete()
         self._update(scale, skip)
         self._stores.join()
         if self._loss_scale is not None and skip is not None:
@@ -203,14 +171,20 @@ class Engine:
 
     def explain(self) -> Explanation:
         """What compilation made of the model so far; `str()` of it is for people."""
-        if self._compiled is None:
+        if self._passes.compiled is None:
             raise UsageError("explain() is about compiled models: set zero.Config(compile=True)")
-        return self._compiled.explain()
+        return self._passes.compiled.explain()
 
     @property
     def is_boundary(self) -> bool:
         """Whether the next step() is an optimizer step."""
         return self._micro_steps == self.config.gradient_accumulation_steps
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global L2 norm before clipping at the last step, 0-dim fp32; None unless clip_norm or fp16 asks
+        for it. Reading it as a number waits for the device."""
+        return self._factor.norm
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -275,7 +249,7 @@ class Engine:
         if have is None or not have.present or index not in have.used:
             return None
         value = self._whole.parameter(name, have.reduced_slice).float()
-        factor = self._mean_factor()
+        factor = self._factor.mean()
         return value if factor is None else value * factor
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
@@ -371,27 +345,15 @@ class Engine:
         if self._micro_steps:
             raise UsageError("offload_states between backward() and step(): there are gradients; step first")
         self._check_complete()
-        self._release_all()
+        self._passes.release_all()
         self._whole.begin_write()
-        for unit in self.units:
-            for group in unit.groups:
-                if group.trainable:
-                    self._shards.move(group, "host")
-            unit.park()
-        self._parked = True
+        self._parking.park()
         self.accelerator.streams.synchronize()
         self.accelerator.memory.trim()
 
     def reload_states(self) -> None:
         """Bring back what `offload_states` moved, bit for bit. Does nothing where nothing is away."""
-        handles = [handle for unit in self.units if self._parked for handle in unit.unpark()]
-        for handle in handles:
-            handle.wait()
-        for unit in self.units:
-            for group in unit.groups:
-                if group.trainable:
-                    self._shards.move(group, group.placement.optimizer)
-        self._parked = False
+        self._parking.unpark()
 
     def trace_memory(self, steps: int = 1) -> None:
         """Follow the device's memory through the next optimizer steps, for `memory_report`.
@@ -411,7 +373,7 @@ class Engine:
     # -- inside -----------------------------------------------------------------------------------------
 
     def _trace(self, unit: str) -> None:
-        self._tracer.mark("backward" if self._phase.in_backward else "forward", unit)
+        self._tracer.mark("backward" if self._passes.phase.in_backward else "forward", unit)
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Move state off the device, as much as there is; raise where there is none."""
@@ -426,49 +388,9 @@ class Engine:
         if any(unit.holds for unit in self.units):
             raise UsageError("load_checkpoint inside zero.gathered: leave the block first")
         self.zero_grad()
-        self._release_all()
+        self._passes.release_all()
         self._interrupted = True
         self._whole.begin_write()
-
-    def _begin_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any] | None:
-        if self._phase.in_graph:
-            return None  # done before the graph was entered
-        if self._parked:
-            raise UsageError("the model's state is on the host: call engine.reload_states() first")
-        if not self._phase.in_backward and not any(u.holds for u in self.units):
-            self._release_all()  # what an earlier forward prefetched or kept, and never used
-            self._schedule.begin(torch.is_grad_enabled())
-            self._tracer.begin()
-        dtype = self.config.dtype
-        if not self.config.cast_inputs or dtype is None or dtype.itemsize > 2:
-            return None
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))  # type: ignore[no-any-return]
-
-    def _receive(self, gradients: GroupGradients, index: int, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:  # None: there is none, or a compiled graph has handed it over
-            self._take(gradients, index, gradient)
-
-    def _take(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
-        if not self._phase.in_backward:
-            raise UsageError("loss.backward() was called directly: call engine.backward(loss) instead")
-        self._reducer.receive(gradients, index, gradient)
-
-    def _compile(self, settings: Compile) -> CompiledModel:
-        from zero.compiled.model import CompiledModel  # imports the compiler: seconds, for who wants it
-        from zero.compiled.runtime import Runtime
-
-        of_group = {gradients.group: gradients for gradients in self._reducer.all}
-        runtime = Runtime(
-            self.units,
-            lambda group, index, gradient: self._take(of_group[group], index, gradient),
-            self._backward_over,
-            self._phase.mark,
-        )
-        begin = self._begin_forward
-        return CompiledModel(self.module, self.units, runtime, settings, self._phase, begin)
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
         """Step the optimizer. Interrupted half-way it cannot be repeated: some parameters are updated."""
@@ -479,10 +401,6 @@ class Engine:
             self._interrupted = True
             self.zero_grad()
             raise
-
-    def _backward_over(self, unit: ShardedUnit) -> None:
-        if self._phase.in_backward:
-            self._reducer.close(unit)
 
     def _check_backward(self, loss: Tensor) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -504,83 +422,19 @@ class Engine:
                 "restore a checkpoint with engine.load_checkpoint, or build model and engine anew"
             )
 
-    def _gradient_factor(self) -> tuple[Tensor | None, Tensor | None]:
-        """What gradients are multiplied by (None: 1), and whether to skip the step; nothing waits."""
-        factor = self._mean_factor()
-        if self._loss_scale is None and self.config.clip_norm is None:
-            return factor, None
-        norm, overflow = self._global_norm(factor)
-        self.grad_norm = norm
-        if self.config.clip_norm is not None:
-            clip = (self.config.clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
-            factor = clip if factor is None else factor * clip
-        return factor, overflow if self._loss_scale is not None else None
-
-    def _mean_factor(self) -> Tensor | None:
-        """1 / (world size × loss scale)."""
-        size, device = self.world_size, self.accelerator.device
-        if self._loss_scale is not None:
-            return 1.0 / (self._loss_scale.scale * size)
-        return None if size == 1 else torch.full((), 1.0 / size, dtype=torch.float32, device=device)
-
-    def _global_norm(self, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-        result = self._reducer.norm_and_nonfinite()
-        if self.config.stage > 0 and self.world_size > 1:
-            self._communicator.all_reduce("gradient norm", result).wait()
-        norm = result[0].sqrt()
-        return norm if factor is None else norm * factor, (result[1] > 0).float()
-
     def _refresh(self) -> None:
         """Spread updated shards where whole parameters are kept."""
         for handle in [h for unit in self.units for h in unit.refresh()]:
             handle.wait()
 
-    def _release_all(self) -> None:
-        for unit in self.units:
-            unit.calls_in_backward.clear()
-            unit.release()
-
     def _recover(self) -> None:
         """After an exception: drop gradients, gathers and calls under way."""
-        try:
-            self.zero_grad()
-            for unit in self.units:
-                self._hooks[unit].reset()
-                unit.abandon()
-        except CommunicationError:
-            pass  # the original error says more
+        self._passes.recover()
+        self._micro_steps = 0
 
 
 def _asking_to_repeat(what: str) -> OutOfMemoryError:
     return OutOfMemoryError(
         f"no room for what {what} computes. All optimizer state has moved to the host now: repeat the "
         "micro-batches of this optimizer step, on all ranks"
-    )
-
-
-def _receiver(engine: Engine, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:
-    """Holds neither: Python's collector does not see into these hooks, and a cycle would never be freed."""
-    engine_alive, gradients_alive = weakref.ref(engine), weakref.ref(gradients)
-
-    def receive(parameter: Tensor) -> None:
-        owner, place = engine_alive(), gradients_alive()
-        if owner is not None and place is not None:
-            owner._receive(place, index, parameter)
-
-    return receive
-
-
-def _make_loss_scale(config: Config, device: torch.device) -> LossScale | None:
-    if config.precision != "fp16":
-        return None
-    fixed = not isinstance(config.loss_scale, str)
-    initial = INITIAL_SCALE if isinstance(config.loss_scale, str) else float(config.loss_scale)
-    return LossScale(device, initial, config.loss_scale_window, fixed)
-
-
-def _gradient_policy(config: Config, world_size: int) -> GradientPolicy:
-    return GradientPolicy(
-        steps=config.gradient_accumulation_steps,
-        local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
-        reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zero.config import Config
+
 INITIAL_SCALE = 2.0**16
 
 
@@ -23,6 +25,15 @@ class LossScale:
         self.good_steps = torch.zeros((), dtype=torch.float32, device=device)
         self._window = window
         self._fixed = fixed
+
+    @classmethod
+    def of(cls, config: Config, device: torch.device) -> LossScale | None:
+        """As the settings say; None without fp16."""
+        if config.precision != "fp16":
+            return None
+        fixed = not isinstance(config.loss_scale, str)
+        initial = INITIAL_SCALE if isinstance(config.loss_scale, str) else float(config.loss_scale)
+        return cls(device, initial, config.loss_scale_window, fixed)
 
     def update(self, overflow: Tensor) -> None:
         """Adapt to the step just made. overflow: 0-dim, 1.0 where the step was skipped."""

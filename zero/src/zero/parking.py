@@ -1,0 +1,44 @@
+"""A model's state out of the device for a while, and back: `Engine.offload_states`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zero.errors import UsageError
+from zero.flat_group import FlatGroup
+from zero.optimizer import ShardedOptimizer
+from zero.sharded_unit import ShardedUnit
+
+
+class Parking:
+    """away: whether parameters and optimizer state are in host memory, and cannot be used."""
+
+    def __init__(self, units: Sequence[ShardedUnit], optimizer: ShardedOptimizer) -> None:
+        self.away = False
+        self._units = units
+        self._optimizer = optimizer
+
+    def check(self) -> None:
+        """Raise UsageError where the state is away."""
+        if self.away:
+            raise UsageError("the model's state is on the host: call engine.reload_states() first")
+
+    def park(self) -> None:
+        """Move everything to the host; nothing may be gathered."""
+        for group in self._trainable():
+            self._optimizer.move(group, "host")
+        for unit in self._units:
+            unit.park()
+        self.away = True
+
+    def unpark(self) -> None:
+        """Bring it back, bit for bit. Does nothing where nothing is away."""
+        handles = [handle for unit in self._units if self.away for handle in unit.unpark()]
+        for handle in handles:
+            handle.wait()
+        for group in self._trainable():
+            self._optimizer.move(group, group.placement.optimizer)
+        self.away = False
+
+    def _trainable(self) -> Iterator[FlatGroup]:
+        return (group for unit in self._units for group in unit.groups if group.trainable)

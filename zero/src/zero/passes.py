@@ -1,0 +1,163 @@
+"""Forward and backward through a sharded model: units come and go, gradients arrive and are reduced."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.communicator import Communicator
+from zero.compiled.settings import Compile
+from zero.config import DTYPES, Config
+from zero.errors import CommunicationError, UsageError
+from zero.gradients import GradientPolicy, GradientReducer, GroupGradients
+from zero.parking import Parking
+from zero.schedule import Schedule
+from zero.sharded_unit import ShardedUnit
+from zero.tensors import map_tensors
+from zero.tiers.stores import Stores
+from zero.unit_hooks import Phase, UnitHooks
+
+if TYPE_CHECKING:
+    from zero.compiled.model import CompiledModel
+
+
+class Passes:
+    """The hooks on a model and its parameters, and what the engine does before, in and after a backward.
+
+    reducer: of the gradients that arrive. compiled: the model's calls through torch.compile; None without.
+    on_forward: called when a forward of the whole model begins and nothing is gathered for it yet.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        stores: Stores,
+        communicator: Communicator,
+        units: Sequence[ShardedUnit],
+        parking: Parking,
+    ) -> None:
+        self.phase = Phase()
+        self.on_forward: Callable[[], None] = lambda: None
+        self._parking = parking
+        self._config = config
+        self._units = units
+        self._schedule = Schedule(list(units), config.prefetch)
+        device_type = stores.accelerator.device.type
+        self._hooks = {
+            unit: UnitHooks(unit, self._schedule, self.phase, device_type, self._backward_over)
+            for unit in units
+        }
+        policy = _gradient_policy(config, communicator.group.size)
+        complete = self._gradients_complete
+        self.reducer = GradientReducer(units, stores, communicator, policy, complete)
+        for gradients in self.reducer.all:
+            for index, parameter in enumerate(gradients.group.parameters):
+                parameter.register_post_accumulate_grad_hook(_receiver(self, gradients, index))
+        module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        self.compiled = None if config.compile is None else self._compile(module, config.compile)
+
+    @contextmanager
+    def backward(self, last: bool) -> Iterator[None]:
+        """Around autograd's run. last: of the micro-batches of an optimizer step.
+
+        After an exception the caller has to `recover`.
+        """
+        self.phase.in_backward = True
+        self.phase.mark("")
+        try:
+            self.reducer.begin_backward(last)
+            yield
+            self.reducer.finish_backward()
+        finally:
+            self.phase.in_backward = False
+        for hooks in self._hooks.values():
+            hooks.reset()
+        self.release_all()
+
+    def release_all(self) -> None:
+        """Drop whole values, also of forwards that no backward has followed."""
+        for unit in self._units:
+            unit.calls_in_backward.clear()
+            unit.release()
+
+    def recover(self) -> None:
+        """After an exception: drop gradients, gathers and calls under way."""
+        try:
+            self.reducer.clear()
+            for unit in self._units:
+                self._hooks[unit].reset()
+                unit.abandon()
+        except CommunicationError:
+            pass  # the original error says more
+
+    def receive(self, gradients: GroupGradients, index: int, parameter: Tensor) -> None:
+        """Autograd has accumulated a parameter's gradient."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:  # None: there is none, or a compiled graph has handed it over
+            self._take(gradients, index, gradient)
+
+    def _take(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
+        if not self.phase.in_backward:
+            raise UsageError("loss.backward() was called directly: call engine.backward(loss) instead")
+        self.reducer.receive(gradients, index, gradient)
+
+    def _begin_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        if self.phase.in_graph:
+            return None  # done before the graph was entered
+        self._parking.check()
+        if not self.phase.in_backward and not any(u.holds for u in self._units):
+            self.release_all()  # what an earlier forward prefetched or kept, and never used
+            self._schedule.begin(torch.is_grad_enabled())
+            self.on_forward()
+        dtype = self._config.dtype
+        if not self._config.cast_inputs or dtype is None or dtype.itemsize > 2:
+            return None
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _backward_over(self, unit: ShardedUnit) -> None:
+        if self.phase.in_backward:
+            self.reducer.close(unit)
+
+    def _gradients_complete(self, unit: ShardedUnit) -> None:
+        self._hooks[unit].gradients_complete()
+
+    def _compile(self, module: nn.Module, settings: Compile) -> CompiledModel:
+        from zero.compiled.model import CompiledModel  # imports the compiler: seconds, for who wants it
+        from zero.compiled.runtime import Runtime
+
+        of_group = {gradients.group: gradients for gradients in self.reducer.all}
+        runtime = Runtime(
+            self._units,
+            lambda group, index, gradient: self._take(of_group[group], index, gradient),
+            self._backward_over,
+            self.phase.mark,
+        )
+        return CompiledModel(module, self._units, runtime, settings, self.phase, self._begin_forward)
+
+
+def _receiver(passes: Passes, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:
+    """Holds neither: Python's collector does not see into these hooks, and a cycle would never be freed."""
+    passes_alive, gradients_alive = weakref.ref(passes), weakref.ref(gradients)
+
+    def receive(parameter: Tensor) -> None:
+        owner, place = passes_alive(), gradients_alive()
+        if owner is not None and place is not None:
+            owner.receive(place, index, parameter)
+
+    return receive
+
+
+def _gradient_policy(config: Config, world_size: int) -> GradientPolicy:
+    return GradientPolicy(
+        steps=config.gradient_accumulation_steps,
+        local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
+        reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
+    )
