@@ -12,7 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,9 +22,11 @@ from accelz.flat_buffer import HOST, rebind
 from zero.errors import OptimizerError, UsageError
 from zero.flat_group import FlatGroup
 from zero.gradients import GroupGradients
+from zero.group_step import Factors, GroupStep, plan_step
 from zero.kernel_rules import Rule, rule_for
 from zero.layout import Piece
 from zero.offload import Tier
+from zero.owned import OwnedGroup, OwnedPiece, StepCount
 from zero.piece_state import is_elementwise
 from zero.room import room_for
 from zero.tiers.record import Opened
@@ -35,47 +36,6 @@ from zero.tiers.values import fetch
 
 NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
 WHOLE_PARAMETERS = {"Adafactor", "Muon"}
-
-
-@dataclass
-class OwnedPiece:
-    """A piece as the optimizer sees it. history: equal for pieces that missed the same steps."""
-
-    piece: Piece
-    param_group: int
-    parameter: nn.Parameter
-    history: int = 0
-
-
-@dataclass
-class StepCount:
-    """steps: (pieces,) fp32, each piece's own number of steps, beside the record or, where that is on disk,
-    on the host. window: steps that the group took part in."""
-
-    steps: Tensor
-    window: int = 0
-
-
-@dataclass
-class OwnedGroup:
-    """A trainable group with this rank's pieces; count: where a kernel serves."""
-
-    group: FlatGroup
-    pieces: list[OwnedPiece] = field(default_factory=list)
-    count: StepCount | None = None
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What a step needs to know of all gradients, on one device. scale: 0-dim factor. skip: 0-dim, 1.0
-    changes nothing."""
-
-    scale: Tensor | None
-    skip: Tensor | None
-
-    def to(self, device: torch.device) -> Factors:
-        """The same there; leaving the device waits for it."""
-        return Factors(*(None if f is None else f.to(device) for f in (self.scale, self.skip)))
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, sharded: bool) -> dict[nn.Parameter, int]:
@@ -289,32 +249,17 @@ class ShardedOptimizer:
         return state
 
     def _step_group(self, owned: OwnedGroup, have: GroupGradients, state: Opened, factors: Factors) -> None:
-        rule, group, count = self._rule, owned.group, owned.count
-        assert rule is not None
-        assert count is not None
+        group, step = owned.group, self._plan(owned, have.used)
         device = state.master.device
-        kernel = rule.function(self._stores.kernels(device), state.master.dtype)
         gradient = fetch(have.reduced_slice, device)
         outlet = self._stores.outlet(group.shard, state.master)
-        stepped = []
-        _count_step(owned, count, have.used, factors.skip)
-        for first, window in _runs(owned, have.used):
-            stepped.append(window)
-            options = self.optimizer.param_groups[owned.pieces[first].param_group]
-            kernel(
-                state.master[window],
-                gradient[window],
-                *(moment[window] for moment in state.moments),
-                *([count.steps[first]] if rule.counts else []),
-                **rule.options(self.optimizer, options),
-                lr=float(options["lr"]),
-                weight_decay=options["weight_decay"],
-                maximize=options["maximize"],
-                grad_scale=factors.scale,
-                skip=factors.skip,
-                weights=None if outlet.narrow is None else outlet.narrow[window],
-            )
-        outlet.deliver(stepped, factors.skip)
+        owned.remember(step.missed)
+        step.run(self._stores.kernels(device), state, owned.counted.steps, gradient, factors, outlet.narrow)
+        outlet.deliver(step.written, factors.skip)
+
+    def _plan(self, owned: OwnedGroup, used: set[int]) -> GroupStep:
+        assert self._rule is not None
+        return plan_step(self._rule, self.optimizer, owned, used)
 
     def _step_pieces(
         self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
@@ -403,35 +348,3 @@ def _sliced(state: dict[str, Any], group: FlatGroup, piece: Piece) -> dict[str, 
         else:
             result[key] = value.clone() if isinstance(value, Tensor) else value
     return result
-
-
-def _count_step(owned: OwnedGroup, count: StepCount, used: set[int], skip: Tensor | None) -> None:
-    count.window += 1
-    increment = 1 if skip is None else 1 - skip
-    missed = [i for i, p in enumerate(owned.pieces) if p.piece.index not in used]
-    if not missed:
-        count.steps.add_(increment)
-        return
-    mask = torch.ones(len(owned.pieces))
-    mask[missed] = 0
-    count.steps.add_(mask.to(count.steps.device) * increment)
-    for index in missed:
-        owned.pieces[index].history = hash((owned.pieces[index].history, count.window))
-
-
-def _runs(owned: OwnedGroup, used: set[int]) -> Iterator[tuple[int, slice]]:
-    """Longest stretches of the shard that one kernel call can step: (first piece, elements)."""
-    first: int | None = None
-    key: tuple[int, int] | None = None
-    for index, piece in enumerate(owned.pieces):
-        mine = (piece.param_group, piece.history) if piece.piece.index in used else None
-        if mine != key:
-            if first is not None and key is not None:
-                yield first, _span(owned, first, index)
-            first, key = index, mine
-    if first is not None and key is not None:
-        yield first, _span(owned, first, len(owned.pieces))
-
-
-def _span(owned: OwnedGroup, first: int, end: int) -> slice:
-    return slice(owned.pieces[first].piece.shard_start, owned.pieces[end - 1].piece.shard_slice.stop)

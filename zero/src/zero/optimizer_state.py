@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from zero.flat_group import FlatGroup
-from zero.optimizer import OwnedGroup, ShardedOptimizer
+from zero.optimizer import ShardedOptimizer
+from zero.owned import OwnedGroup
 from zero.piece_state import in_memory_order, is_elementwise
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.stored import Stored

@@ -25,7 +25,8 @@ from zero.config import Config
 from zero.errors import StateError
 from zero.flat_group import FlatGroup
 from zero.layout import ParameterSpec
-from zero.optimizer import OwnedPiece, ShardedOptimizer
+from zero.optimizer import ShardedOptimizer
+from zero.owned import OwnedPiece
 from zero.piece_state import in_memory_order, is_elementwise
 from zero.precision import LossScale
 from zero.sharded_unit import ShardedUnit
