@@ -67,16 +67,18 @@ def test_insert_gathers() -> None:
     ]
     assert insert_gathers(graph) == 2
     assert shown(graph).splitlines() == [
-        "allgather_params = zero.allgather_params([in_a], 7, [0])",
-        "getitem = getitem(allgather_params, 0)",
+        "allgather_param = zero.allgather_param([in_a], 7, 0, torch.float32)",
+        "wait_allgather = zero.wait_allgather([in_a], 7, [0], torch.float32)",
+        "getitem = getitem(wait_allgather, 0)",
         "mm = aten.mm(in_x, getitem)",
-        "release_params = zero.release_params([getitem], 7, 0)",
+        "release_param = zero.release_param([getitem], 7, 0)",
         "relu = aten.relu(mm)",
-        "allgather_params_1 = zero.allgather_params([in_b], 7, [1])",
-        "getitem_1 = getitem(allgather_params_1, 0)",
+        "allgather_param_1 = zero.allgather_param([in_b], 7, 1, torch.float32)",
+        "wait_allgather_1 = zero.wait_allgather([in_b], 7, [1], torch.float32)",
+        "getitem_1 = getitem(wait_allgather_1, 0)",
         "t = aten.t(getitem_1)",
         "mm_1 = aten.mm(relu, t)",  # what the view is read by is before the release
-        "release_params_1 = zero.release_params([getitem_1], 7, 1)",
+        "release_param_1 = zero.release_param([getitem_1], 7, 1)",
         "add = aten.add.Tensor(mm_1, in_c)",
         "return add",
     ]
@@ -127,22 +129,24 @@ def test_fuse_casts() -> None:
     assert fuse_casts(graph) == 1
     assert shown(graph).splitlines() == [
         "_to_copy = aten._to_copy(in_x, dtype=torch.bfloat16)",
-        "allgather_params = zero.allgather_params([in_a], 7, [0], torch.bfloat16)",
-        "getitem = getitem(allgather_params, 0)",
+        "allgather_param = zero.allgather_param([in_a], 7, 0, torch.bfloat16)",
+        "wait_allgather = zero.wait_allgather([in_a], 7, [0], torch.bfloat16)",
+        "getitem = getitem(wait_allgather, 0)",
         "t = aten.t(getitem)",
         "mm = aten.mm(_to_copy, t)",
-        "release_params = zero.release_params([getitem], 7, 0)",  # behind who read the cast
+        "release_param = zero.release_param([getitem], 7, 0)",  # behind who read the cast
         "_to_copy_2 = aten._to_copy(mm, dtype=torch.float32)",
-        "allgather_params_1 = zero.allgather_params([in_b], 7, [1])",
-        "getitem_1 = getitem(allgather_params_1, 0)",
+        "allgather_param_1 = zero.allgather_param([in_b], 7, 1, torch.float32)",
+        "wait_allgather_1 = zero.wait_allgather([in_b], 7, [1], torch.float32)",
+        "getitem_1 = getitem(wait_allgather_1, 0)",
         "add = aten.add.Tensor(_to_copy_2, getitem_1)",
         "_to_copy_3 = aten._to_copy(getitem_1, dtype=torch.bfloat16)",
-        "release_params_1 = zero.release_params([getitem_1], 7, 1)",
+        "release_param_1 = zero.release_param([getitem_1], 7, 1)",
         "add_1 = aten.add.Tensor(add, _to_copy_3)",
         "return add_1",
     ]
     nodes = {n.name: n for n in graph.graph.nodes}
-    assert (graph.nbytes(nodes["allgather_params"]), graph.nbytes(nodes["allgather_params_1"])) == (32, 64)
+    assert (graph.nbytes(nodes["wait_allgather"]), graph.nbytes(nodes["wait_allgather_1"])) == (32, 64)
 
 
 def test_fuse_casts_takes_the_widest() -> None:
@@ -161,8 +165,8 @@ def test_prefetch_keeps_to_its_budget() -> None:
         insert_gathers(graph)
         assert prefetch(graph, budget) == ahead
         lines = shown(graph).splitlines()
-        begun = "prefetch_params = zero.prefetch_params([in_b], 7, 1, None)"
-        assert lines[2:3] == ([begun] if ahead else ["mm = aten.mm(in_x, getitem)"])
+        begun = "prefetch_params_fused = zero.prefetch_params_fused([in_b], 7, [1], [torch.float32])"
+        assert lines[3:4] == ([begun] if ahead else ["mm = aten.mm(in_x, getitem)"])
         assert predicted_peak(graph) == 64 * (1 + ahead)
 
 
@@ -172,8 +176,9 @@ def test_prefetches_keep_the_order_of_gathers() -> None:
     graph.facts = Facts(HANDLE, units, FACTS.parameters)
     insert_gathers(graph)
     assert prefetch(graph, 128) == 2
-    begun = [line for line in shown(graph).splitlines() if "prefetch" in line]
-    assert [line.partition("([")[2][:4] for line in begun] == ["in_b", "in_c"]
+    (begun,) = (line for line in shown(graph).splitlines() if "prefetch" in line)
+    assert begun.endswith("([in_b, in_c], 7, [1, 2], [torch.float32, torch.float32])")
+    assert list(graph.begins()) == [0]
 
 
 def test_tie_releases() -> None:
@@ -182,8 +187,8 @@ def test_tie_releases() -> None:
     assert tie_releases(graph) == 2
     released = [line for line in shown(graph).splitlines() if "release" in line]
     assert released == [
-        "release_params = zero.release_params([getitem], 7, 0, False, [mm])",
-        "release_params_1 = zero.release_params([getitem_1], 7, 1, False, [mm_1])",
+        "release_param = zero.release_param([getitem], 7, 0, False, [mm])",
+        "release_param_1 = zero.release_param([getitem_1], 7, 1, False, [mm_1])",
     ]
 
 
@@ -249,7 +254,7 @@ def test_retain() -> None:
         insert_gathers(graph)
         fuse_casts(graph)
     assert retain(forward, backward) == 1
-    assert "release_params = zero.release_params([getitem], 7, 0, True)" in shown(forward).splitlines()
+    assert "release_param = zero.release_param([getitem], 7, 0, True)" in shown(forward).splitlines()
     later = graph_of(lambda x, b, a: x @ b @ a, "x", "b", "a")
     insert_gathers(later)
     assert retain(forward, later) == 0  # the backward begins with another unit

@@ -6,19 +6,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
 
 from zero import sizes
-from zero.compiled.graphs import ShardedGraph, cast_to, text
-from zero.compiled.ops import ALLGATHER, PREFETCH, REDUCE, RELEASE
+from zero.compiled.graphs import ShardedGraph, begun_by, text, travels_in, unit_of
+from zero.compiled.ops import REDUCE, RELEASE
 
 
 @dataclass(frozen=True)
 class Gather:
-    """One gather in a graph. cast: None where parameters travel in their own dtype. ahead: prefetched."""
+    """One gather in a graph. dtype: what fp32 parameters travel in. ahead: of its use."""
 
     unit: str
-    cast: torch.dtype | None
+    dtype: torch.dtype
     nbytes: int
     ahead: bool
 
@@ -62,15 +61,15 @@ class Explanation:
 
 def report(graph: ShardedGraph, kind: str, counts: dict[str, int]) -> GraphReport:
     """Read a graph that all passes are done with."""
-    ahead = {n.args[2] for n in graph.graph.find_nodes(op="call_function", target=PREFETCH)}
+    on_demand = graph.begins()
     gathers = tuple(
         Gather(
             graph.facts.units[graph.unit_of(node)].name,
-            cast_to(node),
+            travels_in(node),
             graph.nbytes(node),
-            graph.unit_of(node) in ahead,
+            graph.unit_of(node) not in on_demand,
         )
-        for node in graph.graph.find_nodes(op="call_function", target=ALLGATHER)
+        for node in graph.waits()
     )
     reduced = len(graph.graph.find_nodes(op="call_function", target=REDUCE))
     return GraphReport(kind, gathers, counts, reduced, predicted_peak(graph), text(graph.graph))
@@ -81,25 +80,17 @@ def predicted_peak(graph: ShardedGraph) -> int:
     whole: dict[int, int] = {}
     peak = 0
     for node in graph.graph.nodes:
-        if node.target is ALLGATHER:
-            whole[graph.unit_of(node)] = graph.nbytes(node)
-        elif node.target is PREFETCH:
-            whole[_integer(node)] = graph.facts.units[_integer(node)].nbytes(cast_to(node))
-        elif node.target is RELEASE:
-            whole.pop(_integer(node), None)
+        for unit, dtype in begun_by(node):
+            whole[unit] = graph.facts.units[unit].nbytes(dtype)
+        if node.target is RELEASE:
+            whole.pop(unit_of(node), None)
         peak = max(peak, sum(whole.values()))
     return peak
 
 
-def _integer(node: fx.Node) -> int:
-    """The unit of a prefetch or release."""
-    unit = node.args[2]
-    assert isinstance(unit, int)
-    return unit
-
-
 def _lines(report: GraphReport) -> list[str]:
-    casts = Counter(str(g.cast).removeprefix("torch.") for g in report.gathers if g.cast is not None)
+    narrowed = (g.dtype for g in report.gathers if g.dtype is not torch.float32)
+    casts = Counter(str(dtype).removeprefix("torch.") for dtype in narrowed)
     travel = ", ".join(f"{count} in {dtype}" for dtype, count in casts.items()) or "none narrowed"
     done = ", ".join(f"{name} {count}" for name, count in report.counts.items())
     return [

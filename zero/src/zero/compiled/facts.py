@@ -22,9 +22,9 @@ class UnitFacts:
     resident: bool
     elements: dict[torch.dtype, int]
 
-    def nbytes(self, cast: torch.dtype | None) -> int:
-        """Bytes of the gathered buffers where fp32 travels as `cast` (None: as it is)."""
-        narrow = {torch.float32: cast} if cast is not None else {}
+    def nbytes(self, travelling: torch.dtype) -> int:
+        """Bytes of the gathered buffers where fp32 travels as `travelling`."""
+        narrow = {torch.float32: travelling}
         return sum(n * narrow.get(dtype, dtype).itemsize for dtype, n in self.elements.items())
 
 

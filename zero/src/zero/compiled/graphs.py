@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from zero.compiled.facts import Facts, ParameterFacts
+from zero.compiled.ops import ALLGATHER, PREFETCH, RELEASE, WAIT
 
 aten = torch.ops.aten
 
@@ -59,15 +60,27 @@ class ShardedGraph:
                     found[node] = root
         return {node: root for node, root in found.items() if node not in roots}
 
-    def unit_of(self, gather: fx.Node) -> int:
-        """The index of the unit that a gather gathers."""
-        numbers: Any = gather.args[2]
+    def waits(self) -> list[fx.Node]:
+        """Where gathered values begin to be used: one node for each unit, in order."""
+        return list(self.graph.find_nodes(op="call_function", target=WAIT))
+
+    def begins(self) -> dict[int, fx.Node]:
+        """What begins the gather of each unit where nothing does so ahead, by the unit's index."""
+        return {unit_of(n): n for n in self.graph.find_nodes(op="call_function", target=ALLGATHER)}
+
+    def releases(self) -> dict[int, fx.Node]:
+        """The release of each unit, by the unit's index."""
+        return {unit_of(n): n for n in self.graph.find_nodes(op="call_function", target=RELEASE)}
+
+    def unit_of(self, wait: fx.Node) -> int:
+        """The index of the unit that is waited for."""
+        numbers: Any = wait.args[2]
         parameter: ParameterFacts = self.facts.parameters[numbers[0]]
         return parameter.unit
 
-    def nbytes(self, gather: fx.Node) -> int:
-        """Bytes of the buffer that a gather fills."""
-        return self.facts.units[self.unit_of(gather)].nbytes(cast_to(gather))
+    def nbytes(self, wait: fx.Node) -> int:
+        """Bytes of the buffer whose values are waited for."""
+        return self.facts.units[self.unit_of(wait)].nbytes(travels_in(wait))
 
     def call(self, operation: torch._ops.OpOverload, *arguments: Any) -> fx.Node:
         """A node at the graph's place of insertion, named after the operation."""
@@ -138,10 +151,28 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
-def cast_to(gather: fx.Node) -> torch.dtype | None:
-    """The dtype that the fp32 parameters of a gather or prefetch travel in; None: their own."""
-    cast: torch.dtype | None = gather.args[3] if len(gather.args) > 3 else None  # type: ignore[assignment]
-    return cast
+def travels_in(gather: fx.Node) -> torch.dtype:
+    """The dtype that fp32 parameters travel in, of the beginning of a gather or the wait for it."""
+    dtype: Any = gather.args[3]
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def begun_by(node: fx.Node) -> list[tuple[int, torch.dtype]]:
+    """The gathers that a node begins: units and what their fp32 parameters travel in."""
+    if node.target is ALLGATHER:
+        return [(unit_of(node), travels_in(node))]
+    if node.target is PREFETCH:
+        units, dtypes = node.args[2:4]
+        return list(zip(units, dtypes, strict=True))  # type: ignore[arg-type]
+    return []
+
+
+def unit_of(node: fx.Node) -> int:
+    """The index of the unit that a gather begins for, or that is released."""
+    unit = node.args[2]
+    assert isinstance(unit, int)
+    return unit
 
 
 def outputs(graph: fx.Graph) -> fx.Node:

@@ -51,20 +51,21 @@ class Runtime:
         """By number."""
         return [group.parameters[slot] for _, group, slot in self._slots]
 
-    def gather(self, numbers: Sequence[int], cast: torch.dtype | None) -> list[Tensor]:
+    def begin_gather(self, unit: int, dtype: torch.dtype) -> None:
+        """Nothing waits. dtype: what fp32 parameters travel in."""
+        cast = _cast(dtype)
+        self._count(self._units[unit], cast)
+        self._units[unit].start_gather(cast)
+
+    def gather(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Whole values of parameters of one unit; it stays gathered until as many `release`."""
-        unit = self._slots[numbers[0]][0]
+        unit, cast = self._slots[numbers[0]][0], _cast(dtype)
         unit.holds += 1
         self._held[unit] += 1
         self._count(unit, cast)
         unit.complete(cast)
         self._mark(unit.name)
         return [self._slots[n][1].values(cast)[self._slots[n][2]] for n in numbers]
-
-    def prefetch(self, unit: int, cast: torch.dtype | None) -> None:
-        """Begin to gather; nothing waits."""
-        self._count(self._units[unit], cast)
-        self._units[unit].start_gather(cast)
 
     def release(self, unit: int, keep: bool) -> None:
         """End one `gather`. keep: the bytes may stay, the backward will want them first."""
@@ -107,6 +108,11 @@ class Runtime:
 
     def _forget_released(self) -> None:
         self._whole = {k: n for k, n in self._whole.items() if k[0].state(k[1]) is not State.SHARDED}
+
+
+def _cast(dtype: torch.dtype) -> torch.dtype | None:
+    """The cast of a unit whose fp32 parameters travel in `dtype`."""
+    return None if dtype is torch.float32 else dtype
 
 
 def lookup(handle: int) -> Runtime:

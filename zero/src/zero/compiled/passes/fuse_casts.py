@@ -16,30 +16,30 @@ import torch
 from torch import fx
 
 from zero.compiled.graphs import ShardedGraph, cast_of, dtype_of, is_alias, readers
-from zero.compiled.ops import ALLGATHER, RELEASE
+from zero.compiled.ops import RELEASE
 
 
 def fuse_casts(graph: ShardedGraph) -> int:
     """Returns how many casts are gone."""
-    gathers = graph.graph.find_nodes(op="call_function", target=ALLGATHER)
-    gone = sum(_fuse(gather) for gather in gathers)
+    begins, waits = graph.begins(), graph.waits()
+    gone = sum(_fuse(begins[graph.unit_of(wait)], wait) for wait in waits)
     order = graph.positions()
-    for gather in gathers:
-        _release_late(gather, order)
+    for wait in waits:
+        _release_late(wait, order)
     return gone
 
 
-def _release_late(gather: fx.Node, order: dict[fx.Node, int]) -> None:
+def _release_late(wait: fx.Node, order: dict[fx.Node, int]) -> None:
     """Move the release behind the last reader: who read a cast now reads what is released."""
-    found = [reader for value in gather.users for reader in readers(value)]
+    found = [reader for value in wait.users for reader in readers(value)]
     (release,) = {reader for reader in found if reader.target is RELEASE}
     last = max((reader for reader in found if reader is not release), key=order.__getitem__)
     if order[last] > order[release]:
         last.append(release)
 
 
-def _fuse(gather: fx.Node) -> int:
-    values = [v for v in gather.users if dtype_of(v) is torch.float32]
+def _fuse(begin: fx.Node, wait: fx.Node) -> int:
+    values = [v for v in wait.users if dtype_of(v) is torch.float32]
     wanted = {dtype for value in values for dtype in _wanted(value)}
     narrow = [dtype for dtype in wanted if dtype is not None]
     if not wanted or None in wanted:
@@ -47,8 +47,9 @@ def _fuse(gather: fx.Node) -> int:
     cast = reduce(torch.promote_types, narrow)
     if cast.itemsize >= torch.float32.itemsize:
         return 0
-    gather.args = (*gather.args[:3], cast)
-    gather.meta["val"] = [_as(v, cast) for v in gather.meta["val"]]
+    for node in (begin, wait):
+        node.args = (*node.args[:3], cast)
+    wait.meta["val"] = [_as(v, cast) for v in wait.meta["val"]]
     return sum(_retype(value, cast) for value in values)
 
 

@@ -1,4 +1,4 @@
-"""Every sharded unit is gathered before its first use in a graph and released right after its last.
+"""Every sharded unit is gathered right before its first use in a graph and released right after its last.
 
 Needs: a graph without gathers. Raises ModelError where it writes to a sharded parameter: the value would be
 lost with the bytes.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
 from zero.compiled.graphs import ShardedGraph, readers, writes
-from zero.compiled.ops import ALLGATHER, RELEASE
+from zero.compiled.ops import ALLGATHER, RELEASE, WAIT
 from zero.errors import ModelError
 
 
@@ -34,13 +35,14 @@ def _gather(graph: ShardedGraph, unit: int, used: list[fx.Node]) -> None:
     last = max(reading, key=order.__getitem__)
     handle, numbers = graph.facts.handle, [graph.parameters[p].number for p in used]
     with graph.graph.inserting_before(first):
-        gathered = graph.call(ALLGATHER, used, handle, numbers)
+        begun = graph.call(ALLGATHER, used, handle, unit, torch.float32)
+        gathered = graph.call(WAIT, used, handle, numbers, torch.float32)
         values = [graph.graph.call_function(operator.getitem, (gathered, i)) for i in range(len(used))]
     gathered.meta["val"] = [p.meta["val"] for p in used]
     for placeholder, value in zip(used, values, strict=True):
         value.meta["val"] = placeholder.meta["val"]
         for user in tuple(placeholder.users):
-            if user is not gathered and user.op != "output":
+            if user not in (begun, gathered) and user.op != "output":
                 user.replace_input_with(placeholder, value)
     with graph.graph.inserting_after(last):
         graph.call(RELEASE, values, handle, unit)

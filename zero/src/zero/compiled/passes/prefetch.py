@@ -1,38 +1,46 @@
 """Gathers begin before the unit in front of them is used, as far ahead as a byte budget allows.
 
 The budget bounds what is under way or waiting ahead of its first use. It is the same number on every rank
-and so is the graph: all ranks issue the same gathers in the same order. A prefetch carries the dtype of its
-gather.
+and so is the graph: all ranks issue the same gathers in the same order. Those that begin at one place are one
+operation, which carries their dtypes.
 
-Needs: gathers in the dtypes they will have (`fuse_casts`).
+Needs: gathers in the dtypes they will have (`fuse_casts`), each begun where it is waited for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
-from zero.compiled.graphs import ShardedGraph, cast_to
-from zero.compiled.ops import ALLGATHER, PREFETCH
+from zero.compiled.graphs import ShardedGraph, travels_in
+from zero.compiled.ops import PREFETCH
 
 
 def prefetch(graph: ShardedGraph, budget: int) -> int:
     """budget in bytes. Returns how many gathers begin ahead."""
-    gathers = list(graph.graph.find_nodes(op="call_function", target=ALLGATHER))
+    waits = graph.waits()
     begun, ahead = 1, 0  # gathers begun before the current one is waited for, and their bytes
-    for place, current in enumerate(gathers):
+    count = 0
+    for place, current in enumerate(waits):
         if place and begun > place:
             ahead -= graph.nbytes(current)
-        begun = max(begun, place + 1)
-        behind = list(current.users)[len(current.args[0]) - 1]
-        while begun < len(gathers) and ahead + graph.nbytes(gathers[begun]) <= budget:
-            behind = _begin(graph, gathers[begun], behind)
-            ahead += graph.nbytes(gathers[begun])
+        begun = first = max(begun, place + 1)
+        while begun < len(waits) and ahead + graph.nbytes(waits[begun]) <= budget:
+            ahead += graph.nbytes(waits[begun])
             begun += 1
-    return len(graph.graph.find_nodes(op="call_function", target=PREFETCH))
+        if begun > first:
+            _begin(graph, waits[first:begun], current)
+            count += begun - first
+    return count
 
 
-def _begin(graph: ShardedGraph, gather: fx.Node, behind: fx.Node) -> fx.Node:
-    """Right behind the node `behind`: the last value of a gather, or another prefetch."""
-    with graph.graph.inserting_after(behind):
-        arguments = (gather.args[0], graph.facts.handle, graph.unit_of(gather))
-        return graph.call(PREFETCH, *arguments, cast_to(gather))
+def _begin(graph: ShardedGraph, later: Sequence[fx.Node], current: fx.Node) -> None:
+    """Begin the gathers of `later` behind the last value of `current`."""
+    begins, units = graph.begins(), [graph.unit_of(wait) for wait in later]
+    for unit in units:
+        graph.graph.erase_node(begins[unit])
+    parameters = [parameter for wait in later for parameter in wait.all_input_nodes]
+    last_value = list(current.users)[len(current.all_input_nodes) - 1]
+    with graph.graph.inserting_after(last_value):
+        graph.call(PREFETCH, parameters, graph.facts.handle, units, [travels_in(w) for w in later])

@@ -8,20 +8,16 @@ Needs: a forward and its backward with gathers in the dtypes they will have (`fu
 
 from __future__ import annotations
 
-from zero.compiled.graphs import ShardedGraph, cast_to
-from zero.compiled.ops import ALLGATHER, RELEASE
+from zero.compiled.graphs import ShardedGraph, travels_in
 
 
 def retain(forward: ShardedGraph, backward: ShardedGraph) -> int:
     """Returns how many units stay gathered: one or none."""
-    for first in backward.graph.find_nodes(op="call_function", target=ALLGATHER)[:1]:
-        unit = backward.unit_of(first)
-        gathers = forward.graph.find_nodes(op="call_function", target=ALLGATHER)
-        same = [g for g in gathers if forward.unit_of(g) == unit and cast_to(g) is cast_to(first)]
-        releases = forward.graph.find_nodes(op="call_function", target=RELEASE)
-        order = forward.positions()
-        for release in releases if same else []:
-            if release.args[2] == unit and order[release] > max(order[g] for g in gathers):
-                release.args = (*release.args[:3], True)
-                return 1
+    for first in backward.waits()[:1]:
+        unit, waits = backward.unit_of(first), forward.waits()
+        same = [w for w in waits if forward.unit_of(w) == unit and travels_in(w) is travels_in(first)]
+        release, order = forward.releases().get(unit), forward.positions()
+        if same and release is not None and order[release] > max(order[w] for w in waits):
+            release.args = (*release.args[:3], True)
+            return 1
     return 0

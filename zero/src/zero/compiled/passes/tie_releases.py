@@ -12,19 +12,19 @@ from __future__ import annotations
 from torch import fx
 
 from zero.compiled.graphs import ShardedGraph, dtype_of, is_alias
-from zero.compiled.ops import ALLGATHER, RELEASE
+from zero.compiled.ops import RELEASE
 
 
 def tie_releases(graph: ShardedGraph) -> int:
     """Returns how many results are tied to a release."""
     order = graph.positions()
-    return sum(_tie(node, order) for node in graph.graph.find_nodes(op="call_function", target=ALLGATHER))
+    return sum(_tie(wait, order) for wait in graph.waits())
 
 
-def _tie(gather: fx.Node, order: dict[fx.Node, int]) -> int:
-    aliases: set[fx.Node] = set(gather.users)
+def _tie(wait: fx.Node, order: dict[fx.Node, int]) -> int:
+    aliases: set[fx.Node] = set(wait.users)
     results: set[fx.Node] = set()
-    node = gather.next
+    node = wait.next
     while node.target is not RELEASE or not aliases.intersection(node.all_input_nodes):
         if any(is_alias(node, source) for source in aliases.intersection(node.all_input_nodes)):
             aliases.add(node)
