@@ -1,4 +1,8 @@
-"""The inner compiler "inductor", which partitions and compiles graphs with the passes' operations in them."""
+"""The inner compiler "inductor", which partitions and compiles graphs with the passes' operations in them.
+
+It puts new values where others are not needed any more, but never into what an operation declares to alias
+its arguments, as `allgather_params` does: the memory of a gathered value is the engine's.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,6 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-
-# A gathered value is the engine's memory: no other value may be put there, while it is read or after.
-_PATCHES = {"allow_buffer_reuse": False, "inplace_buffers": False}
 
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -29,7 +30,7 @@ def compile_graph(
             graph = inference(graph)
         return compile_fx_inner(graph, fakes, **options)
 
-    patches = _PATCHES | {"custom_partitioner_fn": _Partitioner(partition)}
+    patches = {"custom_partitioner_fn": _Partitioner(partition)}
     with functorch_config.patch(enable_autograd_cache=False):  # it would skip the passes and their reports
         compiled: Any = compile_fx(module, inputs, inner, patches)
     assert callable(compiled)
