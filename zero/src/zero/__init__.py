@@ -5,32 +5,64 @@ for batch in loader:
     loss = engine(batch).loss
     engine.backward(loss)
     engine.step()
+
+Importing this package does not import torch; that comes with the first name that needs it. So tools that only
+move bytes of checkpoints start at once.
 """
 
-from zero.access import gathered
-from zero.compiled.settings import Compile
-from zero.config import Config
-from zero.deferred_init import init
-from zero.engine import Engine
-from zero.errors import (
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    CorruptCheckpointError,
-    ModelError,
-    OffloadError,
-    OptimizerError,
-    OutOfMemoryError,
-    RankMismatchError,
-    ShardedParameterError,
-    StateError,
-    UsageError,
-    ZeroError,
-)
-from zero.initialize import initialize
-from zero.lion import Lion
-from zero.offload import Offload
-from zero.pretrained import load_pretrained
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero.access import gathered
+    from zero.compiled.settings import Compile
+    from zero.config import Config
+    from zero.deferred_init import init
+    from zero.engine import Engine
+    from zero.errors import (
+        CheckpointError,
+        CommunicationError,
+        ConfigError,
+        CorruptCheckpointError,
+        ModelError,
+        OffloadError,
+        OptimizerError,
+        RankMismatchError,
+        ShardedParameterError,
+        StateError,
+        UsageError,
+        ZeroError,
+    )
+    from zero.initialize import initialize
+    from zero.lion import Lion
+    from zero.offload import Offload
+    from zero.pretrained import load_pretrained
+    from zero.room import OutOfMemoryError
+
+_HOME = {  # where each public name lives; imported at its first use
+    "CheckpointError": "errors",
+    "CommunicationError": "errors",
+    "Compile": "compiled.settings",
+    "Config": "config",
+    "ConfigError": "errors",
+    "CorruptCheckpointError": "errors",
+    "Engine": "engine",
+    "Lion": "lion",
+    "ModelError": "errors",
+    "Offload": "offload",
+    "OffloadError": "errors",
+    "OptimizerError": "errors",
+    "OutOfMemoryError": "room",
+    "RankMismatchError": "errors",
+    "ShardedParameterError": "errors",
+    "StateError": "errors",
+    "UsageError": "errors",
+    "ZeroError": "errors",
+    "gathered": "access",
+    "init": "deferred_init",
+    "initialize": "initialize",
+    "load_pretrained": "pretrained",
+}
 
 __all__ = [
     "CheckpointError",
@@ -57,3 +89,16 @@ __all__ = [
     "load_pretrained",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'zero' has no attribute {name!r}")
+    value = getattr(import_module(f"zero.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

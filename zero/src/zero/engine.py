@@ -19,7 +19,7 @@ from zero.checkpoint.load import Loaded, Options
 from zero.checkpoint.names import Rename
 from zero.communicator import Communicator, Traffic
 from zero.config import Config
-from zero.errors import OutOfMemoryError, UsageError
+from zero.errors import UsageError
 from zero.gradient_factor import GradientFactor
 from zero.memory_tracer import MemoryTracer
 from zero.optimizer import ShardedOptimizer
@@ -28,6 +28,7 @@ from zero.parking import Parking
 from zero.passes import Passes
 from zero.precision import LossScale
 from zero.pretrained import Request, fill_engine
+from zero.room import OutOfMemoryError
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.stores import Stores
 from zero.tiers.trace import MemoryReport

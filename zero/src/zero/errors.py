@@ -1,7 +1,5 @@
 """Errors of the engine. Each says what was expected, what came and what to do."""
 
-import torch
-
 
 class ZeroError(RuntimeError):
     """Base of every error that zero raises on purpose."""
@@ -37,15 +35,6 @@ class CheckpointError(ZeroError):
 
 class CorruptCheckpointError(CheckpointError):
     """Bytes of a checkpoint are not those that were written. The message names the file and the tensor."""
-
-
-class OutOfMemoryError(ZeroError, torch.OutOfMemoryError):
-    """The device has no room for a unit. Names the unit, the bytes wanted and the bytes free.
-
-    During init nothing is trained yet: free the model and try a smaller configuration. After an error in
-    forward or backward the engine stays usable. After one in step some parameters are updated and others
-    are not: the engine refuses to go on until a checkpoint is loaded.
-    """
 
 
 class OffloadError(ZeroError):

@@ -9,10 +9,19 @@ from typing import TypeVar
 import torch
 
 from accelz.accelerator import Accelerator
-from zero.errors import OutOfMemoryError
+from zero.errors import ZeroError
 from zero.tiers.stores import Stores
 
 T = TypeVar("T")
+
+
+class OutOfMemoryError(ZeroError, torch.OutOfMemoryError):
+    """The device has no room for a unit. Names the unit, the bytes wanted and the bytes free.
+
+    During init nothing is trained yet: free the model and try a smaller configuration. After an error in
+    forward or backward the engine stays usable. After one in step some parameters are updated and others
+    are not: the engine refuses to go on until a checkpoint is loaded.
+    """
 
 
 def allocate(stores: Stores, purpose: str, unit: str, nbytes: int, allocation: Callable[[], T]) -> T:
