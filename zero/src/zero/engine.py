@@ -87,6 +87,8 @@ class Engine:
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking)
         self._reducer = reducer = self._passes.reducer
         self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator.device)
+        if config.tiers.overlap:
+            reducer.follower = self._shards.step_ahead(self._factor.expected)
         self._tracer = MemoryTracer(accelerator, units, reducer, self._shards)
         self._balancer: Balancer | None = None
         if config.offload == "auto":
@@ -152,6 +154,7 @@ class Engine:
             return False
         self._shards.check_groups()
         scale, skip = self._factor.complete()
+        self._shards.join()
         self._update(scale, skip)
         self._stores.join()
         if self._loss_scale is not None and skip is not None:

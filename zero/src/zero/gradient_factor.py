@@ -39,6 +39,13 @@ class GradientFactor:
             return 1.0 / (self._loss_scale.scale * size)
         return None if size == 1 else torch.full((), 1.0 / size, dtype=torch.float32, device=self._device)
 
+    def expected(self) -> tuple[Tensor | None, Tensor | None]:
+        """What `complete` returns where nothing is clipped and nothing overflows."""
+        factor, device = self.mean(), self._device
+        if factor is None and self._clip_norm is not None:
+            factor = torch.ones((), dtype=torch.float32, device=device)
+        return factor, None if self._loss_scale is None else torch.zeros((), device=device)
+
     def complete(self) -> tuple[Tensor | None, Tensor | None]:
         """Collective. The whole factor (None: 1) and whether to skip the step; nothing waits."""
         factor = self.mean()

@@ -12,9 +12,10 @@ memory: a parameter that no rank used has no gradient and is not stepped, as wit
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,8 +45,19 @@ class GradientPolicy:
     reduce_dtype: torch.dtype | None
 
 
+class Follower(Protocol):
+    """Is told what becomes of gradients."""
+
+    def arrived(self, gradients: GroupGradients) -> None:
+        """A slice of the last micro-batch is reduced: in its tier, or on its way there. Again where a late
+        gradient is added."""
+
+    def dropped(self) -> None:
+        """No gradient of before counts any more."""
+
+
 class GroupGradients:
-    """The gradients of one trainable group.
+    """The gradients of one trainable group. Another thread may ask for `shard` at any time.
 
     fired: parameters whose gradient came in this backward. closed: no more will come in this backward.
     filled: parameters that have a value in `whole`. have: parameters with a gradient on this rank since
@@ -65,6 +77,7 @@ class GroupGradients:
         self._shard: Values | None = None
         self._place: Section | None = None  # for a gradient on disk
         self._landing: Landing | None = None  # on its way to be added to the shard
+        self._lock = threading.Lock()  # while the shard is changed
         self._stores = stores
         self._accelerator = stores.accelerator
         self._policy = policy
@@ -130,21 +143,22 @@ class GroupGradients:
     @property
     def present(self) -> bool:
         """Whether there is a gradient."""
-        return self._shard is not None or self._landing is not None
+        return self._landing is not None or self._shard is not None  # a landing ends with the shard set
 
     @property
     def shard(self) -> Values | None:
         """The reduced slice, shape (shard_numel,), 16-bit or fp32, in its tier; waits until it is there."""
-        if self._landing is not None:
-            landing, self._landing = self._landing, None
-            self._fold(landing.wait())
-        return self._shard
+        with self._lock:
+            if self._landing is not None:
+                self._fold(self._landing.wait())
+                self._landing = None
+            return self._shard
 
     @property
     def away(self) -> bool:
         """Whether there is a gradient that takes no memory of the device."""
-        if self._landing is not None:
-            return self._landing.event.done()
+        if (landing := self._landing) is not None:
+            return landing.event.done()
         return self._shard is not None and not _is_on(self._shard, self._accelerator.device)
 
     @property
@@ -223,10 +237,11 @@ class GroupGradients:
 
     def clear(self) -> None:
         """Forget everything of this optimizer step."""
-        self._shard = None
-        if self._landing is not None:
-            self._landing.wait()
-            self._landing = None
+        with self._lock:
+            if self._landing is not None:
+                self._landing.wait()
+                self._landing = None
+            self._shard = None
         for whole in (*self._lent, *([self.whole] if self.whole is not None else [])):
             whole.release()
             self._buffers.setdefault(whole.data.dtype, whole)
@@ -264,7 +279,8 @@ class _Reduction:
 class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
-    on_complete(unit): called when every trainable parameter of a unit has its gradient.
+    on_complete(unit): called when every trainable parameter of a unit has its gradient. follower: None where
+    nobody follows.
     """
 
     def __init__(
@@ -295,6 +311,8 @@ class GradientReducer:
         self._observed: list[GroupGradients] = []
         self._next = 0
         self._communicate = True
+        self._last = True
+        self.follower: Follower | None = None
         self._reductions: list[_Reduction] = []
 
     @property
@@ -304,6 +322,7 @@ class GradientReducer:
 
     def begin_backward(self, last: bool) -> None:
         """A backward starts; last: of the micro-batches before the optimizer step."""
+        self._last = last
         self._communicate = last or not self._policy.local
         self._next = 0
         self._observed.clear()
@@ -379,6 +398,8 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Drop all gradients: after the optimizer step, or after an exception."""
+        if self.follower is not None:
+            self.follower.dropped()
         for reduction in self._reductions:
             if reduction.handle is not None and not self._communicator.failed:
                 reduction.handle.wait()
@@ -410,6 +431,8 @@ class GradientReducer:
         if done.handle is not None:
             done.handle.wait()
         done.gradients.settle(done.whole, done.result)
+        if self._last and self.follower is not None:
+            self.follower.arrived(done.gradients)
 
     def _agree_on_usage(self) -> None:
         """Note which parameters have a gradient on any rank."""

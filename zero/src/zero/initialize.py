@@ -59,12 +59,16 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
 
 
 def check_offload(optimizer: Optimizer, config: Config) -> None:
-    """Raise ConfigError where state would go to a disk that the optimizer cannot be stepped from."""
-    if config.tiers.optimizer == "disk" and rule_for(optimizer) is None:
+    """Raise ConfigError where state would be stepped from a disk or ahead, and the optimizer cannot be."""
+    if rule_for(optimizer) is not None:
+        return
+    serves = f"serves Adam, AdamW, SGD and Lion; {type(optimizer).__name__} with these options steps its own"
+    if config.tiers.optimizer == "disk":
         raise ConfigError(
-            f"Offload(optimizer='disk') serves Adam, AdamW, SGD and Lion; {type(optimizer).__name__} with "
-            "these options steps its own tensors, which have to be in memory: optimizer='host'"
+            f"Offload(optimizer='disk') {serves} tensors, which have to be in memory: optimizer='host'"
         )
+    if config.tiers.overlap:
+        raise ConfigError(f"Offload(overlap=True) {serves} tensors, all at once: overlap=False")
 
 
 def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:

@@ -26,6 +26,9 @@ class Offload(Validated):
         it for "disk".
     path: directory on a local disk for what is there. A rank's file has mode 0600 and no name, so nothing is
         left when a job ends, however it ends.
+    overlap: step what is on the host while backward goes on, once its gradients are there. Exact: each record
+        is stepped in a second copy, which takes its place in `Engine.step` if nothing was clipped, overflowed
+        or changed; so it takes that memory twice. See `zero.ahead`.
     compact: keep of masters on disk only what the 16-bit parameters lack (Adam: 20 bytes moved per parameter
         and step instead of 24). Same values, bit for bit; more work for the processor.
     """
@@ -36,6 +39,7 @@ class Offload(Validated):
     fraction: float = Field(default=1.0, gt=0, le=1)
     host_budget: Bytes | None = Field(default=None, ge=0)
     path: Path | None = Field(default=None, strict=False)
+    overlap: bool = False
     compact: bool = False
 
     @model_validator(mode="after")
@@ -49,9 +53,19 @@ class Offload(Validated):
             raise ValueError(
                 "fraction and host_budget are of optimizer state: set optimizer='host' or 'disk'"
             )
+        self._check_overlap()
         if self.compact and self.optimizer != "disk":
             raise ValueError("compact is about masters on disk: set optimizer='disk'")
         return self
+
+    def _check_overlap(self) -> None:
+        cached = self.optimizer == "disk" and bool(self.host_budget)
+        if self.overlap and not (self.optimizer == "host" or cached):
+            raise ValueError(
+                "overlap is about optimizer state on the host: set optimizer='host', or a host_budget"
+            )
+        if self.overlap and self.gradient_tier != "host":
+            raise ValueError("overlap steps from gradients on the host: leave gradients=None")
 
     @property
     def gradient_tier(self) -> Tier:

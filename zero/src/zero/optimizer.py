@@ -10,7 +10,7 @@ call per flat shard, straight from the 16-bit gradient; their per-piece state is
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelz.flat_buffer import HOST, rebind
+from zero.ahead import StepsAhead
 from zero.errors import OptimizerError, UsageError
 from zero.flat_group import FlatGroup
-from zero.gradients import GroupGradients
+from zero.gradients import Follower, GroupGradients
 from zero.group_step import Factors, GroupStep, plan_step
 from zero.kernel_rules import Rule, rule_for
 from zero.layout import Piece
@@ -103,6 +104,7 @@ class ShardedOptimizer:
         self._rule = rule_for(optimizer)
         self.owned = {group: _own(group, param_group_of) for group in groups}
         self._stepping = False
+        self._ahead: StepsAhead | None = None
         self._install()
         self._lengths = self._group_lengths()
         optimizer.register_step_pre_hook(self._check_caller)
@@ -119,16 +121,33 @@ class ShardedOptimizer:
         finally:
             self._stepping = False
 
+    def step_ahead(self, expected: Callable[[], tuple[Tensor | None, Tensor | None]]) -> Follower:
+        """Step what is on the host as gradients arrive. expected(): factor and skip of gradients that are
+        neither clipped nor overflow."""
+        self._ahead = StepsAhead(self._stores, self.owned, self._plan, expected)
+        return self._ahead
+
+    def join(self) -> None:
+        """Before a step: wait for what was stepped ahead; raises its error, with nothing changed."""
+        if self._ahead is not None:
+            self._ahead.join()
+
     def kernel_step(
         self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
     ) -> None:
         factors = Factors(scale, skip)
         away = factors.to(HOST) if any(g.group.kept.tier != "device" for g in gradients) else factors
+        if self._ahead is not None:
+            self._ahead.judge(away)
         with closing(self._in_turn([g for g in gradients if g.present])) as turns:
             for have, state in turns:
+                owned = self.owned[have.group]
+                step = self._plan(owned, have.used)
                 here = factors if state.master.device == self._accelerator.device else away
                 with self._room("for the step of", have.group):
-                    self._step_group(self.owned[have.group], have, state, here)
+                    if not self._taken(owned, step):
+                        self._step_group(owned, have, state, step, here)
+                owned.remember(step.missed)
 
     def _in_turn(
         self, gradients: Sequence[GroupGradients]
@@ -172,8 +191,12 @@ class ShardedOptimizer:
             group.record = self._stores.moved(old, tier, group.shard)
             if owned.count is not None:
                 owned.count.steps = owned.count.steps.to(group.record.opened().master.device)
+        self._show(owned)
+
+    def _show(self, owned: OwnedGroup) -> None:
+        """Make the optimizer's pieces and their state views of the group's record as it is now."""
         for index, piece in enumerate(owned.pieces):
-            rebind(piece.parameter, _piece_of_master(group, piece.piece))
+            rebind(piece.parameter, _piece_of_master(owned.group, piece.piece))
             self._move_state(owned, index)
 
     def moments_bytes(self, group: FlatGroup) -> int:
@@ -200,7 +223,7 @@ class ShardedOptimizer:
     def _move_state(self, owned: OwnedGroup, index: int) -> None:
         parameter = owned.pieces[index].parameter
         if self._rule is not None:
-            self.optimizer.state[parameter] = self._state_of_piece(owned, index, self._rule)
+            self.optimizer.state[parameter].update(self._state_of_piece(owned, index, self._rule))
             return
         state = self.optimizer.state.get(parameter, {})
         for key, value in state.items():
@@ -248,13 +271,21 @@ class ShardedOptimizer:
             )
         return state
 
-    def _step_group(self, owned: OwnedGroup, have: GroupGradients, state: Opened, factors: Factors) -> None:
-        group, step = owned.group, self._plan(owned, have.used)
+    def _taken(self, owned: OwnedGroup, step: GroupStep) -> bool:
+        """Whether the step was made ahead, and has taken effect."""
+        if self._ahead is None or not self._ahead.take(owned, step):
+            return False
+        self._show(owned)
+        return True
+
+    def _step_group(
+        self, owned: OwnedGroup, have: GroupGradients, state: Opened, step: GroupStep, factors: Factors
+    ) -> None:
         device = state.master.device
         gradient = fetch(have.reduced_slice, device)
-        outlet = self._stores.outlet(group.shard, state.master)
-        owned.remember(step.missed)
-        step.run(self._stores.kernels(device), state, owned.counted.steps, gradient, factors, outlet.narrow)
+        outlet = self._stores.outlet(owned.group.shard, state.master)
+        kernels = self._stores.kernels(device)
+        step.run(kernels, state, owned.counted.steps, gradient, factors, outlet.narrow)
         outlet.deliver(step.written, factors.skip)
 
     def _plan(self, owned: OwnedGroup, used: set[int]) -> GroupStep:
@@ -309,7 +340,8 @@ def _own(group: FlatGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedGrou
     for piece in group.pieces:
         index = param_group_of.get(group.parameters[piece.index])
         if index is not None:
-            parameter = nn.Parameter(_piece_of_master(group, piece))
+            values = _piece_of_master(group, piece)
+            parameter = nn.Parameter(values.data)  # counts changes by itself, whatever it is a view of
             owned.pieces.append(OwnedPiece(piece, index, parameter))
     return owned
 

@@ -67,11 +67,18 @@ class Carrier:
 
     def to_device(self, slot: Tensor, out: Tensor) -> None:
         """Begin to copy what `slot` returned last to `out` on the device. See `join`."""
+        buffer, _ = self._slots[-1]
+        self._slots[-1] = (buffer, self.send(slot, out))
+
+    def send(self, values: Tensor, out: Tensor) -> Event:
+        """Begin to copy page-locked `values`, which stay as they are till the event, to `out` on the device.
+
+        What `to_host` begins to move after this lands after it. See `join`.
+        """
         self._stream.wait(self._streams.current().record())
         with self._streams.use(self._stream):
-            out.copy_(slot, non_blocking=True)
-        buffer, _ = self._slots[-1]
-        self._slots[-1] = (buffer, self._stream.record())
+            out.copy_(values, non_blocking=True)
+        return self._stream.record()
 
     def join(self) -> None:
         """Let the device's later work start after everything that is under way to it."""

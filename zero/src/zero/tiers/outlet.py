@@ -11,8 +11,7 @@ from torch import Tensor
 from accelz.flat_buffer import HOST
 from accelz.kernels import Kernels
 from zero.tiers.carrier import Carrier
-from zero.tiers.stored import Stored
-from zero.tiers.values import Values
+from zero.tiers.values import Values, put
 
 
 class Places(Protocol):
@@ -43,7 +42,8 @@ class Outlet:
         is 1."""
         if self._staging is not None:
             written = self.narrow is not None and (skip is None or not bool(skip))
-            self._complete(self._staging, stepped if written else ())
+            kernels = self._places.kernels(self._staging.device)
+            complete(kernels, self._staging, self._master, stepped if written else ())
             self._send(self._staging)
         elif self.narrow is None and isinstance(self._shard, Tensor) and self._shard is not self._master:
             self._shard.copy_(self._master)
@@ -57,19 +57,17 @@ class Outlet:
             return self._places.carrier.slot(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=self._master.device)
 
-    def _complete(self, staging: Tensor, written: Iterable[slice]) -> None:
-        """What the kernel left out has the values it had."""
-        kernels = self._places.kernels(staging.device)
-        for gap in _between(written, staging.numel()):
-            kernels.scale_cast(staging[gap], self._master[gap])
-
     def _send(self, staging: Tensor) -> None:
-        if isinstance(self._shard, Stored):
-            self._shard.write(staging)
-        elif self._shard.device == HOST:
-            self._shard.copy_(staging, non_blocking=True)
-        else:
+        if isinstance(self._shard, Tensor) and self._shard.device != HOST:
             self._places.carrier.to_device(staging, self._shard)
+        else:
+            put(self._shard, slice(0, staging.numel()), staging)
+
+
+def complete(kernels: Kernels, weights: Tensor, master: Tensor, written: Iterable[slice]) -> None:
+    """Fill `weights` from `master`, except where they are written already (ascending stretches)."""
+    for gap in _between(written, weights.numel()):
+        kernels.scale_cast(weights[gap], master[gap])
 
 
 def _between(windows: Iterable[slice], numel: int) -> Iterator[slice]:

@@ -1,0 +1,483 @@
+"""Steps made while backward goes on: they happen then, and nobody can tell from any value."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.models import Stack, features
+from tests.zero.offload.test_tiers import adagrad, lion, momentum
+from tests.zero.test_hot_path import freed_body
+from tests.zero.test_parity import fresh, language_loss, plain_sgd
+from tests.zero.training import Loss, adamw
+from zero.twin import Twin
+
+STEPS = 6
+HOST = {"optimizer": "host"}
+Between = Callable[[zero.Engine, int], None]  # (engine, step): what a user does between backward and step
+
+
+@dataclass
+class Course:
+    """A run, every value that it left behind, and how much of it was stepped ahead."""
+
+    losses: list[float] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
+    taken: int = 0
+    wasted: int = 0
+
+
+@contextmanager
+def survived(error: type[Exception] | None) -> Iterator[None]:
+    if error is None:
+        yield
+        return
+    with pytest.raises(error):
+        yield
+
+
+def course(
+    context: Context,
+    overlap: bool,
+    *,
+    offload: dict[str, Any] = HOST,
+    model: Callable[[], nn.Module] = fresh,
+    loss: Loss = language_loss,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    between: Between | None = None,
+    raises: tuple[int, type[Exception]] | None = None,
+    **settings: Any,
+) -> Course:
+    """Train, stepping what is on the host ahead or at the step. raises: in which backward, and what."""
+    tiers = zero.Offload(**offload, overlap=overlap)
+    engine = zero.initialize(
+        net := model(), optimizer(net), zero.Config(offload=tiers, timeout=20, **settings)
+    )
+    run = Course()
+    for step in range(STEPS):
+        value = loss(net, step, context.rank)
+        with survived(raises[1] if raises and raises[0] == step else None):
+            engine.backward(value)
+            if between is not None:
+                between(engine, step)
+            engine.step()
+        run.losses.append(value.item())
+        del value
+    for name, parameter in net.named_parameters():
+        run.values[name] = engine.full_master(name)
+        if parameter.requires_grad:
+            state = engine.full_optimizer_state(name)
+            run.values |= {f"{name} {key}": value for key, value in state.items()}
+    if overlap:
+        ahead = engine._shards._ahead
+        assert ahead is not None
+        run.taken, run.wasted = ahead.taken, ahead.wasted
+    return run
+
+
+def same(first: Course, second: Course) -> bool:
+    return repr(first.losses) == repr(second.losses) and all(
+        torch.equal(value.nan_to_num(), second.values[name].nan_to_num())
+        for name, value in first.values.items()
+    )
+
+
+def compare(context: Context, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[bool, int, int]]:
+    """Of each case: whether it is the same ahead as not, and the groups' steps taken and wasted."""
+    found = {}
+    for name, case in cases.items():
+        ahead = course(context, True, **case)
+        found[name] = same(ahead, course(context, False, **case)), ahead.taken, ahead.wasted
+    return found
+
+
+def check(found: dict[str, tuple[bool, int, int]], device: str, wasted: bool) -> None:
+    """Where the device is the host, nothing is on the way anywhere, and nothing is stepped ahead.
+
+    wasted: whether some of it had to be in vain; nothing else may be.
+    """
+    for name, (equal, taken, vain) in found.items():
+        assert equal, name
+        assert bool(taken) == (device != "cpu"), name
+        assert bool(vain) == (wasted and device != "cpu"), (name, taken, vain)
+
+
+# -- every setting -------------------------------------------------------------------------------------
+
+
+def settings_body(context: Context, path: str) -> dict[str, tuple[bool, int, int]]:
+    host = {"optimizer": "host", "params": "host"}
+    return compare(
+        context,
+        {
+            "bf16": {"precision": "bf16"},
+            "fp32": {},
+            "one master and shard": {"offload": host},
+            "bf16 params on the host": {"offload": host, "precision": "bf16"},
+            "params on disk": {"offload": {**HOST, "params": "disk", "path": path}, "precision": "bf16"},
+            "half": {"offload": {**HOST, "fraction": 0.5}, "precision": "bf16"},
+            "beside the disk": {"offload": {"optimizer": "disk", "path": path, "host_budget": 8000}},
+            "stage 0": {"stage": 0, "precision": "bf16"},
+            "stage 1": {"stage": 1},
+            "stage 2": {"stage": 2, "precision": "bf16"},
+            "accumulation": {"precision": "bf16", "gradient_accumulation_steps": 2},
+            "accumulation of slices": {"gradient_accumulation_steps": 3, "stage": 2},
+            "local": {"precision": "bf16", "gradient_accumulation_steps": 2, "accumulate": "local"},
+            "persistent": {"persistent_below": 100, "precision": "bf16"},
+            "fp16": {"precision": "fp16", "loss_scale": 128.0},
+            "clipped never": {"clip_norm": 1e6, "precision": "bf16"},
+            "lion": {"optimizer": lion, "precision": "bf16"},
+            "momentum": {"optimizer": momentum, "precision": "bf16"},
+            "sgd": {"optimizer": plain_sgd, "clip_norm": 1e6},
+        },
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_setting_trains_alike(cluster: Clusters, tmp_path: Any, device: str, size: int) -> None:
+    for found in cluster(size).run(settings_body, path=str(tmp_path), limit=180):
+        check(found, device, wasted=False)
+
+
+# -- steps that turn out otherwise ---------------------------------------------------------------------
+
+
+def bursts(model: nn.Module, step: int, rank: int, factor: float = 1e6) -> Tensor:
+    """Two of the steps have gradients far larger than the others."""
+    return language_loss(model, step, rank) * (factor if step in (2, 3) else 1.0)
+
+
+def clipped_body(context: Context) -> dict[str, tuple[bool, int, int]]:
+    return compare(
+        context,
+        {
+            "overflow": {"precision": "fp16", "loss": bursts, "loss_scale": 64.0},
+            "overflow, dynamic": {"precision": "fp16", "loss": bursts},
+            "clipped": {"clip_norm": 50.0, "loss": bursts, "precision": "bf16"},
+            "clipped fp32": {"clip_norm": 50.0, "loss": bursts},
+            "not a number": {"clip_norm": 50.0, "loss": partial(bursts, factor=float("nan"))},
+            "always": {"clip_norm": 1e-3, "precision": "bf16"},
+        },
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_clipped_and_overflowing_steps_are_exact(cluster: Clusters, device: str, size: int) -> None:
+    for found in cluster(size).run(clipped_body, limit=120):
+        always = found.pop("always")
+        assert always[:2] == (True, 0)
+        check(found, device, wasted=True)
+
+
+def confidence_body(context: Context) -> list[int]:
+    """Groups' steps begun so far, step by step, where the third and fourth are clipped."""
+    offload = zero.Offload(optimizer="host", overlap=True)
+    config = zero.Config(offload=offload, clip_norm=50.0, timeout=20)
+    engine = zero.initialize(model := fresh(), adamw(model), config)
+    ahead, begun = engine._shards._ahead, []
+    for step in range(STEPS):
+        engine.backward(bursts(model, step, context.rank))
+        engine.step()
+        begun.append(ahead.taken + ahead.wasted)
+    return begun
+
+
+def test_nothing_is_begun_after_a_clipped_step_until_one_is_not(cluster: Clusters, device: str) -> None:
+    for begun in cluster(2).run(confidence_body):
+        groups = begun[0]
+        assert bool(groups) == (device != "cpu")
+        assert begun == [groups * n for n in (1, 2, 3, 3, 3, 4)]
+
+
+def set_lr(engine: zero.Engine, step: int) -> None:
+    if step % 2:
+        engine.optimizer.param_groups[step % 3 % 2]["lr"] *= 0.5
+
+
+def drop(engine: zero.Engine, step: int) -> None:
+    if step == 2:
+        engine.zero_grad()
+        engine.backward(language_loss(engine.module, 70, engine.rank))
+
+
+def write(engine: zero.Engine, step: int) -> None:
+    if step == 2:
+        with zero.gathered(engine.module, write_rank=0), torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(0.5)
+
+
+def edit(engine: zero.Engine, step: int) -> None:
+    for state in engine.optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+
+
+def edit_master(engine: zero.Engine, step: int) -> None:
+    for group in engine.optimizer.param_groups:
+        for piece in group["params"]:
+            with torch.no_grad():
+                piece.mul_(0.5)
+
+
+def look(engine: zero.Engine, step: int) -> None:
+    """Values are the old ones until the step."""
+    before, after = (engine.full_master("blocks.0.up.weight") for _ in range(2))
+    assert torch.equal(before, after)
+    assert engine.full_gradient("blocks.0.up.weight") is not None
+    engine.state_dict()
+
+
+def load(engine: zero.Engine, step: int) -> None:
+    if step == 3:
+        state = engine.state_dict(master=True)
+        engine.load_state_dict({name: value * 0.5 for name, value in state.items()})
+
+
+def hooked(model: nn.Module) -> torch.optim.Optimizer:
+    """Its learning rate is set by a hook at the step itself, every second time."""
+    optimizer = adamw(model)
+    count = iter(range(100))
+
+    def halve(*_: Any) -> None:
+        if next(count) % 2:
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+    optimizer.register_step_pre_hook(halve)
+    return optimizer
+
+
+def straight() -> nn.Module:
+    """Without the block that is used twice, so that backward comes to the first block last."""
+    model = fresh()
+    model.repeat = False
+    return model
+
+
+class Interrupted(Exception):
+    """Raised in a backward."""
+
+
+class _Raise(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        raise Interrupted
+
+
+def interrupted(model: nn.Module, step: int, rank: int) -> Tensor:
+    """The backward of step 2 fails in the first block, when those behind it have been stepped."""
+    hook = model.blocks[0].register_forward_pre_hook(lambda _, args: (_Raise.apply(args[0]),))
+    if step != 2:
+        hook.remove()
+    loss = language_loss(model, step, rank)
+    hook.remove()
+    return loss
+
+
+def changes_body(context: Context) -> dict[str, tuple[bool, int, int]]:
+    bf16 = {"precision": "bf16"}
+    return compare(
+        context,
+        {
+            "learning rate": {"between": set_lr},
+            "in a hook": {"optimizer": hooked, **bf16},
+            "zero_grad": {"between": drop, **bf16},
+            "written to": {"between": write, **bf16},
+            "moments edited": {"between": edit, **bf16},
+            "masters edited": {"between": edit_master},
+            "looked at": {"between": look, **bf16},
+            "loaded": {"between": load, **bf16},
+            "exception": {"model": straight, "loss": interrupted, "raises": (2, Interrupted), **bf16},
+        },
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_changes_after_backward_is_heeded(cluster: Clusters, device: str, size: int) -> None:
+    never = {"moments edited", "masters edited"}
+    for found in cluster(size).run(changes_body, limit=120):
+        for name in never:
+            equal, taken, wasted = found.pop(name)
+            assert (equal, taken) == (True, 0), name
+            assert bool(wasted) == (device != "cpu")
+        check({"looked at": found.pop("looked at")}, device, wasted=False)
+        check(found, device, wasted=True)
+
+
+# -- parameters that are not used ----------------------------------------------------------------------
+
+PATHS = (
+    ((0, 1, 2, 3), (0, 1, 2, 3)),
+    ((0, 1), (0, 2)),  # by one rank only, and one by none
+    ((3, 0), (3, 0)),
+    ((1, 1, 2), (2,)),
+    ((0, 1, 2, 3), (3, 2, 1, 0)),
+    ((2,), (2,)),
+)
+
+
+def branching(model: nn.Module, step: int, rank: int) -> Tensor:
+    output = model(features(step, rank, model), PATHS[step % len(PATHS)][rank])
+    loss: Tensor = output.loss
+    return loss
+
+
+def stack() -> nn.Module:
+    torch.manual_seed(5)
+    return Stack(frozen=3)
+
+
+def unused_body(context: Context) -> dict[str, tuple[bool, int, int]]:
+    case: dict[str, Any] = {"model": stack, "loss": branching}
+    return compare(
+        context,
+        {
+            "stage 2": {**case, "stage": 2},
+            "bf16": {**case, "stage": 1, "precision": "bf16"},
+        },
+    )
+
+
+def test_parameters_that_some_or_no_ranks_use(cluster: Clusters, device: str) -> None:
+    """Those that only others use are not known in time: their groups wait for the step."""
+    for found in cluster(2).run(unused_body, limit=60):
+        check(found, device, wasted=True)
+
+
+# -- when it happens -----------------------------------------------------------------------------------
+
+
+def during_body(context: Context) -> dict[str, Any]:
+    """The backward of the first block waits until steps of the blocks behind it have been made."""
+    offload = zero.Offload(optimizer="host", overlap=True)
+    config = zero.Config(offload=offload, precision="bf16", clip_norm=1e6, timeout=20)
+    engine = zero.initialize(model := straight(), adamw(model), config)
+    kernels, seen, made = engine._shards._stores.kernels(torch.device("cpu")), [], threading.Event()
+    sound = kernels.adamw
+
+    def adamw_watched(*arguments: Any, **options: Any) -> None:
+        sound(*arguments, **options)
+        seen.append((threading.current_thread().name, engine._passes.phase.in_backward))
+        made.set()
+
+    waited = []
+    kernels.adamw = adamw_watched  # type: ignore[method-assign]
+    try:
+        before = engine.full_master("blocks.2.up.weight")
+        model.blocks[0].up.register_full_backward_pre_hook(lambda *_: waited.append(made.wait(10)))
+        engine.backward(language_loss(model, 0, context.rank))
+        unchanged = torch.equal(before, engine.full_master("blocks.2.up.weight"))
+        in_backward = len(seen)
+        engine.step()
+    finally:
+        del kernels.adamw
+    changed = not torch.equal(before, engine.full_master("blocks.2.up.weight"))
+    threads = {name.rpartition("_")[0] for name, _ in seen}
+    return {
+        "waited": waited, "seen": seen, "before the step": in_backward, "threads": threads,
+        "unchanged": unchanged, "changed": changed,
+    }  # fmt: skip
+
+
+def test_steps_are_made_during_backward(cluster: Clusters, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("where the device is the host there is nothing to overlap")
+    for found in cluster(2).run(during_body):
+        assert all(found["waited"]), found
+        assert any(in_backward for _, in_backward in found["seen"])
+        assert found["threads"] == {"zero-step"}  # all of them, and none again at the step
+        assert found["unchanged"]
+        assert found["changed"]
+
+
+# -- what goes wrong -----------------------------------------------------------------------------------
+
+
+def failing_body(context: Context) -> dict[str, Any]:
+    """A step ahead that fails: told at the step, with nothing changed; the same step may be made again."""
+    plain = course(context, False)
+    offload = zero.Offload(optimizer="host", overlap=True)
+    engine = zero.initialize(model := fresh(), adamw(model), zero.Config(offload=offload, timeout=20))
+    sound, turns, failures = Twin.step, iter(range(1000)), []
+
+    def fail(*arguments: Any) -> None:
+        sound(*arguments)
+        if next(turns) == 2:
+            raise RuntimeError("a kernel that fails")
+
+    losses = []
+    Twin.step = fail  # type: ignore[method-assign]
+    try:
+        for step in range(STEPS):
+            loss = language_loss(model, step, context.rank)
+            engine.backward(loss)
+            before = engine.state_dict(master=True)
+            try:
+                engine.step()
+            except RuntimeError as error:
+                failures.append(str(error))
+                after = engine.state_dict(master=True)
+                assert all(torch.equal(value, after[name]) for name, value in before.items())
+                engine.step()
+            losses.append(loss.item())
+    finally:
+        Twin.step = sound  # type: ignore[method-assign]
+    same_values = all(
+        torch.equal(engine.full_master(name), plain.values[name]) for name, _ in model.named_parameters()
+    )
+    return {"failures": failures, "same": losses == plain.losses and same_values}
+
+
+def test_an_error_ahead_is_told_at_the_step(cluster: Clusters, device: str) -> None:
+    for found in cluster(1).run(failing_body):
+        assert found["failures"] == ([] if device == "cpu" else ["a kernel that fails"])
+        assert found["same"]
+
+
+def test_an_engine_with_steps_ahead_is_freed(cluster: Clusters) -> None:
+    offload = zero.Offload(optimizer="host", overlap=True)
+    for gone, nbytes in cluster(2).run(freed_body, offload=offload):
+        assert gone
+        assert nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"optimizer": "device"}, "overlap is about optimizer state on the host"),
+        ({"optimizer": "disk", "path": "/tmp"}, "or a host_budget"),
+        ({"optimizer": "host", "gradients": "device"}, "overlap steps from gradients on the host"),
+    ],
+)
+def test_overlap_of_what_is_not_on_the_host_is_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(zero.ConfigError, match=told):
+        zero.Offload(**settings, overlap=True)
+
+
+def refused_body(context: Context) -> str:
+    model = fresh()
+    with pytest.raises(zero.ConfigError) as raised:
+        zero.initialize(
+            model, adagrad(model), zero.Config(offload=zero.Offload(optimizer="host", overlap=True))
+        )
+    gc.collect()
+    return str(raised.value)
+
+
+def test_overlap_needs_an_optimizer_that_a_kernel_serves(cluster: Clusters) -> None:
+    for told in cluster(1).run(refused_body):
+        assert "overlap=True) serves Adam, AdamW, SGD and Lion; Adagrad" in told

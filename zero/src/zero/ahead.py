@@ -1,0 +1,163 @@
+"""Optimizer steps of what is on the host, made while backward goes on, and exact nevertheless.
+
+When a group's reduced gradient lands in host memory, a thread steps the twin of its record: with the factor
+of gradients that are not clipped and do not overflow, and the hyper-parameters of that moment. Nobody sees
+the twin: weights, masters and moments are the old ones until the optimizer step. That puts the twin in the
+record's place where the step it is to make is the one that was made there, of the values that it was made of.
+Else nothing has happened, and the record is stepped then. Nothing is ever stale, as it is with the delayed
+update of ZeRO-Offload (Ren et al., 2021).
+
+A twin that is not taken was work for nothing. So after a step whose gradients were clipped or overflowed none
+is stepped until a step's gradients are neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero.flat_group import FlatGroup
+from zero.gradients import GroupGradients
+from zero.group_step import Factors, GroupStep
+from zero.owned import OwnedGroup
+from zero.tiers.carrier import Landing
+from zero.tiers.stores import Stores
+from zero.twin import Twin
+
+Plan = Callable[[OwnedGroup, set[int]], GroupStep]
+
+
+@dataclass
+class _Attempt:
+    """versions: of the originals when it began; an in-place change of one is another version."""
+
+    step: GroupStep
+    versions: list[int]
+    done: Future[None]
+
+
+class StepsAhead:
+    """A follower of the gradients. expected(): factor and skip, on the device, of gradients that are neither
+    clipped nor overflow. taken, wasted: steps of groups begun so far that were of use, and that were not."""
+
+    def __init__(
+        self,
+        stores: Stores,
+        owned: Mapping[FlatGroup, OwnedGroup],
+        plan: Plan,
+        expected: Callable[[], tuple[Tensor | None, Tensor | None]],
+    ) -> None:
+        self.taken = 0
+        self.wasted = 0
+        self._stores = stores
+        self._owned = owned
+        self._plan = plan
+        self._expected = expected
+        self._twins = {
+            group: Twin(stores, mine)
+            for group, mine in owned.items()
+            if group.kept.tier == "host" and group.placement.gradients == "host"
+        }
+        self._attempts: dict[FlatGroup, _Attempt] = {}
+        self._factors: _Landing | None = None  # what this step's attempts go by
+        self._confident = True
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-step")
+
+    def arrived(self, gradients: GroupGradients) -> None:
+        """Begin to step the group's twin, once more if more gradient came."""
+        twin = self._twins.get(gradients.group)
+        if twin is None or not self._confident:
+            return
+        owned = self._owned[gradients.group]
+        self._give_up(gradients.group)
+        step = self._plan(owned, gradients.used | gradients.have)
+        job = self._thread.submit(_attempt, twin, step, gradients, self._landing())
+        self._attempts[gradients.group] = _Attempt(step, _versions(twin), job)
+
+    def dropped(self) -> None:
+        """Nothing that was begun is of use any more; what runs may run on, unseen."""
+        for group in tuple(self._attempts):
+            self._give_up(group)
+        self._factors = None
+
+    def join(self) -> None:
+        """Wait for all that was begun. Raises its error, with nothing changed; the next try is without."""
+        try:
+            for attempt in self._attempts.values():
+                attempt.done.result()
+        except BaseException:
+            self.dropped()
+            raise
+
+    def judge(self, factors: Factors) -> None:
+        """A step begins, after `join`. factors: its own, on the host."""
+        if not self._twins:
+            return
+        self._confident = self._landing().equals(factors)
+        if not self._confident:
+            self.dropped()
+
+    def take(self, owned: OwnedGroup, step: GroupStep) -> bool:
+        """Whether the twin has made `step`; it is the group's record then, and the weights are under way."""
+        attempt = self._attempts.get(owned.group)
+        if attempt is None:
+            return False
+        twin = self._twins[owned.group]
+        if attempt.step != step or attempt.versions != _versions(twin):
+            self._give_up(owned.group)
+            return False
+        del self._attempts[owned.group]
+        self.taken += 1
+        twin.take_the_place()
+        return True
+
+    def _landing(self) -> _Landing:
+        if self._factors is None:
+            self._factors = _Landing(*map(self._to_host, self._expected()))
+        return self._factors
+
+    def _to_host(self, value: Tensor | None) -> Landing | None:
+        return None if value is None else self._stores.carrier.to_host(value)
+
+    def _give_up(self, group: FlatGroup) -> None:
+        attempt = self._attempts.pop(group, None)
+        if attempt is not None:
+            attempt.done.cancel()
+            self.wasted += 1
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Factors on their way to the host."""
+
+    scale: Landing | None
+    skip: Landing | None
+
+    def wait(self) -> Factors:
+        return Factors(*(None if value is None else value.wait() for value in (self.scale, self.skip)))
+
+    def equals(self, factors: Factors) -> bool:
+        """Bit for bit, but for the sign of zero."""
+        mine = self.wait()
+        return _same(mine.scale, factors.scale) and _same(mine.skip, factors.skip)
+
+
+def _attempt(twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Landing) -> None:
+    gradient = gradients.shard
+    if isinstance(gradient, Tensor):  # else it has been dropped meanwhile
+        with torch.no_grad():
+            twin.step(step, gradient, factors.wait())
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)
+
+
+def _versions(twin: Twin) -> list[int]:
+    return [values._version for values in twin.originals()]

@@ -1,0 +1,75 @@
+"""A second copy of a record on the host: stepped there, unseen, and then put in the record's place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelz.flat_buffer import HOST
+from zero.group_step import Factors, GroupStep
+from zero.owned import OwnedGroup
+from zero.tiers.outlet import complete
+from zero.tiers.record import Opened
+from zero.tiers.stores import Stores
+from zero.tiers.values import put
+
+
+class Twin:
+    """Of a group that a kernel serves and whose record is on the host. It takes as much memory as the record,
+    and where the master is not the shard as the weights."""
+
+    def __init__(self, stores: Stores, owned: OwnedGroup) -> None:
+        group, state = owned.group, owned.group.kept.opened()
+        empty_host = stores.accelerator.memory.empty_host
+        self._stores = stores
+        self._kernels = stores.kernels(HOST)
+        self._owned = owned
+        self._serves = group.shard is state.master  # gathers read the master, so it has to be page-locked
+        locked = empty_host(state.master.shape, state.master.dtype) if self._serves else None
+        master = torch.empty_like(state.master) if locked is None else locked
+        self._state = Opened(master, tuple(torch.empty_like(moment) for moment in state.moments))
+        self._steps = torch.empty_like(owned.counted.steps)
+        self._weights = None if self._serves else empty_host((group.shard.numel(),), group.shard.dtype)
+
+    def originals(self) -> list[Tensor]:
+        """What a step reads, beside the gradient: the record, and the optimizer's views of it."""
+        state = self._owned.group.kept.opened()
+        views = [piece.parameter for piece in self._owned.pieces]
+        return [state.master, *state.moments, self._owned.counted.steps, *views]
+
+    def step(self, step: GroupStep, gradient: Tensor, factors: Factors) -> None:
+        """Copy the record and step the copy. gradient, factors: on the host.
+
+        The gradient has landed, and so has everything that the device read of the twin in its time as record:
+        see `Carrier.send`.
+        """
+        record, mine = self._owned.group.kept.opened(), self._state
+        mine.master.copy_(record.master)
+        for moment, theirs in zip(mine.moments, record.moments, strict=True):
+            moment.copy_(theirs)
+        self._steps.copy_(self._owned.counted.steps)
+        narrow = self._narrow
+        step.run(self._kernels, mine, self._steps, gradient, factors, narrow)
+        if self._weights is not None:
+            written = step.written if narrow is not None else ()
+            complete(self._kernels, self._weights, mine.master, written)
+
+    @property
+    def _narrow(self) -> Tensor | None:
+        """Weights that the kernel itself can write."""
+        weights = self._weights
+        wide = weights is None or weights.dtype.itemsize == self._state.master.dtype.itemsize
+        return None if wide else weights
+
+    def take_the_place(self) -> None:
+        """Of the record, which becomes the twin; the weights begin to go where the shard is."""
+        group, count, record = self._owned.group, self._owned.counted, self._owned.group.kept
+        before, after = record.opened(), self._state
+        record.master, record.moments, self._state = after.master, after.moments, before
+        count.steps, self._steps = self._steps, count.steps
+        if self._weights is None:
+            group.shard = after.master
+        elif isinstance(group.shard, Tensor) and group.shard.device != HOST:
+            self._stores.carrier.send(self._weights, group.shard)
+        else:
+            put(group.shard, slice(0, self._weights.numel()), self._weights)
