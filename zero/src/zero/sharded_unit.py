@@ -35,6 +35,7 @@ class ShardedUnit:
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
     holds: users that need the unit gathered now: a forward under way, or a `zero.gathered` block.
     calls_in_backward: forward calls whose backward has begun and is not over.
+    persistent: casts whose buffers a release leaves alone, until the weights change.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class ShardedUnit:
         self.resident = resident
         self.holds = 0
         self.calls_in_backward: set[object] = set()
+        self.persistent: set[torch.dtype | None] = set()
         self._communicator = communicator
         self._classes = {p: type(p) for g in groups for p in g.parameters}
         self._pending: dict[torch.dtype | None, list[NamedHandle]] = {}
         self._gathered: set[torch.dtype | None] = set()
+        self._stale = False  # the weights have changed: nothing gathered before may stay
         self._bound: torch.dtype | None = None
         self._castable = any(g.dtype is torch.float32 for g in groups)
 
@@ -97,6 +100,7 @@ class ShardedUnit:
         if not self.resident:
             self.complete(cast)
             self._bind(cast)
+            self._unguard()
 
     def complete(self, cast: torch.dtype | None) -> None:
         """Fill the buffers of `cast`, waiting for the gather if need be; the parameters may show others."""
@@ -107,10 +111,9 @@ class ShardedUnit:
             handle.wait()
         if self._pending.pop(cast, None) is not None:
             self._gathered.add(cast)
-            self._unguard()
 
     def release(self) -> None:
-        """Drop every gathered buffer unless somebody uses the unit."""
+        """Drop every gathered buffer that is not to persist, unless somebody uses the unit."""
         if self.resident or self.in_use or self.idle:
             return
         if self._pending and self._communicator.failed:
@@ -118,13 +121,22 @@ class ShardedUnit:
         for handles in self._pending.values():
             for handle in handles:
                 handle.wait()
+        stay = set() if self._stale else self.persistent & self._gathered
+        kept = {group.buffer(cast) for cast in stay for group in self.groups}
         for cast in (*self._pending, *self._gathered):
             for group in self.groups:
-                group.buffer(cast).release()
+                if group.buffer(cast) not in kept:
+                    group.buffer(cast).release()
         self._pending.clear()
-        self._gathered.clear()
+        self._gathered = stay
+        self._stale = False
         self._bind(None)
         self._guard()
+
+    def invalidate(self) -> None:
+        """The weights change: drop what persists, at once or when the last user is done."""
+        self._stale = not self.idle
+        self.release()
 
     def settle(self) -> None:
         """From freshly flattened to resident, or to SHARDED, where only shards remain."""
@@ -176,7 +188,7 @@ class ShardedUnit:
 
     def conceal(self) -> None:
         """End `expose`."""
-        if not (self.resident or self._gathered):
+        if not (self.resident or (self.in_use and self._bound in self._gathered)):
             self._guard()
 
     def _guard(self) -> None:
