@@ -16,6 +16,7 @@ record      the master and the optimizer's moments, wherever they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ from zero.room import allocate
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
 from zero.tiers.stores import Stores
+from zero.tiers.swap_file import Section
 from zero.tiers.trace import Held
-from zero.tiers.values import Values, fetch
+from zero.tiers.values import Values
 
 
 class FlatGroup:
@@ -200,13 +202,26 @@ class FlatGroup:
 
     def _mine_in(self, buffer: FlatBuffer) -> Tensor:
         """This rank's slice as it goes into `buffer`: the shard itself where it fits, else put there."""
-        shard, mine = self.shard, buffer.data[self.window]
-        if buffer is self.home and isinstance(shard, Tensor):
-            if shard.device == mine.device and self.shards > 1:
+        mine = buffer.data[self.window]
+        with self._in_memory() as shard:
+            if buffer is not self.home:
+                self._accelerator.kernels.scale_cast(mine, shard.to(mine.device, non_blocking=True))
+            elif shard is self.shard and shard.device == mine.device and self.shards > 1:
                 return shard
-            return mine.copy_(shard, non_blocking=True)
-        self._accelerator.kernels.scale_cast(mine, fetch(shard, mine.device))
+            else:
+                mine.copy_(shard, non_blocking=True)
         return mine
+
+    def _in_memory(self) -> AbstractContextManager[Tensor]:
+        """The shard to be copied from; one on disk is there till the block's end only."""
+        if isinstance(self.shard, Section):
+            return self._stores.read_ahead.use(self.shard)
+        assert isinstance(self.shard, Tensor)
+        return nullcontext(self.shard)
+
+    def start_read(self) -> bool:
+        """Begin to read a shard that is on disk; False where as much as may be has been read ahead."""
+        return not isinstance(self.shard, Section) or self._stores.read_ahead.begin(self.shard)
 
     def bind(self, cast: torch.dtype | None) -> None:
         """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""

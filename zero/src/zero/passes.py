@@ -47,7 +47,8 @@ class Passes:
         self._parking = parking
         self._config = config
         self._units = units
-        self._schedule = Schedule(list(units), config.prefetch)
+        disk = stores.read_ahead if config.tiers.params == "disk" else None
+        self._schedule = Schedule(list(units), config.prefetch, disk)
         device_type = stores.accelerator.device.type
         self._hooks = {
             unit: UnitHooks(unit, self._schedule, self.phase, device_type, self._backward_over)
@@ -60,7 +61,7 @@ class Passes:
             for index, parameter in enumerate(gradients.group.parameters):
                 parameter.register_post_accumulate_grad_hook(_receiver(self, gradients, index))
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
-        self.compiled = None if config.compile is None else self._compile(module, config.compile)
+        self.compiled = self._compile(module, config.compile, stores, communicator)
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
@@ -96,6 +97,11 @@ class Passes:
         except CommunicationError:
             pass  # the original error says more
 
+    def after_step(self) -> None:
+        """Collective, when the optimizer has stepped."""
+        if self.compiled is not None:
+            self.compiled.after_step()
+
     def receive(self, gradients: GroupGradients, index: int, parameter: Tensor) -> None:
         """Autograd has accumulated a parameter's gradient."""
         gradient, parameter.grad = parameter.grad, None
@@ -129,8 +135,13 @@ class Passes:
     def _gradients_complete(self, unit: ShardedUnit) -> None:
         self._hooks[unit].gradients_complete()
 
-    def _compile(self, module: nn.Module, settings: Compile) -> CompiledModel:
+    def _compile(
+        self, module: nn.Module, settings: Compile | None, stores: Stores, communicator: Communicator
+    ) -> CompiledModel | None:
+        if settings is None:
+            return None
         from zero.compiled.model import CompiledModel  # imports the compiler: seconds, for who wants it
+        from zero.compiled.persistence import Persistence
         from zero.compiled.runtime import Runtime
 
         of_group = {gradients.group: gradients for gradients in self.reducer.all}
@@ -140,7 +151,9 @@ class Passes:
             self._backward_over,
             self.phase.mark,
         )
-        return CompiledModel(module, self._units, runtime, settings, self.phase, self._begin_forward)
+        persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist_budget)
+        begin = self._begin_forward
+        return CompiledModel(module, self._units, runtime, persistence, settings, self.phase, begin)
 
 
 def _receiver(passes: Passes, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:

@@ -18,6 +18,7 @@ from zero.offload import Tier
 from zero.tiers.carrier import Carrier
 from zero.tiers.outlet import Outlet
 from zero.tiers.pipeline import Pipeline
+from zero.tiers.read_ahead import ReadAhead
 from zero.tiers.record import Record, section_bytes
 from zero.tiers.split import LOWER, SplitMaster
 from zero.tiers.swap_file import Section, SwapFile
@@ -50,6 +51,11 @@ class Stores:
     def carrier(self) -> Carrier:
         """Made when something moves for the first time: it takes a stream."""
         return Carrier(self.accelerator)
+
+    @cached_property
+    def read_ahead(self) -> ReadAhead:
+        """Of parameters on disk."""
+        return ReadAhead(self.accelerator)
 
     @cached_property
     def swap_file(self) -> SwapFile:

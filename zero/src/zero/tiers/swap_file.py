@@ -2,12 +2,14 @@
 
 The file has no name: it is unlinked as soon as it is open, so nothing is left behind by a job that ends,
 however it ends. Space is allocated when it is asked for, before training, so that a full disk cannot stop a
-step. Whole sections pass by O_DIRECT, in blocks that several threads move at once; slices of a section, which
-only checkpoints and inspection want, pass through the page cache of a second descriptor.
+step. Records pass by O_DIRECT, in blocks that several threads move at once. Parameters pass through the page
+cache of a second descriptor, which holds what there is memory for; so do slices of a record, which only
+checkpoints and inspection want.
 """
 
 from __future__ import annotations
 
+import bisect
 import os
 import tempfile
 import threading
@@ -37,7 +39,7 @@ THREADS = 8  # moves under way at once; a disk needs several to be busy
 class SwapFile:
     """folder: where the file is made, with mode 0600. Raises OffloadError where that cannot be.
 
-    bytes_read, bytes_written: moved so far, by whole sections.
+    bytes_read, bytes_written: moved so far by O_DIRECT.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,6 +47,8 @@ class SwapFile:
         self.bytes_read = 0
         self.bytes_written = 0
         self._end = 0
+        self._places: list[int] = []  # of allocations, ascending
+        self._changes: list[int] = []  # writes to each
         self._lock = threading.Lock()
         self._direct, self._cached = _open(folder)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zero-swap")
@@ -61,19 +65,30 @@ class SwapFile:
                 "Free space there, choose another Offload(path=...), or more ranks"
             ) from error
         self._end += size
+        self._places.append(place)
+        self._changes.append(0)
         return place
+
+    def changes(self, place: int) -> int:
+        """Writes that have begun so far to the allocation around `place`."""
+        return self._changes[bisect.bisect_right(self._places, place) - 1]
 
     def read(self, place: int, buffer: memoryview) -> Transfer:
         """Begin to fill `buffer`, page-aligned and of whole pages, from `place`."""
         with self._lock:
             self.bytes_read += buffer.nbytes
-        return self._move(os.preadv, place, buffer)
+        return self._move(os.preadv, self._direct, place, buffer)
+
+    def read_cached(self, place: int, buffer: memoryview) -> Transfer:
+        """Begin to fill `buffer` from any place, through the page cache."""
+        return self._move(os.preadv, self._cached, place, buffer)
 
     def write(self, place: int, buffer: memoryview) -> Transfer:
         """Begin to write `buffer`, page-aligned and of whole pages, to `place`; leave it alone till then."""
         with self._lock:
             self.bytes_written += buffer.nbytes
-        return self._move(os.pwritev, place, buffer)
+        self._count_change(place)
+        return self._move(os.pwritev, self._direct, place, buffer)
 
     def read_slice(self, place: int, buffer: memoryview) -> None:
         """Fill `buffer` from any place, through the page cache."""
@@ -81,17 +96,21 @@ class SwapFile:
 
     def write_slice(self, place: int, buffer: memoryview) -> None:
         """Write `buffer` to any place, through the page cache."""
+        self._count_change(place)
         self._guarded(os.pwritev, self._cached, place, buffer)
 
     def close(self) -> None:
         """Give the disk space back; so does dropping the file."""
         self._close()
 
-    def _move(self, call: Callable[..., int], place: int, buffer: memoryview) -> Transfer:
+    def _count_change(self, place: int) -> None:
+        self._changes[bisect.bisect_right(self._places, place) - 1] += 1
+
+    def _move(self, call: Callable[..., int], descriptor: int, place: int, buffer: memoryview) -> Transfer:
         return Transfer(
             [
                 self._threads.submit(
-                    self._guarded, call, self._direct, place + begin, buffer[begin : begin + BLOCK]
+                    self._guarded, call, descriptor, place + begin, buffer[begin : begin + BLOCK]
                 )
                 for begin in range(0, buffer.nbytes, BLOCK)
             ]
@@ -145,6 +164,15 @@ class Section(Stored):
     def write(self, values: Tensor) -> None:
         host = values.detach().to(HOST, self.dtype).contiguous()
         self.file.write_slice(self.place, bytes_of(host))
+
+    def begin_read(self, buffer: memoryview) -> Transfer:
+        """Begin to fill `buffer`, of this size."""
+        return self.file.read_cached(self.place, buffer)
+
+    @property
+    def changes(self) -> int:
+        """Writes that have begun so far to what this is a part of."""
+        return self.file.changes(self.place)
 
     def part(self, begin: int, end: int) -> Section:
         return Section(self.file, self.place + begin * self.dtype.itemsize, end - begin, self.dtype)
