@@ -15,8 +15,8 @@ class CountingStorage(Storage):
         self.bytes = 0
         self.on_read: Callable[[], None] = lambda: None
 
-    def open(self, path: Path) -> File:
-        file = super().open(path)
+    def open(self, path: Path, direct: bool = False) -> File:
+        file = super().open(path, direct)
         if path.suffix == ".safetensors":
             read = file.read
 

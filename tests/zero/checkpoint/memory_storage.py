@@ -114,7 +114,7 @@ class MemoryStorage(Storage):
         self.do("create", str(path), size)
         return MemoryFile(self, path)
 
-    def open(self, path: Path) -> File:
+    def open(self, path: Path, direct: bool = False) -> File:
         if not isinstance(self.node(path), FileNode):
             raise IsADirectoryError(errno.EISDIR, "is a directory", str(path))
         return MemoryFile(self, path)

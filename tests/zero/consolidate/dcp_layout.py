@@ -26,7 +26,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 def save(
     folder: Path, tensors: Mapping[str, Tensor], boxes: Mapping[str, Sequence[Box]], ranks: int = 2
 ) -> None:
-    """Boxes go to the ranks' files in turn; a tensor without boxes is one."""
+    """Boxes go to the ranks' files in turn; a tensor without boxes is one. Each keeps its memory order."""
     folder.mkdir()
     streams = [io.BytesIO() for _ in range(ranks)]
     described: dict[str, Any] = {"step": BytesStorageMetadata()}
@@ -52,7 +52,7 @@ def _part(value: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor
         return value  # in its own memory order
     for dimension, (low, size) in enumerate(zip(offsets, sizes, strict=True)):
         value = value.narrow(dimension, low, size)
-    return value.clone(memory_format=torch.contiguous_format)
+    return value.clone()
 
 
 def read_metadata(folder: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +22,14 @@ from tests.zero.consolidate.test_deepspeed import Bomb
 from zero.consolidate import Options, consolidate, convert, open_source, verify
 from zero.foreign import inert_pickle
 
-SMALL = Options(dtype="keep", workers=3, memory=3 * 139_264)
+SMALL = Options(dtype="keep", workers=3, memory=3 * 147_456)
 BOXES: dict[str, list[Box]] = {
     "rows": [((0, 0), (200, 300)), ((200, 0), (57, 300))],
     "columns": [((0, 0), (31, 5)), ((0, 5), (31, 8))],
     "grid": [((0, 0, 0), (2, 3, 4)), ((0, 3, 0), (2, 2, 4)), ((2, 0, 0), (1, 3, 4)), ((2, 3, 0), (1, 2, 4))],
     "uneven": [((0,), (5,)), ((5,), (0,)), ((5,), (2,))][::2],
+    "turned columns": [((0, 0), (700, 31)), ((0, 31), (700, 169))],
+    "turned grid": [((0, 0), (20, 9)), ((0, 9), (20, 8)), ((20, 0), (3, 9)), ((20, 9), (3, 8))],
 }
 
 
@@ -39,6 +42,9 @@ def tensors() -> saved.State:
         "grid": torch.randn(3, 5, 4),
         "uneven": torch.arange(7),
         "turned": torch.randn(300, 200).t(),
+        "turned columns": torch.randn(200, 700).t(),
+        "turned grid": torch.randn(17, 23).half().t(),
+        "gaps": torch.randn(30, 80)[:, 1:70:2],
         "flag": torch.tensor(True),
         "empty": torch.empty(0, 3),
         "half": torch.randn(9).half(),
@@ -213,3 +219,14 @@ def test_a_pickle_can_do_nothing(pickled: bytes) -> None:
 def test_plain_values_are_read() -> None:
     value = {"a": [1, (2.5, None)], "b": {"c": True}}
     assert inert_pickle.load(pickle.dumps(value), {}, Path("some")) == value
+
+
+def test_a_pickle_that_claims_memory_gets_none() -> None:
+    """The unpickler in C makes room for as many references as the highest number of one."""
+    claim = b"\x80\x02Nr" + (1 << 31).to_bytes(4, "little") + b"."
+    tracemalloc.start()
+    try:
+        inert_pickle.load(claim, {}, Path("some"))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -28,7 +28,7 @@ from tests.zero.consolidate.deepspeed_layout import (
 from zero.consolidate import Options, consolidate, open_source, verify
 from zero.foreign.crc import combine
 
-SMALL = Options(workers=3, memory=3 * 139_264)
+SMALL = Options(workers=3, memory=3 * 147_456)
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def model() -> Model:
     vectors = {"layer.bias": torch.randn(101), "scale": torch.randn(1), "norm.weight": torch.randn(13)}
     frozen = {"old.weight": torch.randn(7, 5).bfloat16(), "old.turned": torch.randn(6, 4).bfloat16().t()}
     buffers = {"shift": torch.linspace(-1, 1, 13), "count": torch.tensor(7)}
+    buffers |= {"mask": torch.arange(50).expand(40, 50), "gaps": torch.randn(30, 80)[:, 1:70:2]}
     return Model([matrices, vectors], frozen, buffers, {"head.weight": "embedding.weight"})
 
 

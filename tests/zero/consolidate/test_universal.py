@@ -14,7 +14,8 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.consolidate import saved
 from tests.zero.models import LanguageModel, tokens
 from tests.zero.training import adamw
-from zero.consolidate import Options, consolidate, export_universal, open_source, verify
+from zero.consolidate import Options, consolidate, open_source, verify
+from zero.consolidate.universal import export_universal
 from zero.consolidate.zero_source import ZeroSource
 
 TAG = "global_step3_universal"

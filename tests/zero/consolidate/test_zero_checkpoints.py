@@ -16,7 +16,7 @@ from zero.checkpoint.reader import Checkpoint
 from zero.consolidate import Options, consolidate, open_source, verify
 
 Saved = Callable[..., Path]
-SMALL = Options(workers=3, memory=3 * 139_264)  # the smallest chunks there are
+SMALL = Options(workers=3, memory=3 * 147_456)  # the smallest chunks there are
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import resource
 import threading
 import time
@@ -13,7 +14,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import (
@@ -30,7 +30,7 @@ from rich.text import Text
 
 import zero
 from zero.consolidate import convert as to_zero
-from zero.consolidate import export_universal, run
+from zero.consolidate import run
 from zero.consolidate.opening import open_source
 from zero.consolidate.source import Source
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
@@ -65,7 +65,9 @@ class Target(str, Enum):
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or the directory of several: its latest.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Threads; all cores where nothing is said.")]
-Memory = Annotated[str, typer.Option(help="For all buffers together. Python and torch need 300 MB besides.")]
+Memory = Annotated[
+    str, typer.Option(help="For all buffers. Python needs 60 MB besides, 300 MB to cast values.")
+]
 Include = Annotated[list[str] | None, typer.Option(help="Only names like this, e.g. 'model.*'.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="No names like this.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout alone.")]
@@ -165,6 +167,8 @@ def convert(
     )
     with progress_bar() as progress:
         if to is Target.universal:
+            from zero.consolidate.universal import export_universal  # torch takes a second to import
+
             with ZeroSource(weights, optimizer=True) as checkpoint:
                 result = export_universal(checkpoint, out, options, progress)
         else:
@@ -223,10 +227,10 @@ def progress_bar() -> Iterator[run.Progress]:
 
 
 def _prepare() -> None:
-    """A file for every rank may be open at once; casts run on the workers, one thread each."""
+    """Many ranks' files may be open at once; casts run on the workers, one thread each."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _warn(what: str, names: tuple[str, ...]) -> None:

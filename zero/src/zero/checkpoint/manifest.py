@@ -16,12 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
+CHECKSUMS = "checksums"  # the table of them in a rank's file
 BLOCK = 1 << 16  # bytes that one checksum covers
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+TORCH_NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8",
+    "BOOL": "bool", "C64": "complex64",
 }  # fmt: skip
 
 _HEAD = '{"format":"%s","version":%d,"crc32":"%08x",\n'

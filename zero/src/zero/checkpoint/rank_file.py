@@ -22,14 +22,13 @@ from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.header import header_of
-from zero.checkpoint.manifest import BLOCK
+from zero.checkpoint.manifest import BLOCK, CHECKSUMS
 from zero.checkpoint.storage import PAGE, Storage
 from zero.checkpoint.stream import CHUNK, Stream, aligned, view_of
 from zero.host_memory import bytes_of
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
-CHECKSUMS = "checksums"
 _CACHED = 4 * BLOCK  # read for the checksums, and copied while the processor's cache still has it
 
 

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 from zlib import crc32
 
 from pydantic import ValidationError
@@ -22,6 +23,7 @@ from zero.checkpoint.manifest import LATEST, MANIFEST, FileEntry, Latest, Manife
 from zero.checkpoint.storage import DISK, File, Storage, read_whole
 from zero.errors import CheckpointError, CorruptCheckpointError, StateError
 
+T = TypeVar("T")
 _SET_ASIDE = ".{}.old"  # a checkpoint about to be replaced by one of the same name
 
 
@@ -62,12 +64,14 @@ class Checkpoint:
     """An open checkpoint directory. Files are opened, and their headers checked, when first needed.
 
     Raises CheckpointError where files are missing and CorruptCheckpointError, naming file and tensor, where
-    bytes are not those that were written. Reading is safe from several threads.
+    bytes are not those that were written. Reading is safe from several threads. direct: open files so that
+    read_around() goes around the page cache.
     """
 
-    def __init__(self, path: Path, storage: Storage = DISK) -> None:
+    def __init__(self, path: Path, storage: Storage = DISK, direct: bool = False) -> None:
         self.path = path
         self._storage = storage
+        self._direct = direct
         self._files: dict[int, tuple[File, bytes]] = {}  # with the checksums of its blocks
         try:
             data = read_whole(storage, path / MANIFEST)
@@ -115,14 +119,31 @@ class Checkpoint:
                 f"{key!r} has {tensor.numel} elements of {item} bytes; asked for {into.nbytes} bytes from "
                 f"element {start} on"
             )
-        index = max(0, bisect_right(self._starts[key], start) - 1)
-        position = start
+        index, position = self._slice_at(key, start), start
         while position < stop:
             piece = tensor.slices[index]
             end = min(stop, piece.start + piece.length)
             window = into[(position - start) * item : (end - start) * item]
             self._read_slice(key, piece, item, (position - piece.start) * item, window)
             position, index = end, index + 1
+
+    def read_around(self, key: str, start: int, nbytes: int, pages: memoryview) -> memoryview:
+        """As read(), with whole blocks of one slice read around the page cache.
+
+        pages: memory on whole pages, at least two more than the bytes take. Returns the part of it where the
+        bytes are.
+        """
+        tensor, block = self.tensor(key), self.manifest.block_bytes
+        piece = tensor.slices[self._slice_at(key, start)]
+        begin, size = (start - piece.start) * tensor.item_bytes, piece.length * tensor.item_bytes
+        end = begin + nbytes
+        if begin % block or end > size or (end % block and end != size):
+            self.read(key, start, pages[:nbytes])
+            return pages[:nbytes]
+        file, _ = self._file(piece.file)
+        values = _translated(file, lambda: file.read_around(piece.offset + begin, nbytes, pages))
+        self._check(key, piece, begin, values, nbytes)
+        return values
 
     def check_files(self) -> None:
         """Raise unless every file is there in its full size. Reads no contents."""
@@ -167,20 +188,29 @@ class Checkpoint:
 
     def _read_blocks(self, key: str, piece: Slice, begin: int, into: memoryview) -> None:
         """Fill `into` with whole blocks of a slice, from its byte `begin` on, and check them."""
+        file, _ = self._file(piece.file)
+        count = _translated(file, lambda: file.read(piece.offset + begin, into))
+        self._check(key, piece, begin, into[:count], into.nbytes)
+
+    def _check(self, key: str, piece: Slice, begin: int, values: memoryview, wanted: int) -> None:
+        """Raise unless `values` are the `wanted` bytes of a slice from `begin`, where a block does, on."""
         file, checksums = self._file(piece.file)
         block, at = self.manifest.block_bytes, piece.offset + begin
-        count = _translated(file, lambda: file.read(at, into))
-        if count < into.nbytes:
-            raise CorruptCheckpointError(f"{file.path} ends at byte {at + count}, within {key!r}")
-        for offset in range(0, into.nbytes, block):
+        if values.nbytes < wanted:
+            raise CorruptCheckpointError(f"{file.path} ends at byte {at + values.nbytes}, within {key!r}")
+        for offset in range(0, wanted, block):
             number = 4 * (piece.block + (begin + offset) // block)
-            if crc32(into[offset : offset + block]) != int.from_bytes(
+            if crc32(values[offset : offset + block]) != int.from_bytes(
                 checksums[number : number + 4], "little"
             ):
                 raise CorruptCheckpointError(
                     f"{file.path} is damaged: the checksum of {key!r} does not match at bytes "
-                    f"{at + offset} to {at + min(offset + block, into.nbytes)}; load another checkpoint"
+                    f"{at + offset} to {at + min(offset + block, wanted)}; load another checkpoint"
                 )
+
+    def _slice_at(self, key: str, start: int) -> int:
+        """Which slice of a tensor has its element `start`."""
+        return max(0, bisect_right(self._starts[key], start) - 1)
 
     def _file(self, index: int) -> tuple[File, bytes]:
         have = self._files.get(index)
@@ -200,7 +230,7 @@ class Checkpoint:
     def _open(self, entry: FileEntry) -> File:
         path = self.path / entry.name
         try:
-            file = self._storage.open(path)
+            file = self._storage.open(path, direct=self._direct)
         except OSError as error:
             raise CheckpointError(f"{path} is missing or cannot be opened: {error}") from error
         if (size := file.size()) != entry.bytes:
@@ -228,7 +258,7 @@ def _checksums(file: File, entry: FileEntry) -> bytes:
     return bytes(table)
 
 
-def _translated(file: File, read: Callable[[], int]) -> int:
+def _translated(file: File, read: Callable[[], T]) -> T:
     try:
         return read()
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+import zero
 from zero.checkpoint import user_state
 from zero.checkpoint.engine_state import EngineParts, collect, describe
 from zero.checkpoint.exchange import Exchange
@@ -79,7 +80,7 @@ class Saver:
         job.mine = collect(self._engine, _plain(rank_state))
         if job.exchange.rank == 0:
             job.described = {
-                "zero": zero_version(),
+                "zero": zero.__version__,
                 "created": time.time(),
                 "steps": steps,
                 **describe(self._engine, job.mine.parts),
@@ -95,13 +96,6 @@ class Saver:
         except BaseException as error:
             self._failure = error
             _log.error("the checkpoint %s could not be saved: %s", path, error)
-
-
-def zero_version() -> str:
-    """This package's version."""
-    import zero
-
-    return zero.__version__
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,15 @@ _allocate: Any = getattr(os, "posix_fallocate", lambda file, start, size: os.tru
 
 
 class File:
-    """An open file, usable from any thread. Every method raises OSError as the operating system does."""
+    """An open file, usable from any thread. Every method raises OSError as the operating system does.
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    around: another descriptor of the file, which reads around the page cache.
+    """
+
+    def __init__(self, path: Path, descriptor: int, around: int | None = None) -> None:
         self.path = path
         self._descriptor = descriptor
+        self._around = around
 
     def size(self) -> int:
         """Bytes of the file."""
@@ -50,6 +54,17 @@ class File:
             done += count
         return done
 
+    def read_around(self, offset: int, count: int, pages: memoryview) -> memoryview:
+        """Read `count` bytes from `offset` on, around the page cache if the file was opened for that.
+
+        pages: memory on whole pages, at least two more than the bytes take. Returns the part of it where the
+        bytes are; they are fewer only at the end of the file.
+        """
+        shift = offset % PAGE
+        end = -(-(shift + count) // PAGE) * PAGE
+        done = self._read_pages(offset - shift, pages[:end])
+        return pages[shift : max(shift, min(shift + count, done))]
+
     def truncate(self, size: int) -> None:
         """Cut the file to `size` bytes."""
         os.ftruncate(self._descriptor, size)
@@ -60,6 +75,23 @@ class File:
 
     def close(self) -> None:
         os.close(self._descriptor)
+        if self._around is not None:
+            os.close(self._around)
+
+    def _read_pages(self, offset: int, pages: memoryview) -> int:
+        """Fill whole pages; returns the bytes read, fewer only at the end of the file."""
+        done = 0
+        while self._around is not None and done < pages.nbytes and not done % PAGE:
+            try:
+                count = os.preadv(self._around, [pages[done:]], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                break  # it wants larger pages
+            if not count:
+                return done
+            done += count
+        return done + self.read(offset + done, pages[done:])
 
     def _write_some(self, buffers: Sequence[memoryview], offset: int) -> int:
         try:
@@ -100,9 +132,15 @@ class Storage:
             raise
         return file
 
-    def open(self, path: Path) -> File:
-        """An existing file, for reading."""
-        return File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    def open(self, path: Path, direct: bool = False) -> File:
+        """An existing file, for reading. direct: around the page cache too, where the file system can."""
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
+        around = None
+        if direct and _DIRECT:
+            with contextlib.suppress(OSError):  # a file system in memory, for one, has no way around
+                around = os.open(path, flags | _DIRECT)
+        return File(path, descriptor, around)
 
     def make_directory(self, path: Path) -> None:
         """A new directory; the path must not exist and its parent must."""

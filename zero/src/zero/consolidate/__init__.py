@@ -1,15 +1,15 @@
 """Sharded checkpoints to whole weights, on all cores and in little memory.
 
 Rooms, lowest first: `source` (what weights are read from), `memory_order`, `zero_source` (zero's own format),
-`plan` (where every byte of the output goes), `workers` (chunks to threads), `output` (casting and writing),
+`plan` (where every byte of the output goes), `workers` (chunks to threads), `cast`, `output` (writing),
 `publish` (the output's name, and taking up killed runs), `opening` (which format it is), `run`, `convert`
 (to zero's own format), `universal` (to DeepSpeed's).
-Sources of other formats are in `zero.foreign`.
+Sources of other formats are in `zero.foreign`. Importing this imports no torch, which takes longer than many
+models: `cast`, `torch_plan` and `universal` do, where they are needed.
 """
 
 from zero.consolidate.convert import convert
 from zero.consolidate.opening import open_source
 from zero.consolidate.run import Options, Result, consolidate, verify
-from zero.consolidate.universal import export_universal
 
-__all__ = ["Options", "Result", "consolidate", "convert", "export_universal", "open_source", "verify"]
+__all__ = ["Options", "Result", "consolidate", "convert", "open_source", "verify"]

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import zero
 from zero.checkpoint.assembly import assemble
 from zero.checkpoint.header import header_of
-from zero.checkpoint.manifest import BLOCK, MANIFEST, model_key
-from zero.checkpoint.rank_file import CHECKSUMS
-from zero.checkpoint.save import zero_version
+from zero.checkpoint.manifest import BLOCK, CHECKSUMS, MANIFEST, model_key
 from zero.checkpoint.storage import File, write_whole
 from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.plan import Chosen, Plan, PlannedFile, choose
@@ -83,15 +82,15 @@ def _checksums(storage: WeightStorage, path: Path, file: PlannedFile, options: O
     """The CRC-32 of every block of every tensor, as the table has them."""
     limit = chunk_bytes(options.memory, options.workers)
     table = bytearray(4 * sum(_blocks(tensor) for tensor in file.tensors))
-    opened = storage.open(path)
+    opened = storage.open(path, direct=True)
 
     def chunks() -> Iterator[Chunk]:
         block = 0
         for tensor in file.tensors:
             for first in range(0, tensor.nbytes, limit):
                 offset = file.offsets[tensor.tensor] + first
-                read = partial(_sum, opened, offset, table, block + first // BLOCK)
-                yield Chunk(min(limit, tensor.nbytes - first), read)
+                nbytes = min(limit, tensor.nbytes - first)
+                yield Chunk(nbytes, partial(_sum, opened, offset, nbytes, table, block + first // BLOCK))
             block += _blocks(tensor)
 
     def handle(chunk: Chunk, buffers: Buffers) -> None:
@@ -104,12 +103,14 @@ def _checksums(storage: WeightStorage, path: Path, file: PlannedFile, options: O
     return bytes(table)
 
 
-def _sum(file: File, offset: int, table: bytearray, block: int, into: memoryview) -> None:
-    """Read blocks from `offset` on, and note their checksums from number `block` on."""
-    if file.read(offset, into) < into.nbytes:
+def _sum(file: File, offset: int, nbytes: int, table: bytearray, block: int, pages: memoryview) -> memoryview:
+    """Read bytes from `offset` on, and note their checksums from block number `block` on."""
+    values = file.read_around(offset, nbytes, pages)
+    if values.nbytes < nbytes:
         raise CheckpointError(f"{file.path} is shorter than it was written")
-    for number, first in enumerate(range(0, into.nbytes, BLOCK), start=block):
-        table[4 * number : 4 * number + 4] = crc32(into[first : first + BLOCK]).to_bytes(4, "little")
+    for number, first in enumerate(range(0, nbytes, BLOCK), start=block):
+        table[4 * number : 4 * number + 4] = crc32(values[first : first + BLOCK]).to_bytes(4, "little")
+    return values
 
 
 def _append(storage: WeightStorage, path: Path, offset: int, data: bytes) -> None:
@@ -147,7 +148,7 @@ def _described(source: Source, file: PlannedFile) -> dict[str, Any]:
     """The manifest's members that are not about files."""
     kinds = {chosen: source.tensors[chosen.tensor].kind for chosen in file.tensors}
     return {
-        "zero": zero_version(),
+        "zero": zero.__version__,
         "created": time.time(),
         "steps": 0,
         "world_size": 1,

@@ -26,14 +26,5 @@ class WeightStorage(Storage):
         names = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
         return bool(rename(*names, _RENAME_EXCHANGE) == 0)
 
-    def forget(self, path: Path) -> None:
-        """Let the next read of a file come from the disk and not from the cache, where that can be had."""
-        if hasattr(os, "posix_fadvise"):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
-
 
 WEIGHTS = WeightStorage()

@@ -15,32 +15,58 @@ import numpy as np
 
 
 class Box(NamedTuple):
-    """start: its first element in row-major order. lower, sizes: first index and length by dimension."""
+    """lower, sizes: first index and length by dimension."""
 
-    start: int
     lower: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def within(self, other: Box) -> Box:
+        """This box, whose indices count from another's first ones, in those that the other counts in."""
+        return Box(tuple(a + b for a, b in zip(self.lower, other.lower, strict=True)), self.sizes)
 
 
 def boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
     """Cut a tensor into boxes of at most `limit` elements, in row-major order."""
     axis = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= limit), len(shape))
     if axis == len(shape):
-        yield Box(0, (), ())
+        yield Box((), ())
         return
-    inner = math.prod(shape[axis + 1 :])
-    step = max(1, limit // max(1, inner))
+    step = max(1, limit // max(1, math.prod(shape[axis + 1 :])))
     rest = shape[axis + 1 :]
-    for number, outer in enumerate(itertools.product(*(range(n) for n in shape[:axis]))):
+    for outer in itertools.product(*(range(n) for n in shape[:axis])):
         for first in range(0, shape[axis], step):
             count = min(step, shape[axis] - first)
-            start = (number * shape[axis] + first) * inner
-            yield Box(start, (*outer, first, *(0 for _ in rest)), (*(1 for _ in outer), count, *rest))
+            yield Box((*outer, first, *(0 for _ in rest)), (*(1 for _ in outer), count, *rest))
+
+
+def stretches(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Begins and lengths, in elements of a row-major tensor, of what a box covers, in the box's own order."""
+    if not box.numel:
+        return
+    axis = len(shape)
+    while axis and box.sizes[axis - 1] == shape[axis - 1]:
+        axis -= 1
+    axis = max(0, axis - 1)  # the stretches are whole from here on, but for the first of these dimensions
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    length = math.prod(box.sizes[axis:])
+    base = sum(low * step for low, step in zip(box.lower, strides, strict=True))
+    for outer in itertools.product(*(range(size) for size in box.sizes[:axis])):
+        yield base + sum(n * step for n, step in zip(outer, strides, strict=False)), length
+
+
+def span(sizes: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """From the first element in memory to the last, in elements."""
+    if not math.prod(sizes):
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(sizes, stride, strict=True))
 
 
 def read_box(
     box: Box,
-    shape: tuple[int, ...],
     stride: tuple[int, ...],
     item: int,
     read: Callable[[int, memoryview], None],
@@ -48,20 +74,18 @@ def read_box(
 ) -> None:
     """Fill `into` with a box in row-major order.
 
-    stride: the dense strides that order the tensor's elements in memory. item: bytes of an element.
+    stride: of the tensor, in elements: any that are not negative. item: bytes of an element.
     read(start, into): fills bytes with elements from `start` on, in memory order.
     """
-    order = sorted(range(len(shape)), key=lambda d: stride[d], reverse=True)
-    inner = len(order)
-    while inner and box.sizes[order[inner - 1]] == shape[order[inner - 1]]:
-        inner -= 1
-    outer, run = order[: max(0, inner - 1)], order[max(0, inner - 1) :]
-    length = math.prod(box.sizes[d] for d in run) * item
-    scratch = bytearray(into.nbytes)
+    order = sorted(range(len(stride)), key=lambda d: stride[d], reverse=True)
+    sizes, steps = (tuple(values[d] for d in order) for values in (box.sizes, stride))
+    inner = next(n for n in range(len(order) + 1) if span(sizes[n:], steps[n:]) <= box.numel)
+    scratch = memoryview(bytearray(span(sizes[inner:], steps[inner:]) * item))
+    in_memory = np.frombuffer(scratch, f"u{item}")
+    wanted = np.frombuffer(into, f"u{item}").reshape(box.sizes).transpose(order)
+    found = np.lib.stride_tricks.as_strided(in_memory, sizes[inner:], [step * item for step in steps[inner:]])
     base = sum(low * step for low, step in zip(box.lower, stride, strict=True))
-    for number, index in enumerate(itertools.product(*(range(box.sizes[d]) for d in outer))):
-        start = base + sum(i * stride[d] for i, d in zip(index, outer, strict=True))
-        read(start, memoryview(scratch)[number * length : (number + 1) * length])
-    in_memory = np.frombuffer(scratch, f"u{item}").reshape([box.sizes[d] for d in order])
-    row_major = np.frombuffer(into, f"u{item}").reshape(box.sizes)
-    np.copyto(row_major, in_memory.transpose(np.argsort(order)))
+    for index in itertools.product(*(range(size) for size in sizes[:inner])):
+        start = base + sum(i * step for i, step in zip(index, steps, strict=False))
+        read(start, scratch)
+        wanted[index] = found

@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.checkpoint.storage import PAGE, File, Storage
 from zero.checkpoint.stream import aligned, view_of
@@ -20,19 +17,18 @@ from zero.consolidate.plan import Chosen, Plan, PlannedFile
 from zero.consolidate.source import Chunk, TensorInfo
 from zero.consolidate.workers import Buffers
 from zero.errors import CheckpointError
-from zero.host_memory import bytes_of
 
 UNFINISHED = ".part"
 _LARGE = 1 << 20  # bytes of a file
 
 
 class Part(NamedTuple):
-    """Bytes of one tensor as they are in the output. values: uint8. offset: in the file."""
+    """Bytes of one tensor as they are in the output. offset: in the file."""
 
     chosen: Chosen
     file: PlannedFile
     offset: int
-    values: Tensor
+    values: memoryview
 
 
 class Converter:
@@ -44,10 +40,10 @@ class Converter:
         self._places = {chosen.tensor: (chosen, file) for file in plan.files for chosen in file.tensors}
         self.overflowed: set[str] = set()
 
-    def parts(self, chunk: Chunk, values: Tensor, scratch: Tensor) -> Iterator[Part]:
+    def parts(self, chunk: Chunk, values: memoryview, scratch: memoryview) -> Iterator[Part]:
         """The parts of a chunk, valid until the next. Tensors that are not in the plan are left out.
 
-        values: the chunk's bytes. scratch: uint8, on whole pages; a part lies on its pages as it will in the
+        values: the chunk's bytes. scratch: memory on whole pages; a part lies on its pages as it will in the
         file, which is what writing around the page cache wants.
         """
         for piece in chunk.pieces:
@@ -55,22 +51,25 @@ class Converter:
                 continue
             chosen, file = self._places[piece.tensor]
             stored = self._tensors[piece.tensor].dtype
-            source = values[piece.at : piece.at + piece.length * ITEM_BYTES[stored]].view(TORCH[stored])
-            item = ITEM_BYTES[chosen.dtype]
+            wide, item = ITEM_BYTES[stored], ITEM_BYTES[chosen.dtype]
+            source = values[piece.at : piece.at + piece.length * wide]
             offset = file.offsets[piece.tensor] + piece.start * item
-            while source.numel():
+            while source.nbytes:
                 shift = offset % PAGE
-                count = min(source.numel(), (scratch.numel() // PAGE * PAGE - shift) // item)
-                converted = self._convert(chosen, source[:count], scratch[shift : shift + count * item])
-                yield Part(chosen, file, offset, converted)
-                source, offset = source[count:], offset + count * item
+                count = min(source.nbytes // wide, (scratch.nbytes // PAGE * PAGE - shift) // item)
+                into = scratch[shift : shift + count * item]
+                self._convert(chosen, source[: count * wide], stored, into)
+                yield Part(chosen, file, offset, into)
+                source, offset = source[count * wide :], offset + count * item
 
-    def _convert(self, chosen: Chosen, values: Tensor, into: Tensor) -> Tensor:
-        converted = into.view(TORCH[chosen.dtype]).copy_(values)
-        narrowed = converted.dtype == torch.float16 and values.dtype != torch.float16
-        if narrowed and not torch.equal(converted.isinf(), values.isinf()):
+    def _convert(self, chosen: Chosen, values: memoryview, stored: str, into: memoryview) -> None:
+        if stored == chosen.dtype:
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(values, np.uint8))
+            return
+        from zero.consolidate.cast import cast  # torch takes a second to import: only where it is needed
+
+        if cast(values, stored, into, chosen.dtype):
             self.overflowed.add(chosen.name)
-        return into
 
 
 class PlacedFile:
@@ -155,9 +154,9 @@ class Output:
         written = 0
         for part in self._converter.parts(chunk, buffers.read(chunk), buffers.output):
             if part.chosen.tensor in self.pending:
-                self._files[part.file.name].write(part.offset, bytes_of(part.values))
-                self._count(part.file, part.values.numel())
-                written += part.values.numel()
+                self._files[part.file.name].write(part.offset, part.values)
+                self._count(part.file, part.values.nbytes)
+                written += part.values.nbytes
         return written
 
     def close(self) -> None:
@@ -205,24 +204,24 @@ class Comparison:
         self._files: dict[str, File] = {}
         try:
             for file in plan.files:
-                self._files[file.name] = storage.open(directory / file.name)
+                self._files[file.name] = storage.open(directory / file.name, direct=True)
         except BaseException:
             self.close()
             raise
 
     def compare(self, chunk: Chunk, buffers: Buffers) -> int:
         """Read a chunk, and what was made of it; returns the bytes compared."""
-        half = buffers.output.numel() // 2 // PAGE * PAGE
+        half = buffers.output.nbytes // 2 // PAGE * PAGE
+        mine, theirs = buffers.output[: half - 2 * PAGE], buffers.output[half:]
         compared = 0
-        for part in self._converter.parts(chunk, buffers.read(chunk), buffers.output[:half]):
-            found = buffers.output[half : half + part.values.numel()]
-            count = self._files[part.file.name].read(part.offset, bytes_of(found))
-            if count != found.numel() or not torch.equal(found, part.values):
+        for part in self._converter.parts(chunk, buffers.read(chunk), mine):
+            found = self._files[part.file.name].read_around(part.offset, part.values.nbytes, theirs)
+            if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(part.values, np.uint8)):
                 raise CheckpointError(
                     f"{part.file.name} does not read back as it was written: {part.chosen.name!r}, from byte "
                     f"{part.offset} on; the disk or the memory of this machine is at fault"
                 )
-            compared += count
+            compared += found.nbytes
         return compared
 
     def close(self) -> None:

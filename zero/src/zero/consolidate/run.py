@@ -6,7 +6,7 @@ import errno
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +15,13 @@ from typing import Literal
 from zero.checkpoint.storage import write_whole
 from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.output import Comparison, Converter, Output
-from zero.consolidate.plan import Dtype, Plan, choose, plan_safetensors
+from zero.consolidate.plan import Chosen, Dtype, Plan, choose, plan_safetensors
 from zero.consolidate.publish import Staging
 from zero.consolidate.source import Chunk, Source
-from zero.consolidate.torch_plan import plan_torch
 from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes, default_workers, run
 from zero.errors import CheckpointError
 
 Format = Literal["safetensors", "torch"]
-_PLANS = {"safetensors": plan_safetensors, "torch": plan_torch}
 Progress = Callable[[str, int, int], None]
 """Called from any thread with what is being done, the bytes that are done of it, and all bytes of it."""
 
@@ -79,8 +77,16 @@ def consolidate(
     """
     options = options or Options()
     chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
-    plan = _PLANS[options.format](chosen, options.max_shard_size)
+    plan = _plan(options.format, chosen, options.max_shard_size)
     return publish(source, plan, Path(out), options, progress, storage)
+
+
+def _plan(format: Format, chosen: Sequence[Chosen], limit: int) -> Plan:
+    if format == "safetensors":
+        return plan_safetensors(chosen, limit)
+    from zero.consolidate.torch_plan import plan_torch  # torch takes a second to import
+
+    return plan_torch(chosen, limit)
 
 
 def publish(
@@ -187,8 +193,6 @@ class _Job:
 
     def compare(self, directory: Path) -> None:
         """Everything that was written, from the disk, with the source."""
-        for file in self.plan.files:
-            self.storage.forget(directory / file.name)
         comparison = Comparison(self.storage, directory, self.plan, self.converter)
         try:
             every = frozenset(chosen.tensor for file in self.plan.files for chosen in file.tensors)

@@ -51,13 +51,14 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes that are read at once. read: fills a buffer of `nbytes`, and raises where they are damaged.
+    """Bytes that are read at once. pieces: what of them belongs to which tensor; the rest is padding.
 
-    pieces: what of the bytes belongs to which tensor; the rest is padding.
+    read: given memory on whole pages, at least two more than the bytes take, returns the part of it where it
+    put them; raises where they are damaged.
     """
 
     nbytes: int
-    read: Callable[[memoryview], None]
+    read: Callable[[memoryview], memoryview]
     pieces: tuple[Piece, ...] = ()
 
 

@@ -3,18 +3,14 @@ interpreter lock, so threads are enough."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
 
-import torch
-from torch import Tensor
-
 from zero.checkpoint.storage import PAGE
+from zero.checkpoint.stream import aligned, view_of
 from zero.consolidate.source import Chunk
 from zero.errors import UsageError
-from zero.host_memory import bytes_of
 
 DEFAULT_MEMORY = 128 << 20
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22  # bytes of a chunk; larger ones are no faster
@@ -24,17 +20,15 @@ Progress = Callable[[int], None]
 
 
 class Buffers:
-    """What one thread works in: uint8, on whole pages. source: for a chunk. output: for what it becomes."""
+    """What one thread works in, on whole pages. source: for a chunk. output: for what it becomes."""
 
     def __init__(self, limit: int) -> None:
-        self.source = torch.frombuffer(mmap.mmap(-1, limit), dtype=torch.uint8)
-        self.output = torch.frombuffer(mmap.mmap(-1, limit + _ROOM), dtype=torch.uint8)
+        self.source = view_of(aligned(limit + _ROOM))
+        self.output = view_of(aligned(limit + _ROOM))
 
-    def read(self, chunk: Chunk) -> Tensor:
+    def read(self, chunk: Chunk) -> memoryview:
         """The bytes of a chunk."""
-        values = self.source[: chunk.nbytes]
-        chunk.read(bytes_of(values))
-        return values
+        return chunk.read(self.source)
 
 
 def default_workers() -> int:
@@ -48,13 +42,13 @@ def chunk_bytes(memory: int, workers: int) -> int:
 
     Raises UsageError where they cannot.
     """
-    least = 2 * _SMALLEST + _ROOM
+    least = 2 * (_SMALLEST + _ROOM)
     if workers < 1 or memory // workers < least:
         raise UsageError(
             f"{workers} workers in {memory} bytes of memory: at least one worker, and {least} bytes for each "
             "are needed"
         )
-    return min(_LARGEST, (memory // workers - _ROOM) // 2 // _SMALLEST * _SMALLEST)
+    return min(_LARGEST, (memory // workers // 2 - _ROOM) // _SMALLEST * _SMALLEST)
 
 
 def run(chunks: Iterator[Chunk], workers: int, limit: int, handle: Callable[[Chunk, Buffers], None]) -> None:

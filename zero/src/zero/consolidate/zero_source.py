@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
 from zero.checkpoint.manifest import Manifest, ParameterEntry, Slice, TensorEntry, model_key, state_key
 from zero.checkpoint.reader import Checkpoint, find
 from zero.checkpoint.storage import DISK, Storage
-from zero.consolidate.memory_order import Box, boxes, read_box
+from zero.consolidate.memory_order import Box, boxes, read_box, stretches
 from zero.consolidate.source import Chunk, Kind, Piece, Source, TensorInfo
 
 
@@ -21,7 +21,7 @@ class ZeroSource(Source):
 
     def __init__(self, path: Path, storage: Storage = DISK, optimizer: bool = False) -> None:
         self.path = find(path, storage)
-        self.checkpoint = Checkpoint(self.path, storage)
+        self.checkpoint = Checkpoint(self.path, storage, direct=True)
         try:
             self.checkpoint.check_files()
         except BaseException:
@@ -71,20 +71,27 @@ class ZeroSource(Source):
     ) -> Iterator[Chunk]:
         """A slice, cut where its blocks are, so that none is read twice."""
         item, block = entry.item_bytes, self.checkpoint.manifest.block_bytes
-        step = max(item, limit // block * block or limit) // item
-        for first in range(0, piece.length, step):
-            count, start = min(step, piece.length - first), piece.start + first
-            pieces = () if index is None else (Piece(index, start, count, 0),)
-            yield Chunk(count * item, partial(self.checkpoint.read, key, start), pieces)
+        size, step = piece.length * item, max(item, limit // block * block or limit // item * item)
+        for first in range(0, size, step):
+            count = min(step, size - first)
+            start = piece.start + first // item
+            pieces = () if index is None else (Piece(index, start, count // item, 0),)
+            yield Chunk(count, partial(self._read, key, start, count), pieces)
+
+    def _read(self, key: str, start: int, nbytes: int, pages: memoryview) -> memoryview:
+        return self.checkpoint.read_around(key, start, nbytes, pages)
 
     def _box(self, index: int, key: str, entry: TensorEntry, box: Box) -> Chunk:
+        ((start, count),) = stretches(box, entry.shape)
+        nbytes = count * entry.item_bytes
+        fill = partial(self._read_box, key, entry, box, nbytes)
+        return Chunk(nbytes, fill, (Piece(index, start, count, 0),))
+
+    def _read_box(self, key: str, entry: TensorEntry, box: Box, nbytes: int, pages: memoryview) -> memoryview:
         assert entry.stride is not None
-        count = 1
-        for size in box.sizes:
-            count *= size
-        read: Callable[[int, memoryview], None] = partial(self.checkpoint.read, key)
-        fill = partial(read_box, box, entry.shape, entry.stride, entry.item_bytes, read)
-        return Chunk(count * entry.item_bytes, fill, (Piece(index, box.start, count, 0),))
+        values = pages[:nbytes]
+        read_box(box, entry.stride, entry.item_bytes, partial(self.checkpoint.read, key), values)
+        return values
 
 
 def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInfo]]:

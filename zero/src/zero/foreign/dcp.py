@@ -8,24 +8,21 @@ A chunk is a box of its tensor. Optimizer state is among the tensors, under the 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.checkpoint.manifest import ITEM_BYTES, is_dense, is_row_major
-from zero.consolidate.memory_order import read_box
+from zero.checkpoint.manifest import ITEM_BYTES
+from zero.consolidate.memory_order import Box, stretches
 from zero.consolidate.source import TensorInfo
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.foreign import inert_pickle
-from zero.foreign.inert_pickle import DTYPES, TENSORS, Function, Kept, StoredTensor
+from zero.foreign.inert_pickle import DTYPES, Function, Kept, StoredTensor
 from zero.foreign.record_source import RecordSource
-from zero.foreign.torch_file import Record, records_of
+from zero.foreign.torch_file import TorchFile
 
 METADATA = ".metadata"
-_LARGEST_PICKLE = 1 << 20  # bytes of one that describes one tensor
 _CLASSES = """
     Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex
     StorageMeta _MEM_FORMAT_ENCODING
@@ -126,7 +123,7 @@ class DcpSource(RecordSource):
         self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Sizes], _Place]
     ) -> Iterator[_Chunk]:
         """A tensor's chunks, which together hold every element once."""
-        info, stretches = self.tensors[index], []
+        info, parts = self.tensors[index], []
         for offsets, sizes in (
             (_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in entry["chunks"]
         ):
@@ -141,10 +138,10 @@ class DcpSource(RecordSource):
                 raise CorruptCheckpointError(
                     f"{self.path}: {info.name!r} has no room for its chunk at {offsets}"
                 )
-            stretches += list(_stretches(offsets, sizes, info.shape))
+            parts += list(stretches(Box(offsets, sizes), info.shape))
             yield chunk
         end = 0
-        for start, length in sorted(stretches):
+        for start, length in sorted(parts):
             if start != end:
                 break
             end += length
@@ -163,48 +160,24 @@ class DcpSource(RecordSource):
 
     def _lay_out(self, path: Path, chunks: list[_Chunk]) -> bool:
         """Find the tensors' bytes in one file of chunks; returns whether all of them have checksums."""
-        found: list[tuple[_Chunk, StoredTensor, Record]] = []
-        with path.open("rb") as file:
-            for chunk in chunks:
-                records = {r.name.partition("/")[2]: r for r in records_of(path, *chunk.place[1:])}
-                pickled = records["data.pkl"]
-                file.seek(pickled.offset)
-                data = file.read(min(pickled.nbytes, _LARGEST_PICKLE))
-                tensor = inert_pickle.load(data, TENSORS, path)
-                if math.prod(chunk.sizes):
-                    found.append((chunk, tensor, records[f"data/{tensor.storage.key}"]))
-        self.add_file(path, [record for _, _, record in found])
-        for chunk, tensor, record in found:
-            self._place_chunk(chunk, tensor, record)
-        return all(record.crc is not None for _, _, record in found)
+        found = [(chunk, TorchFile(path, {}, *chunk.place[1:])) for chunk in chunks]
+        for chunk, file in found:
+            self._check_chunk(chunk, file.content)
+        found = [(chunk, file) for chunk, file in found if math.prod(chunk.sizes)]
+        records = [file.locate(file.content)[0] for _, file in found]
+        self.add_file(path, records)
+        for chunk, file in found:
+            shape = self.tensors[chunk.tensor].shape
+            self.place_box(chunk.tensor, Box(chunk.offsets, chunk.sizes), shape, file, file.content)
+        return all(record.crc is not None for record in records)
 
-    def _place_chunk(self, chunk: _Chunk, tensor: StoredTensor, record: Record) -> None:
-        info, path, sizes = self.tensors[chunk.tensor], chunk.place.path, chunk.sizes
-        item = ITEM_BYTES[info.dtype]
-        begin, end = tensor.offset * item, (tensor.offset + math.prod(sizes)) * item
-        same = tensor.shape == sizes and tensor.dtype == info.dtype and is_dense(sizes, tensor.stride)
-        if not same or begin < 0 or end > record.nbytes:
-            raise CorruptCheckpointError(f"{path}: the chunk of {info.name!r} is not what {METADATA} says")
-        if is_row_major(sizes, tensor.stride):
-            for start, length in _stretches(chunk.offsets, sizes, info.shape):
-                self.place_stretch(chunk.tensor, path, record, start, length, begin)
-                begin += length * item
-        elif sizes == info.shape:
-            read = partial(self._read_elements, path, record, begin, item)
-            self.place_boxes(chunk.tensor, path, record, partial(_read_box, sizes, tensor.stride, item, read))
-        else:
-            raise CheckpointError(
-                f"{path}: {info.name!r} is in several chunks whose memory order is not row-major: not read"
+    def _check_chunk(self, chunk: _Chunk, content: Any) -> None:
+        info = self.tensors[chunk.tensor]
+        same = isinstance(content, StoredTensor) and content.shape == chunk.sizes
+        if not same or content.dtype != info.dtype:
+            raise CorruptCheckpointError(
+                f"{chunk.place.path}: the chunk of {info.name!r} is not what {METADATA} says"
             )
-
-    def _read_elements(
-        self, path: Path, record: Record, begin: int, item: int, start: int, into: memoryview
-    ) -> None:
-        self.read_part(path, record, begin + start * item, into)
-
-
-def _read_box(shape: Sizes, stride: Sizes, item: int, read: Any, box: Any, into: memoryview) -> None:
-    read_box(box, shape, stride, item, read, into)
 
 
 def _sizes(value: Any) -> Sizes:
@@ -212,18 +185,3 @@ def _sizes(value: Any) -> Sizes:
     if min(sizes, default=0) < 0 or math.prod(sizes) >= 1 << 62:
         raise ValueError(f"{sizes} are no sizes")
     return sizes
-
-
-def _stretches(offsets: Sizes, sizes: Sizes, shape: Sizes) -> Iterator[tuple[int, int]]:
-    """Begins and lengths, in elements of a row-major tensor, of what a box covers, in the box's own order."""
-    if not math.prod(sizes):
-        return
-    axis = len(shape)
-    while axis and sizes[axis - 1] == shape[axis - 1]:
-        axis -= 1
-    axis = max(0, axis - 1)  # the stretches are whole from here on, but for the first of these dimensions
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    length = math.prod(sizes[axis:])
-    base = sum(low * step for low, step in zip(offsets, strides, strict=True))
-    for outer in itertools.product(*(range(size) for size in sizes[:axis])):
-        yield base + sum(n * step for n, step in zip(outer, strides, strict=False)), length

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.foreign.deepspeed_files import master_file, optimizer_files
 from zero.foreign.deepspeed_weights import DeepSpeedWeights, Shape, Values, mapping
 from zero.foreign.flat_groups import stage2, stage3
+from zero.foreign.inert_pickle import StoredTensor
 from zero.foreign.torch_file import TorchFile
 
 _FLAT_GROUPS = {
@@ -33,7 +32,7 @@ class ShardedSource(DeepSpeedWeights):
         self._check_ranks(files, states)
         key = _FLAT_GROUPS[self._stage == 3]
         flat = [_flat(file, state, key) for file, state in zip(files, states, strict=True)]
-        sizes = [[group.numel() for group in rank] for rank in flat]
+        sizes = [[group.numel for group in rank] for rank in flat]
         if len({len(rank) for rank in sizes}) != 1:
             raise CorruptCheckpointError(f"{self.path}: the ranks have different numbers of groups")
         if self._stage == 3:
@@ -66,10 +65,11 @@ class ShardedSource(DeepSpeedWeights):
                     f"{file.path} was saved by {count} ranks, and {self.path} has files of {self._ranks}: it "
                     "is not complete, or mixed from several saves"
                 )
-            if _step(state) != _step(states[0]):
+            step, first = _step(file, state), _step(files[0], states[0])
+            if step != first:
                 raise CheckpointError(
-                    f"{file.path} is of step {_step(state)} and {files[0].path.name} of step "
-                    f"{_step(states[0])}: the directory is mixed from several saves"
+                    f"{file.path} is of step {step} and {files[0].path.name} of step {first}: the directory "
+                    "is mixed from several saves"
                 )
 
 
@@ -87,31 +87,33 @@ class UniversalSource(DeepSpeedWeights):
     def _values(self, name: str, shape: Shape) -> Values:
         file = self.torch_file(master_file(self.path, name))
         values = file.content.get("param") if isinstance(file.content, Mapping) else file.content
-        if not isinstance(values, Tensor) or values.numel() != math.prod(shape):
+        if not isinstance(values, StoredTensor) or values.numel != math.prod(shape):
             raise CorruptCheckpointError(
                 f"{file.path} does not hold the {math.prod(shape)} elements of {name!r}"
             )
-        return Values(0, file, values, 0, values.numel())
+        return Values(0, file, values, 0, values.numel)
 
 
-def _flat(file: TorchFile, state: Mapping[str, Any], key: str) -> list[Tensor]:
+def _flat(file: TorchFile, state: Mapping[str, Any], key: str) -> list[StoredTensor]:
     groups = state.get(key)
     if not isinstance(groups, list) or not groups:
         raise CorruptCheckpointError(f"{file.path} has no flat groups of fp32 masters ({key})")
-    if not all(isinstance(group, Tensor) and group.dim() == 1 for group in groups):
+    if not all(
+        isinstance(group, StoredTensor) and group.is_row_major and len(group.shape) == 1 for group in groups
+    ):
         raise CorruptCheckpointError(f"{file.path}: the groups of fp32 masters ({key}) are not flat")
     return groups
 
 
-def _step(state: Mapping[str, Any]) -> Any:
+def _step(file: TorchFile, state: Mapping[str, Any]) -> Any:
     """Optimizer steps taken, by the first parameter's state; None where the optimizer does not count."""
     inner = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
     found: Any = inner.get("state") if isinstance(inner, Mapping) else inner
     entries = found.values() if isinstance(found, Mapping) else found if isinstance(found, list) else ()
     for entry in entries:
         step = entry.get("step") if isinstance(entry, Mapping) else None
-        if isinstance(step, Tensor) and step.numel() == 1:
-            return step.item()
+        if isinstance(step, StoredTensor) and step.numel == 1:
+            return file.number(step)
         if isinstance(step, (int, float)):
             return step
     return None

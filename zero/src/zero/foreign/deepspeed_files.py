@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero.errors import CheckpointError
-from zero.foreign.torch_file import Inert
+from zero.foreign.inert_pickle import Kept
 
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -33,9 +33,9 @@ class Stage(int):
 
 STAND_INS: dict[str, type] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Inert,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Inert,
-    "deepspeed.utils.tensor_fragment.fragment_address": Inert,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Kept,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Kept,
+    "deepspeed.utils.tensor_fragment.fragment_address": Kept,
 }
 """The classes that such checkpoints hold."""
 

@@ -8,13 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from zero.checkpoint.dtypes import name_of
 from zero.consolidate.source import Kind, TensorInfo
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.foreign.deepspeed_files import STAND_INS, model_files
+from zero.foreign.inert_pickle import StoredTensor
 from zero.foreign.record_source import RecordSource
 from zero.foreign.torch_file import TorchFile
 
@@ -22,12 +19,11 @@ Shape = tuple[int, ...]
 
 
 class Values(NamedTuple):
-    """Elements `first` to `first + length` of a tensor that is mapped from a file are a parameter's from
-    `start` on."""
+    """Elements `first` to `first + length` of a tensor in a file are a parameter's from `start` on."""
 
     start: int
     file: TorchFile
-    tensor: Tensor
+    tensor: StoredTensor
     first: int
     length: int
 
@@ -82,7 +78,7 @@ class DeepSpeedWeights(RecordSource):
         self._infos: list[TensorInfo] = []
         for name in dict.fromkeys([*self._module, *shapes, *frozen]):
             if name in shapes:
-                dtype = masters[name][0].tensor.dtype if masters[name] else torch.float32
+                dtype = masters[name][0].tensor.dtype if masters[name] else "F32"
                 self._add(name, shapes[name], dtype, "parameter", masters[name])
             elif name in frozen:
                 self._add_frozen(name, frozen[name])
@@ -90,13 +86,11 @@ class DeepSpeedWeights(RecordSource):
                 self._add_whole(name, "buffer" if name in buffers else "frozen")
         self.tensors = tuple(self._infos)
 
-    def _add(
-        self, name: str, shape: Shape, stored: torch.dtype, kind: Kind, values: Iterable[Values]
-    ) -> None:
+    def _add(self, name: str, shape: Shape, stored: str, kind: Kind, values: Iterable[Values]) -> None:
         placeholder = self._module.get(name)
-        trained = placeholder.dtype if isinstance(placeholder, Tensor) else stored
-        dtypes = name_of(stored, name), name_of(trained, name)
-        self._infos.append(TensorInfo(name, shape, *dtypes, kind, tuple(self._aliases.get(name, ()))))
+        trained = placeholder.dtype if isinstance(placeholder, StoredTensor) else stored
+        aliases = tuple(self._aliases.get(name, ()))
+        self._infos.append(TensorInfo(name, shape, stored, trained, kind, aliases))
         for start, file, tensor, first, length in values:
             self.place(len(self._infos) - 1, start, file, tensor, first, length)
 
@@ -106,9 +100,9 @@ class DeepSpeedWeights(RecordSource):
         values: list[Values] = []
         start, numel = 0, math.prod(shape)
         for file, part in parts:
-            if not isinstance(part, Tensor) or (not self._sharded and tuple(part.shape) != shape):
+            if not isinstance(part, StoredTensor) or (not self._sharded and part.shape != shape):
                 raise CorruptCheckpointError(f"{file.path} lacks its part of the frozen parameter {name!r}")
-            length = min(part.numel(), numel - start)
+            length = min(part.numel, numel - start)
             values.append(Values(start, file, part, 0, length))
             start += length
         if start != numel:
@@ -120,13 +114,13 @@ class DeepSpeedWeights(RecordSource):
     def _add_whole(self, name: str, kind: Kind) -> None:
         """A buffer, or a frozen parameter that only the module's state has."""
         value, file = self._module[name], self._model[0]
-        if not isinstance(value, Tensor):
+        if not isinstance(value, StoredTensor):
             self.left_out += (name,)
         elif kind == "frozen" and self._sharded:
             raise CorruptCheckpointError(f"{file.path} names {name!r} and does not say where its values are")
         else:
-            whole = Values(0, file, value, 0, value.numel())
-            self._add(name, tuple(value.shape), value.dtype, kind, [whole])
+            whole = Values(0, file, value, 0, value.numel)
+            self._add(name, value.shape, value.dtype, kind, [whole])
 
     def _tell(self, first: TorchFile) -> None:
         status = [(file.path, file.path.stat()) for file in self._files]

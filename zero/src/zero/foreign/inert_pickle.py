@@ -1,18 +1,20 @@
 """Pickles read without running anything in them: plain containers, and stand-ins for known names only.
 
 The stand-ins are inert: classes that keep what was stored, functions that put their arguments in a record.
-Python's unpickler finds names in one place, `find_class`, and there any other name is refused.
+Python's unpickler finds names in one place, `find_class`, and there any other name is refused. It is the one
+written in Python: the one in C lets a few bytes claim any amount of memory.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.checkpoint.dtypes import TORCH
+from zero.checkpoint.manifest import ITEM_BYTES, TORCH_NAMES, is_row_major
 from zero.errors import CheckpointError, CorruptCheckpointError
 
 
@@ -26,6 +28,13 @@ class Kept:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
+
+
+class Dict(dict[Any, Any]):
+    """In place of dicts that have more than items, such as the versions in a module's state dict."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
 
 
 class Function:
@@ -52,24 +61,77 @@ class StoredStorage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of torch.save's, in elements of its storage."""
+    """A tensor of torch.save's. dtype: named as in safetensors. offset: of its first element in its storage,
+    in elements, as its strides are."""
 
-    storage: StoredStorage
+    storage: str
+    dtype: str
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: str | None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_row_major(self) -> bool:
+        return is_row_major(self.shape, self.stride)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+
+def tensors_in(value: Any) -> Iterator[StoredTensor]:
+    """All tensors in nested containers."""
+    if isinstance(value, StoredTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Kept):
+        yield from tensors_in(vars(value))
+
+
+def _tensor(storage: StoredStorage, dtype: Any, offset: int, shape: Any, stride: Any) -> StoredTensor:
+    tensor = StoredTensor(storage.key, dtype, offset, tuple(shape), tuple(stride))
+    numbers = (offset, *tensor.shape, *tensor.stride)
+    if dtype not in ITEM_BYTES or len(tensor.shape) != len(tensor.stride):
+        raise ValueError(f"{tensor} is no tensor")
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*numbers, tensor.numel)):
+        raise ValueError(f"{tensor} cannot be as large as it says")
+    return tensor
 
 
 def _tensor_v2(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
-    return StoredTensor(storage, offset, tuple(shape), tuple(stride), storage.dtype)
+    return _tensor(storage, storage.dtype, offset, shape, stride)
 
 
 def _tensor_v3(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
-    return StoredTensor(storage, offset, tuple(shape), tuple(stride), rest[2])
+    return _tensor(storage, rest[2], offset, shape, stride)
 
 
-DTYPES: Mapping[str, Any] = {str(dtype): name for name, dtype in TORCH.items()}
+def _first(value: Any, *_: Any) -> Any:
+    """What becomes of a parameter: the tensor that it is."""
+    return value
+
+
+def _subclass(rebuild: Any, kind: Any, arguments: Any, *_: Any) -> Any:
+    if not isinstance(rebuild, Function):
+        raise ValueError(f"{rebuild!r} makes no tensor")
+    return rebuild(*arguments)
+
+
+def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
+    """As pickles of the second protocol write bytes."""
+    return text.encode(encoding)
+
+
+DTYPES: Mapping[str, Any] = {f"torch.{theirs}": name for name, theirs in TORCH_NAMES.items()}
 _STORAGES = {
     f"torch.{kind}Storage": name
     for kind, name in {
@@ -77,16 +139,37 @@ _STORAGES = {
         "Short": "I16", "Char": "I8", "Byte": "U8", "Bool": "BOOL", "ComplexFloat": "C64",
     }.items()
 }  # fmt: skip
+_CONTAINERS: Mapping[str, Any] = {
+    "collections.OrderedDict": Dict,
+    "collections.Counter": Dict,
+    "torch.Size": tuple,
+    "torch.device": Function(Kept),
+    "torch.serialization._get_layout": Function(Kept),
+    "_codecs.encode": Function(_bytes),
+    **{
+        f"{module}.{name}": stand_in
+        for module in ("builtins", "__builtin__")  # the latter is Python 2's name, which the protocol keeps
+        for name, stand_in in {
+            "set": Function(set),
+            "bytearray": Function(_bytes),
+            "complex": Function(complex),
+        }.items()
+    },
+}
 TENSORS: Mapping[str, Any] = {
     **DTYPES,
     **{storage: (name,) for storage, name in _STORAGES.items()},
+    **_CONTAINERS,
     "torch.storage.UntypedStorage": (None,),
-    "torch.Size": tuple,
     "torch._utils._rebuild_tensor_v2": Function(_tensor_v2),
     "torch._utils._rebuild_tensor_v3": Function(_tensor_v3),
-    "collections.OrderedDict": dict,
+    "torch._utils._rebuild_parameter": Function(_first),
+    "torch._utils._rebuild_parameter_with_state": Function(_first),
+    "torch._tensor._rebuild_from_type_v2": Function(_subclass),
+    "torch.nn.parameter.Parameter": Kept,
+    "torch.Tensor": Kept,
 }
-"""What a file of torch.save with one tensor names."""
+"""What a file of torch.save with tensors in plain containers names."""
 
 
 def load(data: bytes, known: Mapping[str, Any], path: Path) -> Any:
@@ -103,7 +186,7 @@ def load(data: bytes, known: Mapping[str, Any], path: Path) -> Any:
         raise CorruptCheckpointError(f"{path} holds a pickle that makes no sense: {what}") from error
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
     def __init__(self, file: BytesIO, known: Mapping[str, Any], path: Path) -> None:
         super().__init__(file)
         self._known = known

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 from zlib import crc32
 
-import torch
-from torch import Tensor
-
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.checkpoint.storage import DISK, File, Storage
-from zero.consolidate.memory_order import Box, boxes
+from zero.consolidate.memory_order import Box, boxes, read_box, stretches
 from zero.consolidate.source import Chunk, Piece, Source
 from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError
 from zero.foreign import crc
+from zero.foreign.inert_pickle import StoredTensor
 from zero.foreign.torch_file import Record, TorchFile
-
-ReadBox = Callable[[Box, memoryview], None]
 
 
 class Place(NamedTuple):
@@ -42,6 +38,18 @@ class Key(NamedTuple):
     record: Record
 
 
+class Strided(NamedTuple):
+    """A box of a tensor in a record, in another order than row-major. shape: of the whole tensor. stride: of
+    the box, in elements. offset: of its first element, bytes from the record's begin."""
+
+    tensor: int
+    box: Box
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    key: Key
+    offset: int
+
+
 class RecordSource(Source):
     """What sources made of records have in common; a subclass says what lies where.
 
@@ -54,7 +62,7 @@ class RecordSource(Source):
         self._open: dict[Path, File] = {}
         self._records: dict[Key, None] = {}
         self._places: dict[Key, list[Place]] = {}
-        self._loose: dict[int, tuple[Key, ReadBox]] = {}
+        self._strided: list[Strided] = []
         self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of every chunk, by its begin
         self._lock = threading.Lock()
         try:
@@ -74,7 +82,7 @@ class RecordSource(Source):
     def add_file(self, path: Path, records: Iterable[Record]) -> None:
         """Open a file for reading its records."""
         try:
-            self._open[path] = self._storage.open(path)
+            self._open[path] = self._storage.open(path, direct=True)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         self._records.update({Key(path, record): None for record in records})
@@ -87,50 +95,52 @@ class RecordSource(Source):
             place = Place(offset, tensor, start, length)
             self._places.setdefault(Key(path, record), []).append(place)
 
-    def place_boxes(self, tensor: int, path: Path, record: Record, read: ReadBox) -> None:
-        """Say that a record has a tensor in another order than row-major. read: fills bytes with a box."""
-        self._loose[tensor] = Key(path, record), read
-
     def place(
         self,
         tensor: int,
         start: int,
         file: TorchFile,
-        values: Tensor,
+        values: StoredTensor,
         first: int = 0,
         length: int | None = None,
     ) -> None:
-        """Say that elements `first` to `first + length` of `values` are elements of a tensor from `start` on.
-
-        values: mapped from `file`. Without elements it is nothing.
-        """
-        length = values.numel() - first if length is None else length
+        """Say that elements `first` to `first + length` of `values` in `file` are elements of a tensor from
+        `start` on. Without elements it is nothing."""
+        length = values.numel - first if length is None else length
         if not length:
             return
         record, offset = file.locate(values)
-        if values.is_contiguous():
-            offset += first * values.element_size()
+        if values.is_row_major:
+            offset += first * values.item_bytes
             self.place_stretch(tensor, file.path, record, start, length, offset)
+        elif start or length != values.numel:
+            raise CorruptCheckpointError(f"{file.path}: a part of a tensor is not row-major")
         else:
-            self.place_boxes(tensor, file.path, record, partial(_copy_box, values))
+            self.place_box(tensor, Box((0,) * len(values.shape), values.shape), values.shape, file, values)
 
-    def read_part(self, path: Path, record: Record, low: int, into: memoryview) -> None:
-        """Fill bytes from byte `low` of a record on, for place_boxes(); not counted for the checksum."""
-        self._fill(Key(path, record), low, into)
+    def place_box(
+        self, tensor: int, box: Box, shape: tuple[int, ...], file: TorchFile, values: StoredTensor
+    ) -> None:
+        """Say that `values` in `file` are a box of a tensor. shape: of the whole tensor."""
+        if not box.numel:
+            return
+        record, offset = file.locate(values)
+        if values.is_row_major:
+            for start, length in stretches(box, shape):
+                self.place_stretch(tensor, file.path, record, start, length, offset)
+                offset += length * values.item_bytes
+        else:
+            key = Key(file.path, record)
+            self._strided.append(Strided(tensor, box, shape, values.stride, key, offset))
 
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
-        for index, (_, read) in self._loose.items():
-            if index in wanted:
-                item = ITEM_BYTES[self.tensors[index].dtype]
-                for box in boxes(
-                    self.tensors[index].shape, max(1, limit // 2 // item)
-                ):  # there are two copies
-                    count = math.prod(box.sizes)
-                    yield Chunk(count * item, partial(read, box), (Piece(index, box.start, count, 0),))
-        loose = {key for index, (key, _) in self._loose.items() if index in wanted}
+        strided = [place for place in self._strided if place.tensor in wanted]
+        for place in strided:
+            yield from self._boxes(place, limit)
+        turned = {place.key for place in strided}
         for key in self._records:
             places = [place for place in self._places.get(key, ()) if place.tensor in wanted]
-            if places or key in loose:
+            if places or key in turned:
                 yield from self._of(key, sorted(places), limit)
 
     def everything(self, limit: int) -> Iterator[Chunk]:
@@ -170,43 +180,63 @@ class RecordSource(Source):
                 if last > first:
                     at = place.offset + first * item - low
                     pieces.append(Piece(place.tensor, place.start + first, last - first, at))
-            yield Chunk(high - low, partial(self._read, key, low), tuple(pieces))
+            yield Chunk(high - low, partial(self._read, key, low, high - low), tuple(pieces))
 
-    def _item(self, place: Place) -> int:
+    def _boxes(self, place: Strided, limit: int) -> Iterator[Chunk]:
+        item = self._item(place)
+        for box in boxes(place.box.sizes, max(1, limit // 2 // item)):  # there are two copies
+            pieces, at = [], 0
+            for start, length in stretches(box.within(place.box), place.shape):
+                pieces.append(Piece(place.tensor, start, length, at))
+                at += length * item
+            yield Chunk(at, partial(self._read_box, place, box), tuple(pieces))
+
+    def _item(self, place: Place | Strided) -> int:
         return ITEM_BYTES[self.tensors[place.tensor].dtype]
 
     def _end(self, place: Place) -> int:
         return place.offset + place.length * self._item(place)
 
-    def _fill(self, key: Key, low: int, into: memoryview) -> None:
+    def _read_box(self, place: Strided, box: Box, pages: memoryview) -> memoryview:
+        key, item = place.key, self._item(place)
+
+        def read(start: int, into: memoryview) -> None:
+            at = key.record.offset + place.offset + start * item
+            with self._translated(key):
+                count = self._open[key.path].read(at, into)
+            self._check_end(key, at, count, into.nbytes)
+
+        values = pages[: box.numel * item]
+        read_box(box, place.stride, item, read, values)
+        return values
+
+    def _read(self, key: Key, low: int, nbytes: int, pages: memoryview) -> memoryview:
+        """Bytes of a record from `low` on; keeps their part of its checksum for finish()."""
         at = key.record.offset + low
+        with self._translated(key):
+            values = self._open[key.path].read_around(at, nbytes, pages)
+        self._check_end(key, at, values.nbytes, nbytes)
+        if key.record.crc is not None:
+            digest = crc32(values)
+            with self._lock:
+                self._found.setdefault(key, {})[low] = nbytes, digest
+        return values
+
+    @contextmanager
+    def _translated(self, key: Key) -> Iterator[None]:
         try:
-            count = self._open[key.path].read(at, into)
+            yield
         except OSError as error:
             raise CheckpointError(f"{key.path} cannot be read: {error}") from error
-        if count < into.nbytes:
-            raise CorruptCheckpointError(f"{key.path} ends at byte {at + count}, within {self._held(key)}")
 
-    def _read(self, key: Key, low: int, into: memoryview) -> None:
-        """Fill bytes, and keep their part of the record's checksum for finish()."""
-        self._fill(key, low, into)
-        if key.record.crc is not None:
-            digest = crc32(into)
-            with self._lock:
-                self._found.setdefault(key, {})[low] = into.nbytes, digest
+    def _check_end(self, key: Key, at: int, count: int, wanted: int) -> None:
+        if count < wanted:
+            raise CorruptCheckpointError(f"{key.path} ends at byte {at + count}, within {self._held(key)}")
 
     def _held(self, key: Key) -> str:
         """Names of the tensors in a record."""
         held = [self.tensors[place.tensor].name for place in self._places.get(key, ())]
-        held += [self.tensors[index].name for index, (k, _) in self._loose.items() if k == key]
+        held += [self.tensors[place.tensor].name for place in self._strided if place.key == key]
         if not held:
             return "no weights"
         return ", ".join(map(repr, held[:4])) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
-
-
-def _copy_box(values: Tensor, box: Box, into: memoryview) -> None:
-    """A box of a mapped tensor."""
-    part = values
-    for dimension, (low, size) in enumerate(zip(box.lower, box.sizes, strict=True)):
-        part = part.narrow(dimension, low, size)
-    torch.frombuffer(into, dtype=values.dtype).view(part.shape).copy_(part)

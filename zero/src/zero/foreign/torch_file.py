@@ -1,30 +1,31 @@
-"""Files of torch.save, described without reading their tensors and without running anything in them.
+"""Files of torch.save, described without torch, without reading tensors and without running anything in them.
 
-Such a file is a zip of uncompressed records: one pickle, and one record for each tensor's storage. The pickle
-is read by torch's own weights-only reader, which makes nothing but tensors and plain containers; the classes
-that a format is known to contain become inert stand-ins, and any other is refused by name. Tensors are
-mapped, so that their bytes are read when and where they are needed: by offset in the file.
+Such a file is a zip of uncompressed records: one pickle, and one record for each tensor's storage. Tensors
+are described by their places, so that their bytes are read when and where they are needed, by offset.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pickle
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
+from zlib import crc32
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from accelz.flat_buffer import HOST
+from zero.consolidate.memory_order import span
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.foreign import inert_pickle
+from zero.foreign.inert_pickle import TENSORS, StoredTensor
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
+_LARGEST_PICKLE = 1 << 28  # bytes
+_NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4"}
 
 
 @dataclass(frozen=True)
@@ -37,65 +38,51 @@ class Record:
     crc: int | None
 
 
-class Inert:
-    """In place of an object of another package: it holds what was stored and can do nothing."""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
 class TorchFile:
-    """An open file. content: what was saved, with tensors that are mapped.
+    """What is in a file. content: what was saved, with a StoredTensor for each tensor.
 
-    stand_ins: full names of classes, and what to make of them. Raises CheckpointError for a file that is not
-    there or is not of this kind, or that holds other classes; CorruptCheckpointError for one that is cut or
-    makes no sense.
+    stand_ins: full names of classes besides those of tensors and plain containers, and what to make of them.
+    start, nbytes: where it is in a larger file. Raises CheckpointError for a file that is not there or is not
+    of this kind, or that holds other classes; CorruptCheckpointError for one that is cut or makes no sense.
     """
 
-    def __init__(self, path: Path, stand_ins: Mapping[str, type]) -> None:
+    def __init__(
+        self, path: Path, stand_ins: Mapping[str, Any], start: int = 0, nbytes: int | None = None
+    ) -> None:
         self.path = path
-        self.records = records_of(path)
-        self.content = _load(path, stand_ins)
-        self._data = {r.offset: r for r in self.records if "/data/" in r.name and r.nbytes}
-        self._base = self._find_base()
+        self.records = records_of(path, start, nbytes)
+        self._by_name = {record.name.partition("/")[2]: record for record in self.records}
+        if "byteorder" in self._by_name and self._read("byteorder") != b"little":
+            raise CheckpointError(f"{path} was saved on a big-endian machine, which is not read")
+        self.content = inert_pickle.load(self._read("data.pkl"), {**TENSORS, **stand_ins}, path)
 
-    def locate(self, tensor: Tensor) -> tuple[Record, int]:
+    def locate(self, tensor: StoredTensor) -> tuple[Record, int]:
         """The record that holds a tensor of `content`, and the tensor's offset in it, in bytes."""
-        storage = tensor.untyped_storage()
-        record = self._data[storage.data_ptr() - self._base]
-        return record, int(tensor.storage_offset()) * tensor.element_size()
+        record = self._by_name.get(f"data/{tensor.storage}")
+        end = (tensor.offset + span(tensor.shape, tensor.stride)) * tensor.item_bytes
+        if record is None or end > record.nbytes:
+            raise CorruptCheckpointError(f"{self.path}: its tensors and its records do not belong together")
+        return record, tensor.offset * tensor.item_bytes
 
-    def _find_base(self) -> int:
-        """The address that the file is mapped to: storages and records lie alike."""
-        found = map(Tensor.untyped_storage, tensors_in(self.content))
-        storages = {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
-        if not storages:
-            return 0
-        base = min(storages) - min(self._data, default=0)
-        for address, nbytes in storages.items():
-            record = self._data.get(address - base)
-            if record is None or record.nbytes != nbytes:
-                raise CorruptCheckpointError(
-                    f"{self.path}: its tensors and its records do not belong together"
-                )
-        return base
+    def number(self, tensor: StoredTensor) -> float:
+        """The value of a tensor with one element."""
+        record, offset = self.locate(tensor)
+        with self.path.open("rb") as file:
+            file.seek(record.offset + offset)
+            (value,) = np.frombuffer(file.read(tensor.item_bytes), _NUMBERS[tensor.dtype])
+            return float(value)
 
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Inert):
-        yield from tensors_in(vars(value))
+    def _read(self, name: str) -> bytes:
+        """The bytes of a small record."""
+        record = self._by_name.get(name)
+        if record is None or record.nbytes > _LARGEST_PICKLE:
+            raise CorruptCheckpointError(f"{self.path} has no {name} as torch.save writes it")
+        with self.path.open("rb") as file:
+            file.seek(record.offset)
+            data = file.read(record.nbytes)
+        if record.crc not in (None, crc32(data)):
+            raise CorruptCheckpointError(f"{self.path} is damaged: the checksum of {name} does not match")
+        return data
 
 
 def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Record]:
@@ -161,23 +148,3 @@ def _records(path: Path, file: IO[bytes] | Window, size: int) -> Iterator[Record
                 raise CorruptCheckpointError(f"{path}: the record {entry.filename!r} reaches beyond its end")
             summed = entry.CRC or not entry.file_size  # zero is what torch writes where it takes none
             yield Record(entry.filename, offset, entry.file_size, entry.CRC if summed else None)
-
-
-def _load(path: Path, stand_ins: Mapping[str, type]) -> Any:
-    known: list[Any] = [(stand_in, name) for name, stand_in in stand_ins.items()]
-    try:
-        with torch.serialization.safe_globals(known):
-            foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-            if foreign:
-                raise CheckpointError(
-                    f"{path} holds objects that are not read, since that would run their code: "
-                    f"{', '.join(sorted(foreign))}"
-                )
-            return torch.load(path, map_location=HOST, mmap=True, weights_only=True)
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} cannot be read without running code: {error}") from error
-    except Exception as error:  # whatever a hostile pickle makes torch raise
-        what = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpointError(f"{path} makes no sense to torch: {what}") from error
