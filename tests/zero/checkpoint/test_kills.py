@@ -69,10 +69,10 @@ def killed_run(device: str, runs: Path, generator: random.Random) -> list[Any]:
     """Run the job and kill one rank after the other, some time after its first save has begun."""
     cluster = Cluster(device, 2)
     cluster.start()
-    began = {name: (runs / name).stat().st_mtime_ns for name in _names(runs)}
+    began = _under_way(runs)
 
     def kill() -> None:
-        while {n: (runs / n).stat().st_mtime_ns for n in _names(runs)} == began:
+        while _under_way(runs) == began:
             time.sleep(0.0005)
         time.sleep(generator.uniform(0, 0.2))
         ranks = [0, 1]
@@ -92,10 +92,13 @@ def killed_run(device: str, runs: Path, generator: random.Random) -> list[Any]:
         cluster.stop()
 
 
-def _names(runs: Path) -> list[str]:
-    with contextlib.suppress(FileNotFoundError):
-        return [n for n in os.listdir(runs) if n.endswith(".new") and (runs / n).exists()]
-    return []
+def _under_way(runs: Path) -> dict[str, int]:
+    """Saves that have begun and have no name yet, and when their directories last changed."""
+    found = {}
+    for path in runs.glob(".*.new"):
+        with contextlib.suppress(FileNotFoundError):  # it has its name meanwhile
+            found[path.name] = path.stat().st_mtime_ns
+    return found
 
 
 def test_kills(
