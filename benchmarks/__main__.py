@@ -234,7 +234,7 @@ def saving_(
 def consolidate_(
     parameters: Annotated[int, typer.Option(min=1 << 20, help="Of the model.")] = 250_000_000,
     ranks: Annotated[int, typer.Option(min=1, help="Of the job that saved.")] = 8,
-    workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="Threads.")] = 4,
     rounds: Rounds = 3,
     folder: Folder = None,
     limit: Limit = 600.0,

@@ -42,8 +42,9 @@ PROBE = """
 import mmap, os, sys, threading
 source, target, threads, chunk = sys.argv[1], sys.argv[2], int(sys.argv[3]), 1 << 22
 size = os.path.getsize(source) // chunk * chunk
-read = os.open(source, os.O_RDONLY)
-write = os.open(target, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0))
+direct = getattr(os, "O_DIRECT", 0)
+read = os.open(source, os.O_RDONLY | direct)
+write = os.open(target, os.O_WRONLY | os.O_CREAT | direct)
 os.posix_fallocate(write, 0, size)
 offsets, lock = iter(range(0, size, chunk)), threading.Lock()
 def copy():
@@ -69,7 +70,7 @@ class ConsolidateOptions:
 
     parameters: int = 250_000_000
     ranks: int = 8
-    workers: int = 2
+    workers: int = 4
     rounds: int = 3
     folder: str | None = None
     limit: float = 600.0
@@ -77,16 +78,19 @@ class ConsolidateOptions:
 
 @dataclass(frozen=True)
 class Turn:
-    """One process: its time, the bytes it wrote, its peak of resident bytes. equal: its tensors are right."""
+    """One process: its time, the bytes of weights it read, those it wrote, its peak of resident bytes. equal:
+    its tensors are right."""
 
     seconds: float
+    read: int
     written: int
     peak: int
     equal: bool | None
 
     @property
     def rate(self) -> float:
-        return self.written / self.seconds
+        """Bytes a second, in and out."""
+        return (self.read + self.written) / self.seconds
 
 
 def run(options: ConsolidateOptions) -> Result:
@@ -141,7 +145,7 @@ def _turn(command: list[str], folder: Path, limit: float, compare: bool) -> Turn
     written = sum(file.stat().st_size for file in files)
     equal = _is_equal(folder) if compare else None
     shutil.rmtree(out) if out.is_dir() else out.unlink()
-    return Turn(seconds, written, peak, equal)
+    return Turn(seconds, (folder / "bytes").stat().st_size, written, peak, equal)
 
 
 def _launch(command: list[str], limit: float) -> tuple[float, int]:
@@ -196,7 +200,7 @@ def _row(name: str, all_turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
         "min": min(seconds),
         "max": max(seconds),
         "bytes": turns[0].written,
-        "bytes_per_second": median(turn.rate for turn in turns),
+        "bytes_per_second": median(turn.written / turn.seconds for turn in turns),
         "of_copy": _ratio([t.rate for t in turns], [t.rate for t in all_turns["copy"]]),
         "to_deepspeed": _ratio(seconds, [t.seconds for t in all_turns[PEER]]) if PEER in all_turns else None,
         "peak_bytes": max(turn.peak for turn in turns),

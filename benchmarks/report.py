@@ -178,8 +178,8 @@ LEGENDS: dict[Kind, str] = {
     ),
     "consolidate": (
         "From the start of the process to its end; files to be read are dropped from the page cache before. "
-        "copy: of the fp32 bytes, read through the cache and written around it by as many threads, and "
-        "synced. Ratios are taken within each round. peak: resident."
+        "copy: of the fp32 bytes, read and written around it by as many threads, and synced. of copy: bytes "
+        "a second, in and out. Ratios are taken within each round. peak: resident."
     ),
     "collectives": "MB: the whole buffer. copy: of a buffer of that size, for comparison.",
 }

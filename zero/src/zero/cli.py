@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import resource
 import threading
 import time
@@ -64,10 +63,8 @@ class Target(str, Enum):
 
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or the directory of several: its latest.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Threads; all cores where nothing is said.")]
-Memory = Annotated[
-    str, typer.Option(help="For all buffers. Python needs 60 MB besides, 300 MB to cast values.")
-]
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two for each core where nothing is said.")]
+Memory = Annotated[str, typer.Option(help="For all buffers together. Python needs 60 MB besides.")]
 Include = Annotated[list[str] | None, typer.Option(help="Only names like this, e.g. 'model.*'.")]
 Exclude = Annotated[list[str] | None, typer.Option(help="No names like this.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout alone.")]
@@ -227,10 +224,9 @@ def progress_bar() -> Iterator[run.Progress]:
 
 
 def _prepare() -> None:
-    """Many ranks' files may be open at once; casts run on the workers, one thread each."""
+    """Many ranks' files may be open at once."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _warn(what: str, names: tuple[str, ...]) -> None:

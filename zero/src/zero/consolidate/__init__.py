@@ -4,8 +4,8 @@ Rooms, lowest first: `source` (what weights are read from), `memory_order`, `zer
 `plan` (where every byte of the output goes), `workers` (chunks to threads), `cast`, `output` (writing),
 `publish` (the output's name, and taking up killed runs), `opening` (which format it is), `run`, `convert`
 (to zero's own format), `universal` (to DeepSpeed's).
-Sources of other formats are in `zero.foreign`. Importing this imports no torch, which takes longer than many
-models: `cast`, `torch_plan` and `universal` do, where they are needed.
+Sources of other formats are in `zero.foreign`. torch, whose import takes longer than many
+models, is only imported to write its own files: by `torch_plan` and `universal`.
 """
 
 from zero.consolidate.convert import convert

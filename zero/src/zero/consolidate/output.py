@@ -12,6 +12,7 @@ import numpy as np
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.checkpoint.storage import PAGE, File, Storage
 from zero.checkpoint.stream import aligned, view_of
+from zero.consolidate.cast import cast
 from zero.consolidate.files import WeightStorage
 from zero.consolidate.plan import Chosen, Plan, PlannedFile
 from zero.consolidate.source import Chunk, TensorInfo
@@ -65,10 +66,7 @@ class Converter:
     def _convert(self, chosen: Chosen, values: memoryview, stored: str, into: memoryview) -> None:
         if stored == chosen.dtype:
             np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(values, np.uint8))
-            return
-        from zero.consolidate.cast import cast  # torch takes a second to import: only where it is needed
-
-        if cast(values, stored, into, chosen.dtype):
+        elif cast(values, stored, into, chosen.dtype):
             self.overflowed.add(chosen.name)
 
 

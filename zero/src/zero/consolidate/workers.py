@@ -32,9 +32,9 @@ class Buffers:
 
 
 def default_workers() -> int:
-    """Cores that this process may use."""
+    """Two for each core that this process may use: one of them waits for the disk."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return 2 * (len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def chunk_bytes(memory: int, workers: int) -> int:
