@@ -16,6 +16,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import Run, adamw, same_bits, scaled_error, state_error, train_zero
+from zero.tiers.placement import Placement, Planner
 
 STEPS = 6
 
@@ -47,6 +48,14 @@ def tiers(path: str) -> dict[str, zero.Offload]:
         "params on disk": zero.Offload(params="disk", path=path),
         "gradients": zero.Offload(gradients="host"),
         "gradients stay": zero.Offload(optimizer="host", gradients="device"),
+        "half of the params": zero.Offload(params="host", fraction={"params": 0.5}),
+        "parts of everything": zero.Offload(
+            optimizer="host",
+            params="disk",
+            gradients="host",
+            path=path,
+            fraction={"optimizer": 0.6, "params": 0.5, "gradients": 0.3},
+        ),
         "all on host": zero.Offload(optimizer="host", params="host"),
         "all on disk": zero.Offload(optimizer="disk", params="disk", gradients="disk", path=path),
     }
@@ -139,3 +148,42 @@ def optimizers_body(context: Context, path: str) -> dict[str, tuple[bool, float]
 def test_tiers_with_every_optimizer(cluster: Clusters, tmp_path: Path, device: str) -> None:
     for found in cluster(2).run(optimizers_body, path=str(tmp_path), limit=120):
         check(found, device, 3e-2)
+
+
+def placed(offload: zero.Offload, groups: int = 20) -> list[Placement]:
+    """Of equal groups."""
+    planner = Planner(offload, 12, lambda tier: tier)
+    return [planner.place(100, trainable=True, resident=False) for _ in range(groups)]
+
+
+def test_a_fraction_of_each_kind_leaves_the_device() -> None:
+    fraction = {"optimizer": 0.5, "params": 0.25}
+    offload = zero.Offload(optimizer="disk", params="host", gradients="host", path="/", fraction=fraction)
+    there = placed(offload)
+    assert [p.optimizer for p in there].count("disk") == 10
+    assert [p.params for p in there].count("host") == 5
+    assert [p.gradients for p in there].count("host") == 20
+    assert len({p.optimizer for p in there[:2]}) == 2  # spread evenly, not the first ones all
+
+
+def test_gradients_go_with_their_optimizer_state() -> None:
+    there = placed(zero.Offload(optimizer="host", fraction=0.5))
+    assert {(p.optimizer, p.gradients) for p in there} == {("host", "host"), ("device", "device")}
+    assert {p.params for p in there} == {"device"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"params": "host", "fraction": 0.5}, "optimizer is not set to: optimizer='host' or 'disk'"),
+        ({"optimizer": "host", "fraction": {"params": 0.5}}, "params is not set to: params='host' or 'disk'"),
+        ({"optimizer": "host", "fraction": {"gradients": 0.5}}, "gradients is not set to: gradients='host'"),
+        ({"optimizer": "host", "fraction": 0.0}, "the part of optimizer must be a number above 0"),
+        ({"params": "host", "fraction": {"params": 1.5}}, "the part of params must be .* at most 1"),
+        ({"params": "host", "fraction": {"parameters": 0.5}}, "no kind of state; known: optimizer, params"),
+        ({"params": "host", "fraction": "half"}, "must be a number"),
+    ],
+)
+def test_fractions_that_do_not_fit_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(zero.ConfigError, match=told):
+        zero.Offload(**settings)

@@ -81,16 +81,17 @@ def _build_unit(
 ) -> ShardedUnit:
     group, accelerator = communicator.group, stores.accelerator
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
-    resident = config.stage < 3 or plan.persistent or (group.size == 1 and not _params_away(config, stores))
+    whole = config.stage < 3 or plan.persistent
+    parts = _partition(plan, config, param_group_of)
+    placements = [_place(planner, named, shards, whole) for _, named in parts]
+    resident = whole or (group.size == 1 and all(p.params == "device" for p in placements))
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
     deferred_init.materialize(p for _, p in plan.parameters)
     nbytes = sum(p.numel() * _target(p, config).itemsize for _, p in plan.parameters)
     with room_for(accelerator, "to shard", plan.name, nbytes):
         groups = [
-            FlatGroup(
-                stores, _place(planner, named, shards, resident), plan.name, named, dtype, shards, shard
-            )
-            for dtype, named in _partition(plan, config, param_group_of)
+            FlatGroup(stores, placement, plan.name, named, dtype, shards, shard)
+            for placement, (dtype, named) in zip(placements, parts, strict=True)
         ]
         if group.size > 1 and not awaited:
             for flat in groups:
@@ -108,10 +109,6 @@ def _place(
 ) -> Placement:
     numel = sum(parameter.numel() for _, parameter in named) // shards
     return planner.place(numel, named[0][1].requires_grad, resident)
-
-
-def _params_away(config: Config, stores: Stores) -> bool:
-    return stores.resolve(config.tiers.params) != "device"
 
 
 def _partition(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from zero.validated import Bytes, Validated
 
 Tier = Literal["device", "host", "disk"]
+Kind = Literal["optimizer", "params", "gradients"]
 
 
 class Offload(Validated):
@@ -18,9 +20,10 @@ class Offload(Validated):
     optimizer: fp32 masters and moments; on the host and from the disk they are stepped by the host's
         kernels. "disk" serves Adam, AdamW, SGD and Lion.
     params: shards of the parameters (stage 3).
-    gradients: reduced slices, from backward to the step. None: the host where the optimizer is not on the
-        device. "disk" is for when not even the gradients fit in host memory.
-    fraction: part of the optimizer state, by elements, that leaves the device; the rest stays.
+    gradients: reduced slices, from backward to the step. None: on the host where their optimizer state is not
+        on the device. "disk" is for when not even the gradients fit in host memory.
+    fraction: part of the state, by elements, that leaves the device; the rest stays. A number is of optimizer
+        state; {"params": 0.5, "gradients": 0.25} of each kind, those that are not named leaving whole.
     host_budget: host memory for optimizer state in bytes, or e.g. "8GiB", per rank. What it cannot hold stays
         on the device with optimizer="host", and is on disk with optimizer="disk"; None: no limit, and none of
         it for "disk".
@@ -36,11 +39,22 @@ class Offload(Validated):
     optimizer: Tier = "device"
     params: Tier = "device"
     gradients: Tier | None = None
-    fraction: float = Field(default=1.0, gt=0, le=1)
+    fraction: Mapping[Kind, float] = Field(default_factory=dict)
     host_budget: Bytes | None = Field(default=None, ge=0)
     path: Path | None = Field(default=None, strict=False)
     overlap: bool = False
     compact: bool = False
+
+    @field_validator("fraction", mode="before")
+    @classmethod
+    def _by_kind(cls, value: Any) -> Any:
+        parts = value if isinstance(value, Mapping) else {"optimizer": value}
+        for kind, part in parts.items():
+            if kind not in get_args(Kind):
+                raise ValueError(f"{kind!r} is no kind of state; known: {', '.join(get_args(Kind))}")
+            if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
+                raise ValueError(f"the part of {kind} must be a number above 0, and at most 1")
+        return {kind: float(part) for kind, part in parts.items()}
 
     @model_validator(mode="after")
     def _fits_together(self) -> Offload:
@@ -49,10 +63,13 @@ class Offload(Validated):
             raise ValueError("state on disk needs a place: Offload(..., path='/local/disk')")
         if self.path is not None and not on_disk:
             raise ValueError("path is given, but nothing is on disk: Offload(optimizer='disk', ...)")
-        if self.optimizer == "device" and (self.fraction != 1.0 or self.host_budget is not None):
-            raise ValueError(
-                "fraction and host_budget are of optimizer state: set optimizer='host' or 'disk'"
-            )
+        if self.optimizer == "device" and self.host_budget is not None:
+            raise ValueError("host_budget is of optimizer state: set optimizer='host' or 'disk'")
+        for kind in self.fraction:
+            if getattr(self, kind) in ("device", None):
+                raise ValueError(
+                    f"fraction is of what leaves the device, {kind} is not set to: {kind}='host' or 'disk'"
+                )
         self._check_overlap()
         if self.compact and self.optimizer != "disk":
             raise ValueError("compact is about masters on disk: set optimizer='disk'")
@@ -64,12 +81,9 @@ class Offload(Validated):
             raise ValueError(
                 "overlap is about optimizer state on the host: set optimizer='host', or a host_budget"
             )
-        if self.overlap and self.gradient_tier != "host":
+        if self.overlap and self.gradients not in (None, "host"):
             raise ValueError("overlap steps from gradients on the host: leave gradients=None")
 
-    @property
-    def gradient_tier(self) -> Tier:
-        """Where reduced gradients wait for the step."""
-        if self.gradients is not None:
-            return self.gradients
-        return "device" if self.optimizer == "device" else "host"
+    def part(self, kind: Kind) -> float:
+        """How much of a kind of state leaves the device, of 1, where its tier is another."""
+        return self.fraction.get(kind, 1.0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
-from zero.offload import Offload, Tier
+from zero.offload import Kind, Offload, Tier
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,24 @@ class Placement:
     optimizer: Tier = "device"
     params: Tier = "device"
     gradients: Tier = "device"
+
+
+class _Share:
+    """Lets a part of what comes leave the device, spread evenly. part: of 1."""
+
+    def __init__(self, part: float) -> None:
+        self._part = part
+        self._seen = 0
+        self._away = 0
+
+    def see(self, numel: int) -> bool:
+        """Whether so many elements more may leave."""
+        self._seen += numel
+        return self._away + numel <= self._part * self._seen + 0.5
+
+    def leave(self, numel: int) -> None:
+        """They do."""
+        self._away += numel
 
 
 class Planner:
@@ -27,32 +46,39 @@ class Planner:
         self._offload = offload
         self._resolve = resolve
         self._record_bytes = record_bytes
-        self._seen = 0
-        self._away = 0
+        self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
         self._on_host = 0
 
     def place(self, shard_numel: int, trainable: bool, resident: bool) -> Placement:
         """resident: the group's whole buffer stays on the device, and its shard is part of it."""
-        params = "device" if resident else self._resolve(self._offload.params)
+        params = "device" if resident else self._tier("params", self._offload.params, shard_numel)
         if not trainable:
             return Placement(params=params)
-        optimizer = self._resolve(self._optimizer_tier(shard_numel))
-        return Placement(optimizer, params, self._resolve(self._offload.gradient_tier))
+        optimizer = self._optimizer_tier(shard_numel)
+        return Placement(optimizer, params, self._gradient_tier(shard_numel, optimizer))
+
+    def _tier(self, kind: Kind, wanted: Tier, numel: int) -> Tier:
+        if wanted == "device" or not self._shares[kind].see(numel):
+            return "device"
+        self._shares[kind].leave(numel)
+        return self._resolve(wanted)
+
+    def _gradient_tier(self, numel: int, optimizer: Tier) -> Tier:
+        if self._offload.gradients is not None:
+            return self._tier("gradients", self._offload.gradients, numel)
+        return "device" if optimizer == "device" else self._resolve("host")
 
     def _optimizer_tier(self, numel: int) -> Tier:
-        wanted = self._offload.optimizer
-        self._seen += numel
-        if wanted == "device" or self._away + numel > self._offload.fraction * self._seen + 0.5:
+        wanted, share = self._offload.optimizer, self._shares["optimizer"]
+        if wanted == "device" or not share.see(numel):
             return "device"
         nbytes = numel * self._record_bytes
-        if self._fits(nbytes):
-            self._on_host += nbytes
-            tier: Tier = "host"
-        else:
-            tier = "disk" if wanted == "disk" else "device"
-        if tier != "device":
-            self._away += numel
-        return tier
+        fits = self._fits(nbytes)
+        if not fits and wanted == "host":
+            return "device"
+        share.leave(numel)
+        self._on_host += nbytes if fits else 0
+        return self._resolve("host" if fits else "disk")
 
     def _fits(self, nbytes: int) -> bool:
         budget = self._offload.host_budget
