@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+from accelz.accelerator import Accelerator
 from zero.communicator import Communicator
 from zero.gradients import GroupGradients
 from zero.memory_tracer import MemoryTracer
@@ -93,7 +94,7 @@ class Balancer:
         self, report: MemoryReport, candidates: Sequence[GroupGradients], probes: int
     ) -> list[GroupGradients]:
         """Up to `probes` groups that the device of every rank has room for."""
-        limit = self._limit(report.capacity)
+        limit = usable(self._accelerator)
         found: list[GroupGradients] = []
         for have in candidates:
             if len(found) < probes and self._peak_with(report, [*found, have]) <= limit:
@@ -131,7 +132,7 @@ class Balancer:
 
     def _follow_growth(self) -> None:
         stats = self._accelerator.memory.stats()
-        excess = stats.peak - self._limit(stats.capacity)
+        excess = stats.peak - usable(self._accelerator)
         if not self._communicator.agree(excess > 0 and bool(self._near)):
             return
         going, freed = 0, 0
@@ -154,6 +155,8 @@ class Balancer:
         master = 0 if shard_serves else group.kept.master.numel() * group.kept.master.element_size()
         return master + self._optimizer.moments_bytes(group)
 
-    def _limit(self, capacity: int) -> int:
-        exact = self._accelerator.capabilities.exact_memory
-        return int(capacity * (1 - (SAFETY_EXACT if exact else SAFETY)))
+
+def usable(accelerator: Accelerator) -> int:
+    """Bytes of the device that may be planned with."""
+    exact = accelerator.capabilities.exact_memory
+    return int(accelerator.memory.stats().capacity * (1 - (SAFETY_EXACT if exact else SAFETY)))

@@ -166,6 +166,7 @@ class Engine:
         self._tracer.end()
         if self._balancer is not None:
             self._balancer.after_step()
+        self._passes.after_step()
         return True
 
     def zero_grad(self) -> None:

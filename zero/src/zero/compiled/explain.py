@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from zero import sizes
 from zero.compiled.graphs import ShardedGraph, begun_by, text, travels_in, unit_of
 from zero.compiled.ops import REDUCE, RELEASE
+from zero.compiled.persistence import Candidate
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,22 @@ class GraphReport:
 class Explanation:
     """mode: "graph" (the whole model is one graph) or "units" (each unit by itself). why: what kept it from
     being one graph, or "". graphs: in the order they were compiled. measured_peak: most bytes of whole units
-    at one time in a graph, since the engine was made."""
+    at one time in a graph, since the engine was made. room: bytes for units that persist; None where that is
+    not decided, or not wanted. persistent: those units, most worth first."""
 
     mode: str
     why: str
     graphs: tuple[GraphReport, ...]
     measured_peak: int
+    room: int | None = None
+    persistent: tuple[Candidate, ...] = ()
 
     def __str__(self) -> str:
         if self.mode == "units":
             return f"compiled unit by unit, gathered by the engine's hooks, because: {self.why}"
         lines = [line for report in self.graphs for line in _lines(report)]
+        if self.room is not None:
+            lines.append(_kept(self.room, self.persistent))
         return "\n".join([*lines, f"measured peak of gathered bytes: {sizes.human(self.measured_peak)}"])
 
 
@@ -86,6 +93,15 @@ def predicted_peak(graph: ShardedGraph) -> int:
             whole.pop(unit_of(node), None)
         peak = max(peak, sum(whole.values()))
     return peak
+
+
+def _kept(room: int, persistent: Sequence[Candidate]) -> str:
+    names = ", ".join(f"{c.unit} ({sizes.human(c.nbytes)})" for c in persistent) or "nothing"
+    saved = sum(c.saved * c.seconds for c in persistent)
+    return (
+        f"gathered until the weights change, within {sizes.human(room)}: {names}; "
+        f"saves {saved * 1e3:.3g} ms of gathers a step"
+    )
 
 
 def _lines(report: GraphReport) -> list[str]:

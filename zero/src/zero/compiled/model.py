@@ -18,6 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from zero.compiled.backend import ShardingBackend
 from zero.compiled.explain import Explanation
 from zero.compiled.facts import gather_facts
+from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.compiled.settings import Compile
 from zero.errors import ZeroError
@@ -42,6 +43,7 @@ class CompiledModel:
         module: nn.Module,
         units: Sequence[ShardedUnit],
         runtime: Runtime,
+        persistence: Persistence,
         settings: Compile,
         phase: Phase,
         begin: Begin,
@@ -49,6 +51,7 @@ class CompiledModel:
         self._module = module
         self._units = tuple(units)
         self._runtime = runtime
+        self._persistence = persistence
         self._settings = settings
         self._phase = phase
         self._begin = begin
@@ -77,7 +80,13 @@ class CompiledModel:
     def explain(self) -> Explanation:
         """What the passes did so far."""
         mode = "units" if self._whole is None else "graph"
-        return Explanation(mode, self._why, tuple(self._backend.reports), self._runtime.peak)
+        reports, kept = tuple(self._backend.reports), self._persistence
+        return Explanation(mode, self._why, reports, self._runtime.peak, kept.room, kept.chosen)
+
+    def after_step(self) -> None:
+        """Collective, between optimizer steps."""
+        if self._whole is not None:
+            self._persistence.after_step()
 
     def _as_one_graph(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._runtime.begin()

@@ -10,6 +10,13 @@ reader of the values, the wait for a gather behind its beginning, and none of th
     release_param          the values are not read any more. keep: their bytes may stay. after: results of
                            their readers, see `passes.tie_releases`.
     reduce_grad            hands a gradient to the engine. last: the unit's last one in this graph.
+    end_backward           behind everything else in a backward. params: the graph's inputs for parameters.
+
+Between steps, where units are timed and chosen (`persistence`):
+
+    set_persistent             a unit stays gathered until the weights change.
+    invalidate_gathered_param  drops a unit's whole values, also those that persist.
+    clear_all_gathered_params  drops all of them.
 
 engine: a handle, see `runtime.lookup`. dtype: what the unit's fp32 parameters travel in.
 """
@@ -31,7 +38,7 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _define(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
-    """An operation of this signature that `run` carries out on every device."""
+    """An operation of graphs with this signature that `run` carries out on every device."""
     name = signature.partition("(")[0]
     _library.define(signature)
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -40,6 +47,15 @@ def _define(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -
     for called in (packet, packet.default):
         admit(called)  # with parameters that are sharded
     operation: torch._ops.OpOverload = packet.default
+    return operation
+
+
+def _define_outside(signature: str, run: Callable[..., Any]) -> torch._ops.OpOverload:
+    """An operation without tensors, which is never in a graph."""
+    name = signature.partition("(")[0]
+    _library.define(signature)
+    _library.impl(name, run, "CompositeImplicitAutograd")
+    operation: torch._ops.OpOverload = getattr(torch.ops.zero, name).default
     return operation
 
 
@@ -79,6 +95,22 @@ def _reduce(gradient: Tensor, engine: int, number: int, last: bool = False) -> N
     runtime.lookup(engine).reduce(number, gradient, last)
 
 
+def _end_backward(params: list[Tensor], engine: int) -> None:
+    runtime.lookup(engine).end_backward()
+
+
+def _set_persistent(engine: int, unit: int, dtype: torch.dtype) -> None:
+    runtime.lookup(engine).set_persistent(unit, dtype)
+
+
+def _invalidate(engine: int, unit: int) -> None:
+    runtime.lookup(engine).invalidate(unit)
+
+
+def _clear_all(engine: int) -> None:
+    runtime.lookup(engine).clear_all()
+
+
 ALLGATHER = _define(
     "allgather_param(Tensor(a!)[] params, int engine, int unit, ScalarType dtype) -> ()", _begin, _nothing
 )
@@ -100,3 +132,9 @@ RELEASE = _define(
 REDUCE = _define(
     "reduce_grad(Tensor(a!) gradient, int engine, int number, bool last=False) -> ()", _reduce, _nothing
 )
+END_BACKWARD = _define("end_backward(Tensor(a!)[] params, int engine) -> ()", _end_backward, _nothing)
+SET_PERSISTENT = _define_outside(
+    "set_persistent(int engine, int unit, ScalarType dtype) -> ()", _set_persistent
+)
+INVALIDATE = _define_outside("invalidate_gathered_param(int engine, int unit) -> ()", _invalidate)
+CLEAR_ALL = _define_outside("clear_all_gathered_params(int engine) -> ()", _clear_all)

@@ -8,6 +8,7 @@ from zero.compiled.explain import GraphReport, report
 from zero.compiled.facts import ParameterFacts
 from zero.compiled.graphs import ShardedGraph
 from zero.compiled.passes.derive_late import derive_late
+from zero.compiled.passes.end_backward import end_backward
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
 from zero.compiled.passes.prefetch import prefetch
@@ -40,7 +41,7 @@ def for_training(
     saved = save_sharded(forward, backward, kept)
     ahead = {"save_sharded": saved} | _gathers(forward, settings)
     back = _gathers(backward, settings)
-    back |= {"reduce_gradients": reduce_gradients(backward, inputs)}
+    back |= {"reduce_gradients": reduce_gradients(backward, inputs), "end_backward": end_backward(backward)}
     ahead |= {"retain": retain(forward, backward)}
     ahead |= _finish(forward, settings)
     back |= _finish(backward, settings)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from accelz.memory import Memory
 from zero.errors import UsageError
 from zero.flat_group import FlatGroup
 from zero.sharded_unit import ShardedUnit, State
@@ -21,9 +23,24 @@ from zero.sharded_unit import ShardedUnit, State
 Receive = Callable[[FlatGroup, int, Tensor], None]
 Close = Callable[[ShardedUnit], None]
 Mark = Callable[[str], None]
+Gathered = tuple[int, torch.dtype]
+"""A unit, and what its fp32 parameters travel in."""
 
 _runtimes: WeakValueDictionary[int, Runtime] = WeakValueDictionary()
 _handles = itertools.count(1)
+
+
+@dataclass
+class Profile:
+    """What graphs do in steps that are watched. gathers: how often. peak: the highest point of `memory`."""
+
+    memory: Memory
+    gathers: Counter[Gathered] = field(default_factory=Counter)
+    peak: int = 0
+
+    def sample(self) -> None:
+        """Take the peak since somebody began it anew."""
+        self.peak = max(self.peak, self.memory.stats().peak)
 
 
 class Runtime:
@@ -31,12 +48,13 @@ class Runtime:
 
     receive(group, slot, gradient): takes the gradient of one parameter. close(unit): no further gradient of
     the unit will come. mark(name): told when a unit is used and when it is done. peak: most bytes of whole
-    units at one time in a graph, since `reset_peak`.
+    units at one time in a graph. profile: of the steps under way; None where nobody watches.
     """
 
     def __init__(self, units: Sequence[ShardedUnit], receive: Receive, close: Close, mark: Mark) -> None:
         self.handle = next(_handles)
         self.peak = 0
+        self.profile: Profile | None = None
         self._units = tuple(units)
         self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
         self._receive = receive
@@ -51,6 +69,19 @@ class Runtime:
         """By number."""
         return [group.parameters[slot] for _, group, slot in self._slots]
 
+    def unit(self, what: Gathered) -> ShardedUnit:
+        return self._units[what[0]]
+
+    def parameters_of(self, unit: int) -> tuple[list[int], list[torch.nn.Parameter]]:
+        """Numbers of a unit's parameters, and the parameters."""
+        mine = [(n, g.parameters[i]) for n, (u, g, i) in enumerate(self._slots) if u is self._units[unit]]
+        return [number for number, _ in mine], [parameter for _, parameter in mine]
+
+    def nbytes(self, what: Gathered) -> int:
+        """Bytes of whole buffers, beside those that ranks have in common."""
+        buffers = [group.buffer(_cast(what[1])) for group in self.unit(what).groups]
+        return sum(buffer.nbytes for buffer in buffers if not buffer.common)
+
     def begin_gather(self, unit: int, dtype: torch.dtype) -> None:
         """Nothing waits. dtype: what fp32 parameters travel in."""
         cast = _cast(dtype)
@@ -64,7 +95,9 @@ class Runtime:
         self._held[unit] += 1
         self._count(unit, cast)
         unit.complete(cast)
-        self._mark(unit.name)
+        if self.profile is not None:
+            self.profile.gathers[unit.index, dtype] += 1
+        self._mark_use(unit)
         return [self._slots[n][1].values(cast)[self._slots[n][2]] for n in numbers]
 
     def release(self, unit: int, keep: bool) -> None:
@@ -72,7 +105,7 @@ class Runtime:
         held = self._units[unit]
         held.holds -= 1
         self._held[held] -= 1
-        self._mark(held.name)
+        self._mark_use(held)
         if not keep:
             held.release()
             self._forget_released()
@@ -83,6 +116,26 @@ class Runtime:
         self._receive(group, slot, gradient)
         if last:
             self._close(unit)
+
+    def end_backward(self) -> None:
+        """The graph's backward is over."""
+        if self.profile is not None:
+            self.profile.sample()
+
+    def set_persistent(self, unit: int, dtype: torch.dtype) -> None:
+        """From now on the unit stays gathered in this dtype until the weights change."""
+        self._units[unit].persistent.add(_cast(dtype))
+
+    def invalidate(self, unit: int) -> None:
+        """Drop the unit's whole values, also what persists."""
+        self._units[unit].invalidate()
+        self._forget_released()
+
+    def clear_all(self) -> None:
+        """Drop all whole values that nobody uses."""
+        for unit in self._units:
+            unit.invalidate()
+        self._forget_released()
 
     def begin(self) -> None:
         """A forward starts. What a failed backward still held has been dropped by the engine."""
@@ -96,9 +149,11 @@ class Runtime:
             unit.release()
         self.begin()
 
-    def reset_peak(self) -> None:
-        self._forget_released()
-        self.peak = sum(self._whole.values())
+    def _mark_use(self, unit: ShardedUnit) -> None:
+        """A unit comes or goes; who is told may begin the device's peak anew."""
+        if self.profile is not None:
+            self.profile.sample()
+        self._mark(unit.name)
 
     def _count(self, unit: ShardedUnit, cast: torch.dtype | None) -> None:
         self._forget_released()

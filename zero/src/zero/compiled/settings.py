@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from zero.validated import Bytes, Validated
 
@@ -17,10 +17,21 @@ class Compile(Validated):
     fuse_casts: a unit whose parameters are only used cast to one narrower dtype travels in that dtype (the
         shard is cast before it travels).
     prefetch_budget: bytes, or e.g. "64MiB", that may be under way ahead of their use; 0 gathers on demand.
+    persist_budget: bytes, or e.g. "1GiB", for units that stay gathered from one use to the next, until the
+        weights change; "auto": what the first steps leave free of the device, less a margin. Chosen are those
+        whose gathers cost most time per byte, as measured in the first steps.
     dynamic: as in torch.compile: None makes a dimension dynamic when it changes, True at once, False never.
     """
 
     inner: Literal["inductor", "aot_eager"] = "inductor"
     fuse_casts: bool = True
     prefetch_budget: Bytes = Field(default=64 << 20, ge=0)
+    persist_budget: Literal["auto"] | Bytes = 0
     dynamic: bool | None = None
+
+    @field_validator("persist_budget")
+    @classmethod
+    def _not_negative(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 0:
+            raise ValueError("must be 'auto', or bytes, 0 or more")
+        return value

@@ -1,0 +1,141 @@
+"""Which units stay gathered until the weights change: those whose gathers cost most time per byte.
+
+Decided once, after the first steps, by all ranks together. Two steps are watched for what they gather and
+for their highest point in memory; then each unit is gathered alone a few times and timed. A gather that is
+repeated in a step, in the backward or in a later micro-batch, is what persisting saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+import torch
+
+from accelz.accelerator import Accelerator
+from zero.balance import usable
+from zero.communicator import Communicator
+from zero.compiled.ops import ALLGATHER, CLEAR_ALL, INVALIDATE, RELEASE, SET_PERSISTENT, WAIT
+from zero.compiled.runtime import Gathered, Profile, Runtime
+
+WARM_UP = 2  # steps before: graphs are compiled, and offload="auto" places optimizer state
+WATCHED = 2  # steps
+REPEATS = 3  # gathers of each unit that are timed; the fastest counts
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A unit that may persist. nbytes: what it takes then, beside memory that ranks have in common. saved:
+    gathers a step. seconds: of one gather, the mean over the ranks."""
+
+    unit: str
+    what: Gathered
+    nbytes: int
+    saved: float
+    seconds: float
+
+    @property
+    def worth(self) -> float:
+        """Seconds a step for each byte."""
+        return self.saved * self.seconds / max(self.nbytes, 1)
+
+
+def choose(candidates: Iterable[Candidate], room: int) -> tuple[Candidate, ...]:
+    """The most worth per byte first, as far as `room` bytes go; equals in the order given."""
+    chosen: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: -c.worth):
+        if candidate.saved > 0 and candidate.nbytes <= room:
+            room -= candidate.nbytes
+            chosen.append(candidate)
+    return tuple(chosen)
+
+
+class Persistence:
+    """budget: bytes that units may take on each rank; "auto": what the watched steps left of the device.
+
+    chosen: units that persist, most worth first. room: the budget in bytes; None before it is decided.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        accelerator: Accelerator,
+        communicator: Communicator,
+        budget: int | Literal["auto"],
+    ) -> None:
+        self.chosen: tuple[Candidate, ...] = ()
+        self.room: int | None = None
+        self._runtime = runtime
+        self._accelerator = accelerator
+        self._communicator = communicator
+        self._budget = budget
+        self._steps = 0
+
+    def after_step(self) -> None:
+        """Collective, between optimizer steps."""
+        if self._budget == 0 or self.room is not None:
+            return
+        self._steps += 1
+        if self._steps == WARM_UP:
+            self._runtime.profile = Profile(self._accelerator.memory)
+        elif self._steps == WARM_UP + WATCHED:
+            profile, self._runtime.profile = self._runtime.profile, None
+            assert profile is not None
+            self._decide(profile)
+        self._accelerator.memory.reset_peak()
+
+    @torch.no_grad()
+    def _decide(self, profile: Profile) -> None:
+        CLEAR_ALL(self._runtime.handle)
+        repeated = self._repeated(profile)
+        seconds = self._agreed_seconds([self._seconds(what) for what in repeated])
+        self.room = min(self._communicator.share_all(self._room(profile.peak)))
+        candidates = [
+            Candidate(
+                self._runtime.unit(what).name,
+                what,
+                self._runtime.nbytes(what),
+                profile.gathers[what] / WATCHED - 1,
+                time,
+            )
+            for what, time in zip(repeated, seconds, strict=True)
+        ]
+        self.chosen = choose(candidates, self.room)
+        for candidate in self.chosen:
+            SET_PERSISTENT(self._runtime.handle, *candidate.what)
+
+    def _repeated(self, profile: Profile) -> list[Gathered]:
+        """What all ranks gather more than once a step, in the same order."""
+        mine = [(unit, str(dtype)) for (unit, dtype), n in profile.gathers.items() if n > WATCHED]
+        theirs = ({(unit, name) for unit, name in found} for found in self._communicator.share_all(mine))
+        return [(u, getattr(torch, n.removeprefix("torch."))) for u, n in sorted(set.intersection(*theirs))]
+
+    def _seconds(self, what: Gathered) -> float:
+        """The time of a gather by itself, as graphs do it."""
+        unit, dtype = what
+        handle, streams = self._runtime.handle, self._accelerator.streams
+        numbers, params = self._runtime.parameters_of(unit)
+        times = []
+        for _ in range(REPEATS):
+            begun = streams.current().record()
+            ALLGATHER(params, handle, unit, dtype)
+            values = WAIT(params, handle, numbers, dtype)
+            times.append(streams.current().record().seconds_since(begun))
+            RELEASE(values, handle, unit)
+            INVALIDATE(handle, unit)
+        return min(times)
+
+    def _agreed_seconds(self, mine: Sequence[float]) -> list[float]:
+        return [fmean(ranks) for ranks in zip(*self._communicator.share_all(list(mine)), strict=True)]
+
+    def _room(self, peak: int) -> int:
+        """Bytes that this rank can spare."""
+        if self._budget != "auto":
+            return self._budget
+        stats, ranks = self._accelerator.memory.stats(), self._communicator.group.size
+        room = usable(self._accelerator) - peak
+        if self._accelerator.capabilities.shared_device:
+            room = min(room, stats.free // ranks)
+        return max(room, 0)
