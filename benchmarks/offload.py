@@ -7,8 +7,9 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +24,11 @@ from zero.host_memory import bytes_of
 from zero.tiers.swap_file import BLOCK, PAGE, THREADS, aligned
 
 GRAIN = 4 << 20  # elements of a layer, and of a record at one rank
+RAW = "raw disk"
+PATTERNS = [(depth, stretch) for depth in (THREADS, 2 * THREADS) for stretch in (6, 12, None)]
+"""How the disk is probed: moves under way at once, and blocks that are read while as many before them are
+written, then the next; None reads and writes every block at the same time. Which one a disk likes best may
+change from hour to hour, so each turn takes the best."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ def run(options: OffloadOptions) -> Result:
 def _ways(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, ...]]]:
     disk = {"optimizer": "disk", "path": folder}
     ways: dict[str, tuple[Callable[..., object], tuple[Any, ...]]] = {
-        "raw disk": (Probe, ()),
+        RAW: (Probe, ()),
         "zero disk": (Zero, (disk,)),
         "zero disk, compact": (Zero, ({**disk, "compact": True},)),
         "zero host": (Zero, ({"optimizer": "host"},)),
@@ -78,10 +84,16 @@ def _measure(jobs: dict[str, Job], rounds: int) -> dict[str, list[tuple[float, i
     turns: dict[str, list[tuple[float, int]]] = {name: [] for name in jobs}
     for round_ in range(rounds + 1):
         for name, job in jobs.items():
-            results = job.call("turn")
+            turn = min(_together(job, *arguments) for arguments in (PATTERNS if name == RAW else [()]))
             if round_:  # the first one is warm-up
-                turns[name].append((max(r[0] for r in results), sum(r[1] for r in results)))
+                turns[name].append(turn)
     return turns
+
+
+def _together(job: Job, *arguments: Any) -> tuple[float, int]:
+    """Seconds of the slowest rank and bytes of all."""
+    results = job.call("turn", *arguments)
+    return max(r[0] for r in results), sum(r[1] for r in results)
 
 
 def _row(
@@ -101,7 +113,7 @@ def _row(
     }
     if mine[0][1]:
         rates = [nbytes / turn for turn, nbytes in mine]
-        raw = [nbytes / turn for turn, nbytes in turns["raw disk"]]
+        raw = [nbytes / turn for turn, nbytes in turns[RAW]]
         row["bytes_per_parameter"] = mine[0][1] / options.parameters
         row["bytes_per_second"] = median(rates)
         row["of_raw"] = median(a / b for a, b in zip(rates, raw, strict=True))
@@ -144,28 +156,48 @@ class Zero:
 
 
 class Probe:
-    """The disk by itself: blocks read and blocks written, as many at once as the engine has under way."""
+    """The disk by itself: every block of a file read and written, in blocks of the engine's size."""
 
     def __init__(self, parameters: int, folder: str) -> None:
-        self._size = 12 * parameters // int(os.environ["WORLD_SIZE"]) // BLOCK * BLOCK
+        self._blocks = 12 * parameters // int(os.environ["WORLD_SIZE"]) // BLOCK
         path = Path(folder, f"probe-{os.environ['RANK']}")
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._file, 0, self._size)
-        self._threads = ThreadPoolExecutor(THREADS)
-        self._buffers = [
-            aligned(torch.randint(256, (BLOCK + PAGE,), dtype=torch.uint8))[:BLOCK] for _ in range(THREADS)
-        ]
+        os.posix_fallocate(self._file, 0, self._blocks * BLOCK)
+        self._threads = {depth: ThreadPoolExecutor(depth) for depth, _ in PATTERNS}
+        self._read, self._written = (
+            _buffers(2 * THREADS) for _ in range(2)
+        )  # not one buffer for both at once
 
-    def turn(self) -> tuple[float, int]:
+    def turn(self, depth: int, stretch: int | None) -> tuple[float, int]:
         begun = time.perf_counter()
-        moves = [
-            self._threads.submit(call, self._file, [bytes_of(self._buffers[n % len(self._buffers)])], place)
-            for n, place in enumerate(range(0, self._size, BLOCK))
-            for call in (os.preadv, os.pwritev)
-        ]
-        for move in moves:
+        if stretch is None:
+            self._move(depth, range(self._blocks), range(self._blocks))
+        else:
+            for first in range(0, self._blocks + stretch, stretch):
+                reads = range(first, min(first + stretch, self._blocks))
+                self._move(depth, reads, range(max(first - stretch, 0), min(first, self._blocks)))
+        return time.perf_counter() - begun, 2 * self._blocks * BLOCK
+
+    def _move(self, depth: int, reads: range, writes: range) -> None:
+        """Wait until these blocks have been read and those been written."""
+        begun = []
+        for read, write in zip_longest(reads, writes):
+            begun += [self._begin(depth, os.preadv, self._read, read)] if read is not None else []
+            begun += [self._begin(depth, os.pwritev, self._written, write)] if write is not None else []
+        for move in begun:
             move.result()
-        return time.perf_counter() - begun, 2 * self._size
+
+    def _begin(
+        self, depth: int, call: Callable[..., int], buffers: list[memoryview], block: int
+    ) -> Future[int]:
+        buffer = buffers[block % len(buffers)]
+        return self._threads[depth].submit(call, self._file, [buffer], block * BLOCK)
+
+
+def _buffers(count: int) -> list[memoryview]:
+    """Blocks of random bytes, each beginning with a page."""
+    memory = bytes_of(aligned(torch.randint(256, (count * BLOCK + PAGE,), dtype=torch.uint8)))
+    return [memory[n * BLOCK : (n + 1) * BLOCK] for n in range(count)]
 
 
 class DeepSpeed:

@@ -163,7 +163,7 @@ LEGENDS: dict[Kind, str] = {
     ),
     "offload": (
         "Of the slowest rank, bf16 AdamW, gradients there already; ratios are taken within each round. raw "
-        "disk: as many bytes, blocks read and blocks written by as many threads. B: read and written by all "
+        "disk: as many bytes, in the fastest pattern of the moment. B: read and written by all "
         "ranks."
     ),
     "optimizer": "MB: what the case itself reads and writes. error: against torch, after the first step.",
