@@ -98,6 +98,36 @@ def test_bytes_go_right_after_the_last_use(cluster: Clusters) -> None:
         assert found["ahead"] > found["on demand"]
 
 
+def predicted_body(context: Context) -> list[tuple[str, int, int]]:
+    """What forward and backward hold at their highest point, as predicted and as the device counts."""
+    memory, found = context.accelerator.memory, []
+    for autocast in (False, True):
+        engine = build(zero.Compile(inner="aot_eager"))
+        for number in range(2):
+            x = tokens(number, context.rank, engine.module, length=64)
+            gc.collect()
+            memory.reset_peak()
+            before = memory.stats().allocated - x.nbytes
+            with torch.autocast(context.accelerator.device.type, torch.bfloat16, enabled=autocast):
+                loss = engine(x)
+            middle = memory.stats().peak - before
+            memory.reset_peak()
+            engine.backward(loss)
+            after = memory.stats().peak - before
+            engine.step()
+        forward, backward = engine.explain().graphs
+        found += [("forward", forward.live, middle), ("backward", backward.live, after)]
+    return found
+
+
+def test_the_predicted_peak_is_the_device_s(cluster: Clusters, device: str) -> None:
+    if device != "sim":
+        pytest.skip("only this device counts its bytes exactly")
+    for found in cluster(2).run(predicted_body, limit=120):
+        for kind, predicted, measured in found:
+            assert 0.9 < measured / predicted < 1.1, (kind, predicted, measured)
+
+
 def exceptions_body(context: Context) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Watched()

@@ -11,9 +11,11 @@ import zero
 from zero.compiled.explain import predicted_peak
 from zero.compiled.facts import Facts, ParameterFacts, UnitFacts
 from zero.compiled.graphs import ShardedGraph, text
+from zero.compiled.liveness import peak_of
 from zero.compiled.passes.derive_late import derive_late
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
+from zero.compiled.passes.list_schedule import list_schedule
 from zero.compiled.passes.prefetch import prefetch
 from zero.compiled.passes.reduce_gradients import reduce_gradients
 from zero.compiled.passes.retain import retain
@@ -154,6 +156,95 @@ def test_fuse_casts_takes_the_widest() -> None:
     graph = graph_of(lambda x, a: x + a.to(BF16) + a.to(torch.float16), "x", "a")
     insert_gathers(graph)
     assert fuse_casts(graph) == 0
+
+
+def crossed(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """As written, a and b are whole at one time."""
+    first, second = x @ a, x @ b
+    return (first @ a).sum() + (second @ b).sum()
+
+
+def test_list_schedule() -> None:
+    graph = graph_of(crossed, "x", "a", "b")
+    insert_gathers(graph)
+    before = peak_of(graph, inputs_go=False)
+    written = [line.split()[0] for line in shown(graph).splitlines()]
+    assert written.index("allgather_param_1") < written.index("release_param")
+    assert before == 6 * 64  # a, b, x, and three products: every matrix is 64 bytes
+    assert list_schedule(graph, inputs_go=False) == 2 * 64 - 4
+    assert peak_of(graph, inputs_go=False) == 4 * 64 + 4  # a or b, x, two products, and a sum
+    assert shown(graph).splitlines() == [
+        "allgather_param = zero.allgather_param([in_a], 7, 0, torch.float32)",
+        "wait_allgather = zero.wait_allgather([in_a], 7, [0], torch.float32)",
+        "getitem = getitem(wait_allgather, 0)",
+        "mm = aten.mm(in_x, getitem)",
+        "mm_2 = aten.mm(mm, getitem)",
+        "release_param = zero.release_param([getitem], 7, 0)",
+        "sum_1 = aten.sum(mm_2)",
+        "allgather_param_1 = zero.allgather_param([in_b], 7, 1, torch.float32)",
+        "wait_allgather_1 = zero.wait_allgather([in_b], 7, [1], torch.float32)",
+        "getitem_1 = getitem(wait_allgather_1, 0)",
+        "mm_1 = aten.mm(in_x, getitem_1)",
+        "mm_3 = aten.mm(mm_1, getitem_1)",
+        "release_param_1 = zero.release_param([getitem_1], 7, 1)",
+        "sum_2 = aten.sum(mm_3)",
+        "add = aten.add.Tensor(sum_1, sum_2)",
+        "return add",
+    ]
+    assert list_schedule(graph, inputs_go=False) == 0  # nothing is better than that
+
+
+def test_list_schedule_keeps_what_is_good() -> None:
+    graph = graph_of(chain, "x", "a", "b", "c")
+    insert_gathers(graph)
+    before = shown(graph)
+    assert list_schedule(graph, inputs_go=False) == 0
+    assert shown(graph) == before
+
+
+def test_list_schedule_keeps_effects_in_order() -> None:
+    """Copies of x are made early and used late; random numbers and writes are between."""
+
+    def noisy(x: Tensor, seen: Tensor) -> Tensor:
+        early = [x + n for n in range(4)]
+        total = torch.zeros(4, 4)
+        for copied in early:
+            total = total + copied * torch.rand_like(copied)
+            seen.add_(total)
+        return total + seen
+
+    graph = graph_of(noisy, "x", "seen")
+
+    def effects() -> list[str]:
+        return [
+            line.split()[0]
+            for line in shown(graph).splitlines()
+            if "rand_like" in line or "aten.add_" in line
+        ]
+
+    before, values = effects(), graph_values(graph)
+    assert list_schedule(graph, inputs_go=False) > 0
+    assert effects() == before
+    assert torch.equal(graph_values(graph), values)
+
+
+def graph_values(graph: ShardedGraph) -> Tensor:
+    graph.finish()
+    torch.manual_seed(0)
+    result: Tensor = graph.module(torch.rand(4, 4) / 8, torch.zeros(4, 4))
+    return result
+
+
+def test_list_schedule_counts_gradients() -> None:
+    """A backward's saved values go after their use, a unit's gradients when the last one is there."""
+
+    def backward(tangent: Tensor, x: Tensor, y: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return tangent @ a.t(), x @ tangent, y @ tangent, x
+
+    graph = graph_of(backward, "tangent", "x", "y", "a")
+    insert_gathers(graph)
+    reduce_gradients(graph, (None, A, B, None))
+    assert peak_of(graph, inputs_go=True) == 64 * (3 + 1 + 1 + 1)
 
 
 def test_prefetch_keeps_to_its_budget() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from zero import sizes
 from zero.compiled.graphs import ShardedGraph, begun_by, text, travels_in, unit_of
+from zero.compiled.liveness import peak_of
 from zero.compiled.ops import REDUCE, RELEASE
 from zero.compiled.persistence import Candidate
 
@@ -27,14 +28,15 @@ class Gather:
 @dataclass(frozen=True)
 class GraphReport:
     """One graph, as compiled. kind: "forward", "backward" or "inference". counts: what each pass did, by its
-    name. peak: bytes of whole units at the worst place, as the graph orders gathers and releases. code: the
-    graph itself."""
+    name (`list_schedule`: bytes by which the peak fell). peak: bytes of whole units at the worst place, as
+    the graph orders gathers and releases. live: of those and of all values. code: the graph itself."""
 
     kind: str
     gathers: tuple[Gather, ...]
     counts: dict[str, int]
     reduced: int
     peak: int
+    live: int
     code: str = field(repr=False)
 
     @property
@@ -79,7 +81,8 @@ def report(graph: ShardedGraph, kind: str, counts: dict[str, int]) -> GraphRepor
         for node in graph.waits()
     )
     reduced = len(graph.graph.find_nodes(op="call_function", target=REDUCE))
-    return GraphReport(kind, gathers, counts, reduced, predicted_peak(graph), text(graph.graph))
+    live = peak_of(graph, inputs_go=kind == "backward")
+    return GraphReport(kind, gathers, counts, reduced, predicted_peak(graph), live, text(graph.graph))
 
 
 def predicted_peak(graph: ShardedGraph) -> int:
@@ -112,6 +115,6 @@ def _lines(report: GraphReport) -> list[str]:
     return [
         f"{report.kind}: {len(report.gathers)} gathers of {sizes.human(report.nbytes)} ({travel}), "
         f"{sum(g.ahead for g in report.gathers)} ahead of their use, {report.reduced} gradients reduced, "
-        f"predicted peak of gathered bytes {sizes.human(report.peak)}",
+        f"predicted peak {sizes.human(report.live)}, of gathered bytes {sizes.human(report.peak)}",
         f"  passes: {done}",
     ]

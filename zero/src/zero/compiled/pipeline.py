@@ -11,6 +11,7 @@ from zero.compiled.passes.derive_late import derive_late
 from zero.compiled.passes.end_backward import end_backward
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
+from zero.compiled.passes.list_schedule import list_schedule
 from zero.compiled.passes.prefetch import prefetch
 from zero.compiled.passes.reduce_gradients import reduce_gradients
 from zero.compiled.passes.retain import retain
@@ -22,6 +23,7 @@ from zero.compiled.settings import Compile
 def for_inference(graph: ShardedGraph, settings: Compile) -> GraphReport:
     """A forward that no backward follows."""
     counts = _gathers(graph, settings)
+    counts |= {"list_schedule": list_schedule(graph, inputs_go=False)}
     counts |= _finish(graph, settings)
     return report(graph, "inference", counts)
 
@@ -41,7 +43,9 @@ def for_training(
     saved = save_sharded(forward, backward, kept)
     ahead = {"save_sharded": saved} | _gathers(forward, settings)
     back = _gathers(backward, settings)
-    back |= {"reduce_gradients": reduce_gradients(backward, inputs), "end_backward": end_backward(backward)}
+    back |= {"reduce_gradients": reduce_gradients(backward, inputs)}
+    ahead |= {"list_schedule": list_schedule(forward, inputs_go=False)}
+    back |= {"list_schedule": list_schedule(backward, inputs_go=True), "end_backward": end_backward(backward)}
     ahead |= {"retain": retain(forward, backward)}
     ahead |= _finish(forward, settings)
     back |= _finish(backward, settings)

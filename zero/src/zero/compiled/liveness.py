@@ -1,0 +1,133 @@
+"""How much memory a graph takes, node by node, from the sizes of its fake tensors.
+
+storage  the memory of a node's value; that of a view is the storage of what it may be a view of. It is there
+         from its node to its last reader.
+
+Whole units and whole gradients are the engine's: they come and go with operations of their own, and views of
+them take nothing. What a graph is called with stays while it runs, except in a backward, where saved values
+go after their last use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from zero.compiled.graphs import ShardedGraph, begun_by, is_alias, outputs, unit_of
+from zero.compiled.ops import REDUCE, RELEASE
+
+
+def peak_of(graph: ShardedGraph, inputs_go: bool) -> int:
+    """Most bytes at one time if the nodes run in their order. inputs_go: as in a backward."""
+    return Liveness(graph, inputs_go).peak_of(graph.graph.nodes)
+
+
+class Liveness:
+    """Of one graph, as it is; in any order of its nodes."""
+
+    def __init__(self, graph: ShardedGraph, inputs_go: bool) -> None:
+        self._inputs = graph.graph.find_nodes(op="placeholder")
+        self._storages = _storages(graph.graph)
+        values = {n for n, storages in self._storages.items() if storages == {n}} - graph.parameters.keys()
+        self._own = {n: _bytes_of(n) if n in values else 0 for n in self._storages}
+        self._touched = {n: self._touched_by(n) for n in self._storages}
+        held = self._touched[outputs(graph.graph)] | (set() if inputs_go else set(self._inputs))
+        self._touches = Counter(s for touched in self._touched.values() for s in touched if s not in held)
+        self._comes, self._goes = _engine_bytes(graph)
+
+    def _touched_by(self, node: fx.Node) -> set[fx.Node]:
+        return {s for source in (*node.all_input_nodes, node) for s in self._storages[source]}
+
+    def storages(self, node: fx.Node) -> set[fx.Node]:
+        """The nodes whose memory the value of `node` may be."""
+        return self._storages[node]
+
+    def touched(self, node: fx.Node) -> set[fx.Node]:
+        """The storages that `node` reads, writes or makes."""
+        return self._touched[node]
+
+    def start(self) -> Live:
+        """Before the first node, with the inputs there."""
+        return Live(self, sum(self._own[n] for n in self._inputs))
+
+    def peak_of(self, order: Iterable[fx.Node]) -> int:
+        """Most bytes at one time in this order of all nodes."""
+        live = self.start()
+        for node in order:
+            live.run(node)
+        return live.peak
+
+    def taken(self, node: fx.Node) -> int:
+        """Bytes that come into being with a node."""
+        own = 0 if node.op == "placeholder" else self._own[node]
+        return own + self._comes[node]
+
+    def given_back(self, node: fx.Node, left: Counter[fx.Node]) -> int:
+        """Bytes that go after a node, where so many are `left` that touch each storage, it included."""
+        return self._goes[node] + sum(self._own[s] for s in self._touched[node] if left[s] == 1)
+
+
+class Live:
+    """A run of a graph. nbytes: there now. peak: the most so far."""
+
+    def __init__(self, liveness: Liveness, nbytes: int) -> None:
+        self.nbytes = self.peak = nbytes
+        self._liveness = liveness
+        self._left = Counter(liveness._touches)
+
+    def would(self, node: fx.Node) -> tuple[int, int]:
+        """Bytes by which running `node` next would raise the peak, and what it would leave behind."""
+        taken = self._liveness.taken(node)
+        left = taken - self._liveness.given_back(node, self._left)
+        return max(self.nbytes + taken - self.peak, 0), left
+
+    def run(self, node: fx.Node) -> None:
+        higher, left = self.would(node)
+        self.peak += higher
+        self.nbytes += left
+        self._left.subtract(self._liveness.touched(node))
+
+
+def _storages(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """By node, the nodes whose memory its value may be."""
+    found: dict[fx.Node, set[fx.Node]] = {}
+    for node in graph.nodes:
+        aliased = [found[i] for i in node.all_input_nodes if node.op != "output" and is_alias(node, i)]
+        found[node] = set().union(*aliased) if aliased else {node}
+    return found
+
+
+def _bytes_of(node: fx.Node) -> int:
+    return sum(_nbytes(v) for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+
+
+def _nbytes(value: torch.Tensor) -> int:
+    """With the sizes that a dynamic shape had when it was traced."""
+    numel = value.numel()
+    hint = numel if isinstance(numel, int) else numel.node.hint
+    return (hint or 0) * value.dtype.itemsize
+
+
+def _engine_bytes(graph: ShardedGraph) -> tuple[Counter[fx.Node], Counter[fx.Node]]:
+    """What the engine takes and gives back at a node: whole units, and whole gradients of a unit."""
+    comes: Counter[fx.Node] = Counter()
+    goes: Counter[fx.Node] = Counter()
+    whole: dict[int, int] = {}
+    gradients: dict[int, list[fx.Node]] = {}
+    for node in graph.graph.nodes:
+        for unit, dtype in begun_by(node):
+            whole[unit] = graph.facts.units[unit].nbytes(dtype)
+            comes[node] += whole[unit]
+        if node.target is RELEASE and not (len(node.args) > 3 and node.args[3]):
+            goes[node] = whole.get(unit_of(node), 0)
+        if node.target is REDUCE:
+            gradients.setdefault(graph.facts.parameters[node.args[2]].unit, []).append(node)
+    for nodes in gradients.values():
+        nbytes = sum(_bytes_of(node.all_input_nodes[0]) for node in nodes)
+        comes[nodes[0]] += nbytes
+        goes[nodes[-1]] += nbytes
+    return comes, goes
