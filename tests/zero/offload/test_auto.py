@@ -136,7 +136,7 @@ def creep_body(context: Context) -> dict[str, Any]:
         for step, batch in enumerate((BATCH, BATCH, BATCH, BATCH + 32 * (context.rank == 0), BATCH)):
             one_step(context, engine, step, batch)
             near.append(len(engine._balancer._near))
-        limit = engine._balancer._limit(int(peak * 1.2))
+        limit = balance.usable(context.accelerator)
         predicted = engine._balancer.predicted_peak
     finally:
         memory.set_capacity(whole)

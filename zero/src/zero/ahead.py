@@ -66,6 +66,8 @@ class StepsAhead:
         self._factors: _Landing | None = None  # what this step's attempts go by
         self._confident = True
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-step")
+        self._streams = stores.accelerator.streams
+        self._stream = self._streams.current()
 
     def arrived(self, gradients: GroupGradients) -> None:
         """Begin to step the group's twin, once more if more gradient came."""
@@ -75,7 +77,7 @@ class StepsAhead:
         owned = self._owned[gradients.group]
         self._give_up(gradients.group)
         step = self._plan(owned, gradients.used | gradients.have)
-        job = self._thread.submit(_attempt, twin, step, gradients, self._landing())
+        job = self._thread.submit(self._attempt, twin, step, gradients, self._landing())
         self._attempts[gradients.group] = _Attempt(step, _versions(twin), job)
 
     def dropped(self) -> None:
@@ -115,6 +117,13 @@ class StepsAhead:
         twin.take_the_place()
         return True
 
+    def _attempt(self, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Landing) -> None:
+        """In the thread. Nothing is queued on the stream: who uses it is on its device, and waits there."""
+        with self._streams.use(self._stream), torch.no_grad():
+            gradient = gradients.shard
+            if isinstance(gradient, Tensor):  # else it has been dropped meanwhile
+                twin.step(step, gradient, factors.wait())
+
     def _landing(self) -> _Landing:
         if self._factors is None:
             self._factors = _Landing(*map(self._to_host, self._expected()))
@@ -144,13 +153,6 @@ class _Landing:
         """Bit for bit, but for the sign of zero."""
         mine = self.wait()
         return _same(mine.scale, factors.scale) and _same(mine.skip, factors.skip)
-
-
-def _attempt(twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Landing) -> None:
-    gradient = gradients.shard
-    if isinstance(gradient, Tensor):  # else it has been dropped meanwhile
-        with torch.no_grad():
-            twin.step(step, gradient, factors.wait())
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:
