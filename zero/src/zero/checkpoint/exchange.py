@@ -13,7 +13,8 @@ from typing import Any
 from accelz.collectives import Group
 from zero.errors import CommunicationError
 
-_SHORTEST, _LONGEST = 0.0005, 0.005  # seconds between looks for an answer
+_SHORTEST, _LONGEST = 0.0003, 0.005  # seconds between looks for an answer
+_LATE = 1 / 8  # of the time waited so far, that an answer may be noticed later
 
 
 class Exchange:
@@ -37,18 +38,18 @@ class Exchange:
         Raises CommunicationError if a rank has published nothing by then.
         """
         waiting, values = list(ranks), {}
-        deadline, pause = time.monotonic() + patience * self._timeout, _SHORTEST
+        begun = time.monotonic()
         while waiting:
             for rank in list(waiting):
                 name = self._name(topic, rank)
                 if self._call(lambda: self._store.check([name]), topic, waiting):  # noqa: B023
                     values[rank] = json.loads(self._call(lambda: self._store.get(name), topic, waiting))  # noqa: B023
                     waiting.remove(rank)
-            if waiting and time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if waiting and waited > patience * self._timeout:
                 raise CommunicationError(self._silence(topic, waiting))
             if waiting:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST)
+                time.sleep(min(max(_SHORTEST, _LATE * waited), _LONGEST))
         return values
 
     def forget(self, topic: str, ranks: Iterable[int]) -> None:
