@@ -44,7 +44,8 @@ class GradientFactor:
         factor, device = self.mean(), self._device
         if factor is None and self._clip_norm is not None:
             factor = torch.ones((), dtype=torch.float32, device=device)
-        return factor, None if self._loss_scale is None else torch.zeros((), device=device)
+        skip = None if self._loss_scale is None else torch.zeros((), dtype=torch.float32, device=device)
+        return factor, skip
 
     def complete(self) -> tuple[Tensor | None, Tensor | None]:
         """Collective. The whole factor (None: 1) and whether to skip the step; nothing waits."""
