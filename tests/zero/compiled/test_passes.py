@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -10,12 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import zero
 from zero.compiled.explain import predicted_peak
 from zero.compiled.facts import Facts, ParameterFacts, UnitFacts
-from zero.compiled.graphs import ShardedGraph, text
+from zero.compiled.graphs import ShardedGraph, outputs, text
 from zero.compiled.liveness import peak_of
 from zero.compiled.passes.derive_late import derive_late
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
 from zero.compiled.passes.list_schedule import list_schedule
+from zero.compiled.passes.offload_activations import offload_activations
 from zero.compiled.passes.prefetch import prefetch
 from zero.compiled.passes.reduce_gradients import reduce_gradients
 from zero.compiled.passes.retain import retain
@@ -336,6 +339,77 @@ def test_save_sharded() -> None:
         "mm_1 = aten.mm(t, _to_copy_2)",  # an activation stays saved
         "return mm, mm_1",
     ]
+
+
+def test_offload_activations() -> None:
+    forward, backward = layers()
+    assert offload_activations(forward, backward, kept=1, part=1.0, least=64) == 3
+    assert shown(forward).splitlines() == [
+        "mm = aten.mm(in_x, in_c)",
+        "relu = aten.relu(mm)",
+        "offload_tensor = zero.offload_tensor(mm, 7)",
+        "mm_1 = aten.mm(relu, in_c)",
+        "wait_offload = zero.wait_offload(offload_tensor, mm, 7)",  # here its memory is free
+        "offload_tensor_1 = zero.offload_tensor(relu, 7)",
+        "relu_1 = aten.relu(mm_1)",
+        "mm_2 = aten.mm(relu_1, in_c)",
+        "wait_offload_1 = zero.wait_offload(offload_tensor_1, relu, 7)",
+        "offload_tensor_2 = zero.offload_tensor(relu_1, 7)",
+        "wait_offload_2 = zero.wait_offload(offload_tensor_2, relu_1, 7)",
+        "return mm_2, offload_tensor, offload_tensor_1, offload_tensor_2, in_x",
+    ]
+    assert shown(backward).splitlines() == [
+        "reload_tensor = zero.reload_tensor(relu_1, 7, meta)",  # two ahead
+        "reload_tensor_1 = zero.reload_tensor(relu, 7, meta)",
+        "wait_reload = zero.wait_reload(reload_tensor, 7)",
+        "reload_tensor_2 = zero.reload_tensor(mm, 7, meta)",
+        "mul = aten.mul.Tensor(in_tangent, reload_tensor)",
+        "wait_reload_1 = zero.wait_reload(reload_tensor_1, 7)",
+        "mul_1 = aten.mul.Tensor(mul, reload_tensor_1)",
+        "wait_reload_2 = zero.wait_reload(reload_tensor_2, 7)",
+        "mul_2 = aten.mul.Tensor(mul_1, reload_tensor_2)",
+        "mul_3 = aten.mul.Tensor(mul_2, in_x)",  # an input is the caller's
+        "return mul_3",
+    ]
+    assert backward.graph.find_nodes(op="placeholder")[1].meta["val"].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("part", "least", "leaving"), [(0.7, 64, ["mm", "relu"]), (0.3, 64, []), (1.0, 65, [])]
+)
+def test_the_longest_lived_activations_leave_first(part: float, least: int, leaving: list[str]) -> None:
+    forward, backward = layers()
+    assert offload_activations(forward, backward, 1, part, least) == len(leaving)
+    sent = [n.all_input_nodes[0].name for n in forward.graph.nodes if "offload_tensor" in n.name]
+    assert sent == leaving
+
+
+def test_activations_that_share_memory_with_results_stay() -> None:
+    forward, backward = layers(lambda outputs: (outputs[0], outputs[3].view(16), *outputs[1:]))
+    assert offload_activations(forward, backward, kept=2, part=1.0, least=64) == 2
+
+
+def layers(
+    change: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] = lambda o: o,
+) -> tuple[ShardedGraph, ShardedGraph]:
+    """A forward that saves its inner values, and its backward, on a device that is not the host."""
+
+    def forward(x: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        first = x @ c
+        second = first.relu()
+        third = (second @ c).relu()
+        return change((third @ c, first, second, third, x))
+
+    def backward(tangent: Tensor, *saved: Tensor) -> Tensor:
+        first, second, third, x = saved
+        return tangent * third * second * first * x
+
+    ahead = named(make_fx(forward)(*torch.ones(2, 4, 4, device="meta")), "x", "c")
+    names = [n.name for n in outputs(ahead.graph).args[0]][-4:]
+    back = make_fx(backward)(*torch.ones(5, 4, 4, device="meta"))
+    for node, name in zip(back.graph.find_nodes(op="placeholder"), ("in_tangent", *names), strict=True):
+        node._rename(name)
+    return ahead, ShardedGraph(back, FACTS, {})
 
 
 def test_retain() -> None:

@@ -83,6 +83,8 @@ class Config(Validated):
     def _offload_fits_the_stage(self) -> Config:
         if self.tiers.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
+        if self.tiers.activations != "device" and self.compile is None:
+            raise ValueError("offload: activations move in compiled graphs; set compile=True")
         if self.tiers.compact and self.precision not in ("bf16", "model"):
             raise ValueError("offload: compact splits masters of bf16 parameters; set precision='bf16'")
         return self

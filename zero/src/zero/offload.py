@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from zero.validated import Bytes, Validated
 
 Tier = Literal["device", "host", "disk"]
-Kind = Literal["optimizer", "params", "gradients"]
+Kind = Literal["optimizer", "params", "gradients", "activations"]
 
 
 class Offload(Validated):
@@ -22,6 +22,8 @@ class Offload(Validated):
     params: shards of the parameters (stage 3).
     gradients: reduced slices, from backward to the step. None: on the host where their optimizer state is not
         on the device. "disk" is for when not even the gradients fit in host memory.
+    activations: what the forward saves for the backward, between the two; of models that are compiled as one
+        graph (`Config.compile`). The longest-lived values leave first.
     fraction: part of the state, by elements, that leaves the device; the rest stays. A number is of optimizer
         state; {"params": 0.5, "gradients": 0.25} of each kind, those that are not named leaving whole.
     host_budget: host memory for optimizer state in bytes, or e.g. "8GiB", per rank. What it cannot hold stays
@@ -39,6 +41,7 @@ class Offload(Validated):
     optimizer: Tier = "device"
     params: Tier = "device"
     gradients: Tier | None = None
+    activations: Literal["device", "host"] = "device"
     fraction: Mapping[Kind, float] = Field(default_factory=dict)
     host_budget: Bytes | None = Field(default=None, ge=0)
     path: Path | None = Field(default=None, strict=False)

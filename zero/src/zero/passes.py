@@ -147,13 +147,16 @@ class Passes:
         of_group = {gradients.group: gradients for gradients in self.reducer.all}
         runtime = Runtime(
             self._units,
+            stores.accelerator,
             lambda group, index, gradient: self._take(of_group[group], index, gradient),
             self._backward_over,
             self.phase.mark,
         )
         persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist_budget)
-        begin = self._begin_forward
-        return CompiledModel(module, self._units, runtime, persistence, settings, self.phase, begin)
+        tiers, begin = self._config.tiers, self._begin_forward
+        leave = stores.resolve(tiers.activations) == "host"
+        part = tiers.part("activations") if leave else 0.0
+        return CompiledModel(module, self._units, runtime, persistence, settings, part, self.phase, begin)
 
 
 def _receiver(passes: Passes, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:

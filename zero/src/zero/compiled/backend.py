@@ -22,17 +22,21 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 class ShardingBackend:
     """A dynamo backend for graphs whose inputs are partly the engine's parameters.
 
-    parameters: by number. reports: of all graphs so far. Keeps no tensor: dynamo keeps backends.
+    parameters: by number. activations: part of those saved for backward that wait on the host, of 1. reports:
+    of all graphs so far. Keeps no tensor: dynamo keeps backends.
     """
 
-    def __init__(self, facts: Facts, parameters: Sequence[nn.Parameter], settings: Compile) -> None:
+    def __init__(
+        self, facts: Facts, parameters: Sequence[nn.Parameter], settings: Compile, activations: float
+    ) -> None:
         self.facts = facts
         self.settings = settings
+        self.activations = activations
         self.reports: list[GraphReport] = []
         self._numbers = {id(p): n for n, p in enumerate(parameters)}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph = _Compilation(self.facts, self.settings, self._locate(inputs), self.reports)
+        graph = _Compilation(self, self._locate(inputs))
         if self.settings.inner == "inductor":
             return inductor.compile_graph(module, inputs, graph.partition, graph.inference)
         compiler = aot_autograd(
@@ -53,17 +57,10 @@ class ShardingBackend:
 class _Compilation:
     """One graph of dynamo's on its way. inputs: its parameters, by place; None for other inputs."""
 
-    def __init__(
-        self,
-        facts: Facts,
-        settings: Compile,
-        inputs: Sequence[ParameterFacts | None],
-        reports: list[GraphReport],
-    ) -> None:
-        self._facts = facts
-        self._settings = settings
+    def __init__(self, backend: ShardingBackend, inputs: Sequence[ParameterFacts | None]) -> None:
+        self._backend = backend
+        self._facts = backend.facts
         self._inputs = inputs
-        self._reports = reports
 
     def partition(self, joint: fx.GraphModule, fakes: Sequence[Any], **options: Any) -> Graphs:
         """Cut a joint graph in forward and backward and run the passes on both."""
@@ -71,14 +68,14 @@ class _Compilation:
         names = self._by_name(forward)
         inputs = [names.get(n.name) for n in forward.graph.find_nodes(op="placeholder")]
         graphs = (ShardedGraph(forward, self._facts, names), ShardedGraph(backward, self._facts, names))
-        kept = options["num_fwd_outputs"]
-        self._reports += pipeline.for_training(*graphs, inputs, kept, self._settings)
+        kept, backend = options["num_fwd_outputs"], self._backend
+        backend.reports += pipeline.for_training(*graphs, inputs, kept, backend.settings, backend.activations)
         return forward, backward
 
     def inference(self, module: fx.GraphModule) -> fx.GraphModule:
         """Run the passes on a graph without a backward."""
         graph = ShardedGraph(module, self._facts, self._by_name(module))
-        self._reports.append(pipeline.for_inference(graph, self._settings))
+        self._backend.reports.append(pipeline.for_inference(graph, self._backend.settings))
         return module
 
     def _by_name(self, module: fx.GraphModule) -> dict[str, ParameterFacts]:

@@ -10,13 +10,14 @@ go after their last use.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from accelz.flat_buffer import HOST
 from zero.compiled.graphs import ShardedGraph, begun_by, is_alias, outputs, unit_of
 from zero.compiled.ops import REDUCE, RELEASE
 
@@ -33,7 +34,8 @@ class Liveness:
         self._inputs = graph.graph.find_nodes(op="placeholder")
         self._storages = _storages(graph.graph)
         values = {n for n, storages in self._storages.items() if storages == {n}} - graph.parameters.keys()
-        self._own = {n: _bytes_of(n) if n in values else 0 for n in self._storages}
+        counted = _counted(self._inputs)
+        self._own = {n: bytes_of(n, counted) if n in values else 0 for n in self._storages}
         self._touched = {n: self._touched_by(n) for n in self._storages}
         held = self._touched[outputs(graph.graph)] | (set() if inputs_go else set(self._inputs))
         self._touches = Counter(s for touched in self._touched.values() for s in touched if s not in held)
@@ -93,23 +95,36 @@ class Live:
 
 
 def _storages(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """By node, the nodes whose memory its value may be."""
+    """By node, the nodes whose memory its value may be. Results of one operation have memory of their own."""
     found: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         aliased = [found[i] for i in node.all_input_nodes if node.op != "output" and is_alias(node, i)]
-        found[node] = set().union(*aliased) if aliased else {node}
+        one_of_several = node.target is operator.getitem and aliased == [{node.all_input_nodes[0]}]
+        found[node] = set().union(*aliased) if aliased and not one_of_several else {node}
     return found
 
 
-def _bytes_of(node: fx.Node) -> int:
-    return sum(_nbytes(v) for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+def _counted(inputs: Iterable[fx.Node]) -> set[str]:
+    """Types of the devices that a graph works on; the host only where there is no other."""
+    values = (n.meta.get("val") for n in inputs)
+    types = {v.device.type for v in values if isinstance(v, torch.Tensor)}
+    return types - {HOST.type} or {HOST.type}
 
 
-def _nbytes(value: torch.Tensor) -> int:
-    """With the sizes that a dynamic shape had when it was traced."""
-    numel = value.numel()
-    hint = numel if isinstance(numel, int) else numel.node.hint
-    return (hint or 0) * value.dtype.itemsize
+def bytes_of(node: fx.Node, device_types: Container[str] = ()) -> int:
+    """Of a node's tensor, with the sizes that a dynamic shape had when it was traced; 0 for anything else.
+
+    device_types: where it counts; empty: everywhere.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or (device_types and value.device.type not in device_types):
+        return 0
+    return hint(value.numel()) * value.dtype.itemsize
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size; of a dynamic one what it was when it was traced, without a guard on it."""
+    return size if isinstance(size, int) else size.node.hint or 0
 
 
 def _engine_bytes(graph: ShardedGraph) -> tuple[Counter[fx.Node], Counter[fx.Node]]:
@@ -127,7 +142,7 @@ def _engine_bytes(graph: ShardedGraph) -> tuple[Counter[fx.Node], Counter[fx.Nod
         if node.target is REDUCE:
             gradients.setdefault(graph.facts.parameters[node.args[2]].unit, []).append(node)
     for nodes in gradients.values():
-        nbytes = sum(_bytes_of(node.all_input_nodes[0]) for node in nodes)
+        nbytes = sum(bytes_of(node.all_input_nodes[0]) for node in nodes)
         comes[nodes[0]] += nbytes
         goes[nodes[-1]] += nbytes
     return comes, goes

@@ -35,7 +35,8 @@ class _NotCompiled(Exception):
 class CompiledModel:
     """Takes over the calls of `module`; its other modules, called by themselves, stay eager.
 
-    begin: what the engine does before a forward of the whole model.
+    activations: part of what is saved for the backward that waits on the host. begin: what the engine does
+    before a forward of the whole model.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class CompiledModel:
         runtime: Runtime,
         persistence: Persistence,
         settings: Compile,
+        activations: float,
         phase: Phase,
         begin: Begin,
     ) -> None:
@@ -56,8 +58,9 @@ class CompiledModel:
         self._phase = phase
         self._begin = begin
         facts = gather_facts(runtime.handle, units)
-        self._backend = ShardingBackend(facts, runtime.parameters, settings)
+        self._backend = ShardingBackend(facts, runtime.parameters, settings, activations)
         self._why = ""  # what kept the model from being one graph
+        self._lost = ". Its activations stay on the device" if activations else ""
         self._whole: Callable[..., Any] | None = torch.compile(
             _frame(module), backend=self._backend, fullgraph=True, dynamic=settings.dynamic
         )
@@ -115,7 +118,7 @@ class CompiledModel:
             module.forward = forward
         warnings.warn(
             f"zero: the model is compiled unit by unit, because it is not one graph: {self._why} "
-            "(engine.explain() says more)",
+            f"(engine.explain() says more){self._lost}",
             stacklevel=3,
         )
         return result

@@ -10,6 +10,10 @@ reader of the values, the wait for a gather behind its beginning, and none of th
     release_param          the values are not read any more. keep: their bytes may stay. after: results of
                            their readers, see `passes.tie_releases`.
     reduce_grad            hands a gradient to the engine. last: the unit's last one in this graph.
+    offload_tensor         begins to copy an activation to the host, and returns that copy.
+    wait_offload           it is there; the activation's memory is free.
+    reload_tensor          begins to copy it back, to memory of `device`.
+    wait_reload            it may be read.
     end_backward           behind everything else in a backward. params: the graph's inputs for parameters.
 
 Between steps, where units are timed and chosen (`persistence`):
@@ -29,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelz.flat_buffer import HOST
 from zero.compiled import runtime
 from zero.guard import admit
 
@@ -95,6 +100,30 @@ def _reduce(gradient: Tensor, engine: int, number: int, last: bool = False) -> N
     runtime.lookup(engine).reduce(number, gradient, last)
 
 
+def _offload(value: Tensor, engine: int) -> Tensor:
+    return runtime.lookup(engine).activations.offload(value)
+
+
+def _fake_offload(value: Tensor, engine: int) -> Tensor:
+    return value.new_empty_strided(value.size(), value.stride(), device=HOST)
+
+
+def _wait_offload(copy: Tensor, value: Tensor, engine: int) -> None:
+    runtime.lookup(engine).activations.wait(copy)
+
+
+def _reload(copy: Tensor, engine: int, device: torch.device) -> Tensor:
+    return runtime.lookup(engine).activations.reload(copy, device)
+
+
+def _fake_reload(copy: Tensor, engine: int, device: torch.device) -> Tensor:
+    return copy.new_empty_strided(copy.size(), copy.stride(), device=device)
+
+
+def _wait_reload(value: Tensor, engine: int) -> None:
+    runtime.lookup(engine).activations.wait(value)
+
+
 def _end_backward(params: list[Tensor], engine: int) -> None:
     runtime.lookup(engine).end_backward()
 
@@ -132,6 +161,12 @@ RELEASE = _define(
 REDUCE = _define(
     "reduce_grad(Tensor(a!) gradient, int engine, int number, bool last=False) -> ()", _reduce, _nothing
 )
+OFFLOAD = _define("offload_tensor(Tensor value, int engine) -> Tensor", _offload, _fake_offload)
+WAIT_OFFLOAD = _define(
+    "wait_offload(Tensor(a!) copy, Tensor(b!) value, int engine) -> ()", _wait_offload, _nothing
+)
+RELOAD = _define("reload_tensor(Tensor copy, int engine, Device device) -> Tensor", _reload, _fake_reload)
+WAIT_RELOAD = _define("wait_reload(Tensor(a!) value, int engine) -> ()", _wait_reload, _nothing)
 END_BACKWARD = _define("end_backward(Tensor(a!)[] params, int engine) -> ()", _end_backward, _nothing)
 SET_PERSISTENT = _define_outside(
     "set_persistent(int engine, int unit, ScalarType dtype) -> ()", _set_persistent

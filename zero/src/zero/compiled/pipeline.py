@@ -12,6 +12,7 @@ from zero.compiled.passes.end_backward import end_backward
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
 from zero.compiled.passes.list_schedule import list_schedule
+from zero.compiled.passes.offload_activations import offload_activations
 from zero.compiled.passes.prefetch import prefetch
 from zero.compiled.passes.reduce_gradients import reduce_gradients
 from zero.compiled.passes.retain import retain
@@ -34,11 +35,12 @@ def for_training(
     inputs: Sequence[ParameterFacts | None],
     kept: int,
     settings: Compile,
+    activations: float,
 ) -> tuple[GraphReport, GraphReport]:
     """A forward and its backward, as they were partitioned.
 
     inputs: of the forward, by place; None for what is no parameter. kept: the forward's outputs that are the
-    model's own.
+    model's own. activations: the part of what is saved that waits on the host.
     """
     saved = save_sharded(forward, backward, kept)
     ahead = {"save_sharded": saved} | _gathers(forward, settings)
@@ -47,6 +49,8 @@ def for_training(
     ahead |= {"list_schedule": list_schedule(forward, inputs_go=False)}
     back |= {"list_schedule": list_schedule(backward, inputs_go=True), "end_backward": end_backward(backward)}
     ahead |= {"retain": retain(forward, backward)}
+    if activations:
+        ahead |= {"offload_activations": offload_activations(forward, backward, kept, activations)}
     ahead |= _finish(forward, settings)
     back |= _finish(backward, settings)
     return report(forward, "forward", ahead), report(backward, "backward", back)

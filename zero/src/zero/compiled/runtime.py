@@ -15,7 +15,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from accelz.accelerator import Accelerator
 from accelz.memory import Memory
+from zero.compiled.activations import Activations
 from zero.errors import UsageError
 from zero.flat_group import FlatGroup
 from zero.sharded_unit import ShardedUnit, State
@@ -49,12 +51,21 @@ class Runtime:
     receive(group, slot, gradient): takes the gradient of one parameter. close(unit): no further gradient of
     the unit will come. mark(name): told when a unit is used and when it is done. peak: most bytes of whole
     units at one time in a graph. profile: of the steps under way; None where nobody watches.
+    activations: those that wait on the host.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], receive: Receive, close: Close, mark: Mark) -> None:
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        accelerator: Accelerator,
+        receive: Receive,
+        close: Close,
+        mark: Mark,
+    ) -> None:
         self.handle = next(_handles)
         self.peak = 0
         self.profile: Profile | None = None
+        self.activations = Activations(accelerator)
         self._units = tuple(units)
         self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
         self._receive = receive
@@ -140,6 +151,7 @@ class Runtime:
     def begin(self) -> None:
         """A forward starts. What a failed backward still held has been dropped by the engine."""
         self._held.clear()
+        self.activations.clear()
         self._forget_released()
 
     def abandon(self) -> None:

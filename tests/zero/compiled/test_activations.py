@@ -1,0 +1,130 @@
+"""Activations that wait on the host: the same losses, in less memory of the device."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.compiled.models import FAULTS, Watched, fresh, tokens
+from tests.zero.models import device_of
+from tests.zero.training import adamw
+
+LENGTH = 1024  # long enough that values are worth moving
+
+
+def build(model: nn.Module, where: str = "host", fraction: float = 1.0, **settings: Any) -> zero.Engine:
+    part = {"activations": fraction} if where == "host" else {}
+    offload = zero.Offload(activations=where, fraction=part)
+    config = zero.Config(compile=zero.Compile(inner="aot_eager"), offload=offload, timeout=20, **settings)
+    return zero.initialize(model, adamw(model), config)
+
+
+def moved(engine: zero.Engine) -> int:
+    """Operations in the forward graph that send something away."""
+    return engine.explain().graphs[0].code.count("zero.offload_tensor")
+
+
+def train(engine: zero.Engine, steps: int = 3) -> tuple[list[float], int]:
+    """Losses, and the device's highest point beside what was there."""
+    memory, losses, peak = engine.accelerator.memory, [], 0
+    for step in range(steps):
+        x = tokens(step, engine.rank, engine.module, LENGTH)
+        gc.collect()
+        memory.reset_peak()
+        before = memory.stats().allocated
+        loss = engine(x)
+        engine.backward(loss)
+        peak = memory.stats().peak - before
+        engine.step()
+        losses.append(loss.item())
+    return losses, peak
+
+
+def peaks_body(context: Context) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, where, fraction in (("stay", "device", 1.0), ("half", "host", 0.5), ("all", "host", 1.0)):
+        engine = build(fresh(), where, fraction)
+        losses, peak = train(engine)
+        forward, backward = engine.explain().graphs
+        predicted = max(forward.live, backward.live)
+        found[name] = {"losses": losses, "peak": peak, "predicted": predicted, "moved": moved(engine)}
+        del engine
+    return found
+
+
+def test_the_peak_falls_and_losses_are_the_same(cluster: Clusters, device: str) -> None:
+    for found in cluster(2).run(peaks_body, limit=180):
+        stay, half, all_ = found["stay"], found["half"], found["all"]
+        assert stay["losses"] == half["losses"] == all_["losses"]
+        if device == "cpu":  # the device is the host: nothing has anywhere to go
+            assert stay["moved"] == half["moved"] == all_["moved"] == 0
+            continue
+        assert stay["moved"] == 0 < half["moved"] < all_["moved"]
+        assert all_["peak"] < half["peak"] < stay["peak"]
+        assert all_["peak"] < 0.7 * stay["peak"]
+        for run in found.values():
+            assert 0.99 < run["peak"] / run["predicted"] < 1.01, found
+
+
+def paths_body(context: Context) -> dict[str, Any]:
+    """Several forwards before a backward, accumulation, other lengths, evaluation."""
+
+    def losses(where: str) -> list[float]:
+        engine = build(fresh(), where, gradient_accumulation_steps=2)
+        values: list[Tensor] = []
+        for step in range(2):
+            for part in range(2):
+                thrown = engine(tokens(10 + step, context.rank, engine.module, LENGTH))
+                loss = engine(tokens(2 * step + part, context.rank, engine.module, LENGTH + 64 * part))
+                with torch.no_grad():
+                    values.append(engine(tokens(20, context.rank, engine.module, LENGTH)))
+                engine.backward(loss)
+                engine.step()
+                values += [thrown.detach(), loss.detach()]
+        return [value.item() for value in values]
+
+    return {"same": losses("host") == losses("device")}
+
+
+def test_any_order_of_forwards(cluster: Clusters) -> None:
+    for found in cluster(1).run(paths_body, limit=180):
+        assert found["same"]
+
+
+def exceptions_body(context: Context) -> dict[str, Any]:
+    torch.manual_seed(0)
+    engine = build(Watched())
+    x = torch.ones(1 << 12, 32, device=device_of(engine.module))
+    before = engine(x).item()
+    for where in ("forward", "backward"):
+        FAULTS.add(where)
+        with pytest.raises(ArithmeticError):
+            engine.backward(engine(x))
+        FAULTS.clear()
+    after = engine(x)
+    engine.backward(after)
+    return {"same": before == after.item(), "moved": moved(engine), "mode": engine.explain().mode}
+
+
+def test_exceptions_leave_nothing_under_way(cluster: Clusters, device: str) -> None:
+    for found in cluster(2).run(exceptions_body):
+        assert found["same"]
+        assert found["mode"] == "graph"
+        assert bool(found["moved"]) == (device != "cpu")
+
+
+def test_settings() -> None:
+    with pytest.raises(zero.ConfigError, match="compile=True"):
+        zero.Config(offload=zero.Offload(activations="host"))
+    with pytest.raises(zero.ConfigError, match="activations"):
+        zero.Offload(fraction={"activations": 0.5})
+    config = zero.Config(
+        compile=True, offload=zero.Offload(activations="host", fraction={"activations": 0.5})
+    )
+    assert config.tiers.part("activations") == 0.5
