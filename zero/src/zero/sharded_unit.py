@@ -99,8 +99,8 @@ class ShardedUnit:
         """Make the parameters whole in `cast`, waiting for the gather if need be."""
         if not self.resident:
             self.complete(cast)
-            self._bind(cast)
             self._unguard()
+            self._bind(cast)
 
     def complete(self, cast: torch.dtype | None) -> None:
         """Fill the buffers of `cast`, waiting for the gather if need be; the parameters may show others."""
