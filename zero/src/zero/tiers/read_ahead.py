@@ -100,9 +100,12 @@ class ReadAhead:
         return _Reading(section, buffer, section.begin_read(bytes_of(buffer[:nbytes])), changes)
 
     def _buffer(self, nbytes: int) -> Tensor:
-        for index, (buffer, used) in enumerate(self._free):
-            if buffer.numel() >= nbytes and used.done():
-                return self._free.pop(index)[0]
+        """The smallest free one that will do, or a new one."""
+        sizes = {
+            i: b.numel() for i, (b, used) in enumerate(self._free) if b.numel() >= nbytes and used.done()
+        }
+        if sizes:
+            return self._free.pop(min(sizes, key=sizes.__getitem__))[0]
         return self._accelerator.memory.empty_host((nbytes,), torch.uint8)
 
     def _give_back(self, reading: _Reading) -> None:
