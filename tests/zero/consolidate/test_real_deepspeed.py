@@ -1,0 +1,88 @@
+"""What DeepSpeed itself saves, at every stage, and what its ds_to_universal makes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.zero.consolidate import saved
+from zero.consolidate import consolidate, open_source, verify
+
+RANKS = 2
+JOB = "tests.zero.consolidate.deepspeed_job"
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="DeepSpeed is not installed: pip install -r benchmarks/requirements-peers.txt",
+    ),
+    pytest.mark.timeout(600),  # DeepSpeed compiles an extension at its first use
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(1, "bf16"), (2, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp32")],
+    ids=lambda p: f"stage {p[0]}, {p[1]}",
+)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a job of DeepSpeed's has saved."""
+    stage, dtype = request.param
+    path = tmp_path_factory.mktemp(f"stage{stage}{dtype}")
+    run_ranks([sys.executable, "-m", JOB, str(path), str(stage), dtype])
+    return path
+
+
+def run_ranks(command: list[str]) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS),
+        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [
+        subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)
+        for rank in range(RANKS)
+    ]
+    try:
+        for rank in ranks:
+            said, _ = rank.communicate(timeout=500)
+            assert rank.returncode == 0, said[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_our_weights_are_those_of_zero_to_fp32(folder: Path, tmp_path: Path) -> None:
+    expected = torch.load(folder / "expected.pt", weights_only=True)
+    with open_source(folder / "checkpoint") as source:
+        assert verify(source) == []
+        assert source.facts["world size"] == RANKS
+        consolidate(source, tmp_path / "out")
+    assert saved.same(saved.read(tmp_path / "out"), expected)
+
+
+def test_universal_checkpoints_have_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    (tag,) = (folder / "checkpoint").glob("global_step*")
+    universal = tmp_path / f"{tag.name}_universal"
+    tool = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    options = ["--input_folder", str(tag), "--output_folder", str(universal), "--inject_missing_state"]
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [*tool, *options], check=False, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with open_source(universal) as source:
+        assert source.format == "DeepSpeed universal"
+        consolidate(source, tmp_path / "out")
+    expected = torch.load(folder / "expected.pt", weights_only=True)
+    assert saved.same(saved.read(tmp_path / "out"), expected)
