@@ -21,6 +21,7 @@ from zero.compiled.passes.list_schedule import list_schedule
 from zero.compiled.passes.offload_activations import offload_activations
 from zero.compiled.passes.prefetch import prefetch
 from zero.compiled.passes.reduce_gradients import reduce_gradients
+from zero.compiled.passes.reload_parameters import reload_parameters
 from zero.compiled.passes.retain import retain
 from zero.compiled.passes.save_sharded import save_sharded
 from zero.compiled.passes.tie_releases import tie_releases
@@ -273,6 +274,39 @@ def test_prefetches_keep_the_order_of_gathers() -> None:
     (begun,) = (line for line in shown(graph).splitlines() if "prefetch" in line)
     assert begun.endswith("([in_b, in_c], 7, [1, 2], [torch.float32, torch.float32])")
     assert list(graph.begins()) == [0]
+
+
+@pytest.mark.parametrize("budget", [0, 64])
+def test_reload_parameters(budget: int) -> None:
+    """Two gathers ahead, wherever those begin; b is on the device all the time."""
+    graph = graph_of(lambda x, a, b, c: x @ a @ b @ c, "x", "a", "b", "c")
+    elements = {FP32: 16}
+    units = tuple(UnitFacts(name, False, elements, away=name != "b") for name in "abc")
+    graph.facts = Facts(HANDLE, units, FACTS.parameters)
+    insert_gathers(graph)
+    prefetch(graph, budget)
+    assert reload_parameters(graph) == 2
+    moves = [line.partition(" = ")[0] for line in shown(graph).splitlines() if "param" in line]
+    assert [m for m in moves if "release" not in m] == {
+        0: [
+            "reload_parameter",
+            "reload_parameter_1",
+            "allgather_param",
+            "offload_parameter",
+            "allgather_param_1",
+            "allgather_param_2",
+            "offload_parameter_1",
+        ],
+        64: [
+            "reload_parameter",
+            "reload_parameter_1",
+            "allgather_param",
+            "offload_parameter",
+            "prefetch_params_fused",
+            "prefetch_params_fused_1",
+            "offload_parameter_1",
+        ],
+    }[budget]
 
 
 def test_tie_releases() -> None:

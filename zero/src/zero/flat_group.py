@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, dense_stride
+from accelz.streams import Event
 from zero import layout
 from zero.communicator import Communicator, NamedHandle
 from zero.layout import ParameterSpec
@@ -67,6 +69,7 @@ class FlatGroup:
         self._accelerator: Accelerator = stores.accelerator
         self._cast_buffers: dict[torch.dtype, FlatBuffer] = {}
         self._private: FlatBuffer | None = None
+        self._brought: tuple[Tensor, Event] | None = None  # the shard on the device, from when on
         # Masters start from the values as they were given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
@@ -206,7 +209,7 @@ class FlatGroup:
         with self._in_memory() as shard:
             if buffer is not self.home:
                 self._accelerator.kernels.scale_cast(mine, shard.to(mine.device, non_blocking=True))
-            elif shard is self.shard and shard.device == mine.device and self.shards > 1:
+            elif shard.device == mine.device and self.shards > 1 and not isinstance(self.shard, Section):
                 return shard
             else:
                 mine.copy_(shard, non_blocking=True)
@@ -216,12 +219,32 @@ class FlatGroup:
         """The shard to be copied from; one on disk is there till the block's end only."""
         if isinstance(self.shard, Section):
             return self._stores.read_ahead.use(self.shard)
+        if self._brought is not None:
+            near, there = self._brought
+            self._accelerator.streams.current().wait(there)
+            return nullcontext(near)
         assert isinstance(self.shard, Tensor)
         return nullcontext(self.shard)
 
     def start_read(self) -> bool:
         """Begin to read a shard that is on disk; False where as much as may be has been read ahead."""
         return not isinstance(self.shard, Section) or self._stores.read_ahead.begin(self.shard)
+
+    def bring(self) -> None:
+        """Begin to move a shard that is away towards the device, for a gather; ends with `take_back`."""
+        shard, device = self.shard, self._accelerator.device
+        if isinstance(shard, Section):
+            self.start_read()
+        elif isinstance(shard, Tensor) and shard.device != device and self._brought is None:
+            make = partial(torch.empty_like, shard, device=device)
+            near = allocate(self._stores, "for the shard of", self.unit, shard.nbytes, make)
+            self._brought = near, self._stores.carrier.send(shard, near)
+
+    def take_back(self) -> None:
+        """The device need not have the shard any more: its gather is done, or the weights change."""
+        if self._brought is not None:
+            self._accelerator.streams.current().wait(self._brought[1])
+            self._brought = None
 
     def bind(self, cast: torch.dtype | None) -> None:
         """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""

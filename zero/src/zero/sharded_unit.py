@@ -137,6 +137,23 @@ class ShardedUnit:
         """The weights change: drop what persists, at once or when the last user is done."""
         self._stale = not self.idle
         self.release()
+        self.take_back()
+
+    @property
+    def away(self) -> bool:
+        """Whether shards are not on the device."""
+        return any(group.placement.params != "device" for group in self.groups)
+
+    def bring(self) -> None:
+        """Begin to move shards that are away towards the device, for a gather; ends with `take_back`."""
+        if self.idle:
+            for group in self.groups:
+                group.bring()
+
+    def take_back(self) -> None:
+        """The device need not have the shards any more."""
+        for group in self.groups:
+            group.take_back()
 
     def settle(self) -> None:
         """From freshly flattened to resident, or to SHARDED, where only shards remain."""

@@ -16,11 +16,13 @@ from zero.sharded_unit import ShardedUnit
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """resident: always whole, never gathered. elements: of the whole flat buffers, by dtype."""
+    """resident: always whole, never gathered. elements: of the whole flat buffers, by dtype. away: whether
+    shards are not on the device."""
 
     name: str
     resident: bool
     elements: dict[torch.dtype, int]
+    away: bool = False
 
     def nbytes(self, travelling: torch.dtype) -> int:
         """Bytes of the gathered buffers where fp32 travels as `travelling`."""
@@ -59,4 +61,4 @@ def _of_unit(unit: ShardedUnit) -> UnitFacts:
     elements: dict[torch.dtype, int] = {}
     for group in unit.groups:
         elements[group.dtype] = elements.get(group.dtype, 0) + group.layout.numel
-    return UnitFacts(unit.name, unit.resident, elements)
+    return UnitFacts(unit.name, unit.resident, elements, unit.away)

@@ -10,6 +10,8 @@ reader of the values, the wait for a gather behind its beginning, and none of th
     release_param          the values are not read any more. keep: their bytes may stay. after: results of
                            their readers, see `passes.tie_releases`.
     reduce_grad            hands a gradient to the engine. last: the unit's last one in this graph.
+    reload_parameter       begins to bring a unit's shards to the device, from the host or disk.
+    offload_parameter      the unit is gathered: they need not be there any more.
     offload_tensor         begins to copy an activation to the host, and returns that copy.
     wait_offload           it is there; the activation's memory is free.
     reload_tensor          begins to copy it back, to memory of `device`.
@@ -100,6 +102,14 @@ def _reduce(gradient: Tensor, engine: int, number: int, last: bool = False) -> N
     runtime.lookup(engine).reduce(number, gradient, last)
 
 
+def _reload_parameter(params: list[Tensor], engine: int, unit: int) -> None:
+    runtime.lookup(engine).reload(unit)
+
+
+def _offload_parameter(params: list[Tensor], engine: int, unit: int) -> None:
+    runtime.lookup(engine).offload(unit)
+
+
 def _offload(value: Tensor, engine: int) -> Tensor:
     return runtime.lookup(engine).activations.offload(value)
 
@@ -160,6 +170,12 @@ RELEASE = _define(
 )
 REDUCE = _define(
     "reduce_grad(Tensor(a!) gradient, int engine, int number, bool last=False) -> ()", _reduce, _nothing
+)
+RELOAD_PARAMETER = _define(
+    "reload_parameter(Tensor(a!)[] params, int engine, int unit) -> ()", _reload_parameter, _nothing
+)
+OFFLOAD_PARAMETER = _define(
+    "offload_parameter(Tensor(a!)[] params, int engine, int unit) -> ()", _offload_parameter, _nothing
 )
 OFFLOAD = _define("offload_tensor(Tensor value, int engine) -> Tensor", _offload, _fake_offload)
 WAIT_OFFLOAD = _define(

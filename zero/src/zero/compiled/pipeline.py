@@ -15,6 +15,7 @@ from zero.compiled.passes.list_schedule import list_schedule
 from zero.compiled.passes.offload_activations import offload_activations
 from zero.compiled.passes.prefetch import prefetch
 from zero.compiled.passes.reduce_gradients import reduce_gradients
+from zero.compiled.passes.reload_parameters import reload_parameters
 from zero.compiled.passes.retain import retain
 from zero.compiled.passes.save_sharded import save_sharded
 from zero.compiled.passes.tie_releases import tie_releases
@@ -65,6 +66,8 @@ def _gathers(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
 
 def _finish(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
     counts = {"prefetch": prefetch(graph, settings.prefetch_budget)}
+    if any(unit.away for unit in graph.facts.units):
+        counts |= {"reload_parameters": reload_parameters(graph)}
     if settings.inner == "inductor":
         counts |= {"tie_releases": tie_releases(graph)}
     graph.finish()

@@ -128,6 +128,14 @@ class Runtime:
         if last:
             self._close(unit)
 
+    def reload(self, unit: int) -> None:
+        """Begin to bring the unit's shards to the device."""
+        self._units[unit].bring()
+
+    def offload(self, unit: int) -> None:
+        """The unit is gathered: its shards need not be on the device any more."""
+        self._units[unit].take_back()
+
     def end_backward(self) -> None:
         """The graph's backward is over."""
         if self.profile is not None:
