@@ -59,6 +59,8 @@ class CompiledModel:
         self._begin = begin
         facts = gather_facts(runtime.handle, units)
         self._backend = ShardingBackend(facts, runtime.parameters, settings, activations)
+        for each in module.modules():
+            _settle_hook_order(each)
         self._why = ""  # what kept the model from being one graph
         self._lost = ". Its activations stay on the device" if activations else ""
         self._whole: Callable[..., Any] | None = torch.compile(
@@ -126,6 +128,14 @@ class CompiledModel:
     def _is_block(self, module: nn.Module) -> bool:
         """Not the root, which what it calls would be compiled into."""
         return module is not self._module
+
+
+def _settle_hook_order(module: nn.Module) -> None:
+    """Dynamo of torch 2.11 finds a hook by its place of registration and not, as modules do, of its call."""
+    hooks = module._forward_pre_hooks
+    in_order = list(hooks.items())
+    hooks.clear()
+    hooks.update(in_order)
 
 
 def _frame(module: nn.Module) -> Callable[..., Any]:

@@ -70,26 +70,34 @@ def _nothing(*_: object, **__: object) -> None:
     """What an operation without a result does to fake tensors."""
 
 
+_NUMBERED = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}  # c10::ScalarType
+
+
+def _named(dtype: torch.dtype | int) -> torch.dtype:
+    """Torch before 2.12 hands a ScalarType to Python as its number."""
+    return _NUMBERED[dtype] if isinstance(dtype, int) else dtype
+
+
 def gathered_dtype(dtype: torch.dtype, travelling: torch.dtype) -> torch.dtype:
     """The dtype in which values of a `dtype` parameter come out of a gather."""
     return travelling if dtype is torch.float32 else dtype
 
 
 def _begin(params: list[Tensor], engine: int, unit: int, dtype: torch.dtype) -> None:
-    runtime.lookup(engine).begin_gather(unit, dtype)
+    runtime.lookup(engine).begin_gather(unit, _named(dtype))
 
 
 def _begin_several(params: list[Tensor], engine: int, units: list[int], dtypes: list[torch.dtype]) -> None:
     for unit, dtype in zip(units, dtypes, strict=True):
-        runtime.lookup(engine).begin_gather(unit, dtype)
+        runtime.lookup(engine).begin_gather(unit, _named(dtype))
 
 
 def _wait(params: list[Tensor], engine: int, numbers: list[int], dtype: torch.dtype) -> list[Tensor]:
-    return runtime.lookup(engine).gather(numbers, dtype)
+    return runtime.lookup(engine).gather(numbers, _named(dtype))
 
 
 def _fake_wait(params: list[Tensor], engine: int, numbers: list[int], dtype: torch.dtype) -> list[Tensor]:
-    return [torch.empty_like(p, dtype=gathered_dtype(p.dtype, dtype)) for p in params]
+    return [torch.empty_like(p, dtype=gathered_dtype(p.dtype, _named(dtype))) for p in params]
 
 
 def _release(
@@ -139,7 +147,7 @@ def _end_backward(params: list[Tensor], engine: int) -> None:
 
 
 def _set_persistent(engine: int, unit: int, dtype: torch.dtype) -> None:
-    runtime.lookup(engine).set_persistent(unit, dtype)
+    runtime.lookup(engine).set_persistent(unit, _named(dtype))
 
 
 def _invalidate(engine: int, unit: int) -> None:
