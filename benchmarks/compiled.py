@@ -17,6 +17,7 @@ from benchmarks.compiled_peers import PEERS
 from benchmarks.result import Result
 
 EXACT_DEVICE = "sim"
+FIRST_STEPS = 5  # after which it is decided which units persist
 MEMORY_STEPS = 4
 
 
@@ -35,7 +36,7 @@ class CompiledOptions:
     limit: float = 300.0
 
 
-_, PLAIN, EAGER, FSDP2 = PEERS
+_, PLAIN, _, EAGER, FSDP2 = PEERS
 
 
 def run(options: CompiledOptions) -> Result:
@@ -68,7 +69,7 @@ def _peak(name: str, options: CompiledOptions) -> int:
     """The largest rank's peak of device memory in steps, bytes."""
     with step.launch(name, _step_options(options, EXACT_DEVICE)) as job:
         job.call("build")
-        job.call("run", 1, 0)
+        job.call("run", FIRST_STEPS, 0)
         return max(job.call("device_peak", MEMORY_STEPS))
 
 

@@ -15,6 +15,8 @@ from accelz.gloo_lanes import GlooLanes
 from benchmarks.model import Decoder
 from benchmarks.peers import ADAMW, Peer, Setting, TorchPeer, build_fsdp2
 
+ROOMY = 1 << 30  # bytes: every unit stays gathered from its forward to its backward
+
 
 class AutocastPeer(Peer):
     """zero at stage 3 with fp32 parameters under bf16 autocast."""
@@ -53,6 +55,7 @@ def build_fsdp2_compiled(model: Decoder, setting: Setting) -> Peer:
 PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
     "zero3, compiled": partial(AutocastPeer, compile=zero.Compile()),
     "zero3, compiled, not fused": partial(AutocastPeer, compile=zero.Compile(fuse_casts=False)),
+    "zero3, compiled, persistent": partial(AutocastPeer, compile=zero.Compile(persist_budget=ROOMY)),
     "zero3, eager": partial(AutocastPeer, compile=None),
     "fsdp2, compiled": build_fsdp2_compiled,
 }

@@ -74,7 +74,7 @@ _NUMBERED = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfl
 
 
 def _named(dtype: torch.dtype | int) -> torch.dtype:
-    """Torch before 2.12 hands a ScalarType to Python as its number."""
+    """Torch 2.11 hands a ScalarType to Python as its number."""
     return _NUMBERED[dtype] if isinstance(dtype, int) else dtype
 
 
