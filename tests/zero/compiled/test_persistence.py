@@ -190,3 +190,44 @@ def test_what_the_device_has_free_is_used_and_no_more(cluster: Clusters, device:
     for found in (*none, *some):
         assert found["taken"] <= found["room"] <= 61_000
         assert found["fits"]
+
+
+def growth_body(context: Context) -> dict[str, Any]:
+    """A device that grows too small for what persists, on one rank."""
+    from accelz_sim.memory import set_capacity
+
+    engine = build("auto")
+    train(engine, DECIDED)
+    before = len(engine.explain().persistent)
+    peak = peak_of(engine, 10)
+    if context.rank == 0:
+        set_capacity(peak + 1024)
+    try:
+        losses = train(engine, 2, 20)
+    finally:
+        set_capacity(1 << 31)
+    explained = engine.explain()
+    return {
+        "before": before,
+        "after": len(explained.persistent),
+        "room": sum(c.nbytes for c in explained.persistent) <= explained.room,
+        "losses": losses,
+    }
+
+
+def test_later_steps_that_need_more_get_it(cluster: Clusters, device: str) -> None:
+    if device != "sim":
+        pytest.skip("the capacity of this device cannot be set")
+    ranks = cluster(2).run(growth_body, limit=120)
+    for found in ranks:
+        assert 0 <= found["after"] < found["before"]
+        assert found["after"] == ranks[0]["after"]
+        assert found["room"]
+
+
+def test_settings() -> None:
+    assert zero.Compile(persist_budget="1MiB").persist_budget == 1 << 20
+    assert zero.Compile(persist_budget="auto").persist_budget == "auto"
+    for wrong in ("much", -1):
+        with pytest.raises(zero.ConfigError, match="persist_budget"):
+            zero.Compile(persist_budget=wrong)

@@ -63,6 +63,7 @@ class CompiledModel:
             _settle_hook_order(each)
         self._why = ""  # what kept the model from being one graph
         self._lost = ". Its activations stay on the device" if activations else ""
+        self._lost += ". No unit persists" if settings.persist_budget != 0 else ""
         self._whole: Callable[..., Any] | None = torch.compile(
             _frame(module), backend=self._backend, fullgraph=True, dynamic=settings.dynamic
         )

@@ -20,7 +20,7 @@ reader of the values, the wait for a gather behind its beginning, and none of th
 
 Between steps, where units are timed and chosen (`persistence`):
 
-    set_persistent             a unit stays gathered until the weights change.
+    set_persistent             whether a unit stays gathered until the weights change.
     invalidate_gathered_param  drops a unit's whole values, also those that persist.
     clear_all_gathered_params  drops all of them.
 
@@ -146,8 +146,8 @@ def _end_backward(params: list[Tensor], engine: int) -> None:
     runtime.lookup(engine).end_backward()
 
 
-def _set_persistent(engine: int, unit: int, dtype: torch.dtype) -> None:
-    runtime.lookup(engine).set_persistent(unit, _named(dtype))
+def _set_persistent(engine: int, unit: int, dtype: torch.dtype, persistent: bool) -> None:
+    runtime.lookup(engine).set_persistent(unit, _named(dtype), persistent)
 
 
 def _invalidate(engine: int, unit: int) -> None:
@@ -193,7 +193,7 @@ RELOAD = _define("reload_tensor(Tensor copy, int engine, Device device) -> Tenso
 WAIT_RELOAD = _define("wait_reload(Tensor(a!) value, int engine) -> ()", _wait_reload, _nothing)
 END_BACKWARD = _define("end_backward(Tensor(a!)[] params, int engine) -> ()", _end_backward, _nothing)
 SET_PERSISTENT = _define_outside(
-    "set_persistent(int engine, int unit, ScalarType dtype) -> ()", _set_persistent
+    "set_persistent(int engine, int unit, ScalarType dtype, bool persistent) -> ()", _set_persistent
 )
 INVALIDATE = _define_outside("invalidate_gathered_param(int engine, int unit) -> ()", _invalidate)
 CLEAR_ALL = _define_outside("clear_all_gathered_params(int engine) -> ()", _clear_all)

@@ -1,8 +1,9 @@
 """Which units stay gathered until the weights change: those whose gathers cost most time per byte.
 
-Decided once, after the first steps, by all ranks together. Two steps are watched for what they gather and
+Decided after the first steps, by all ranks together. Two steps are watched for what they gather and
 for their highest point in memory; then each unit is gathered alone a few times and timed. A gather that is
-repeated in a step, in the backward or in a later micro-batch, is what persisting saves.
+repeated in a step, in the backward or in a later micro-batch, is what persisting saves. When later steps come
+too close to what the device has, those worth least are given up again.
 """
 
 from __future__ import annotations
@@ -75,8 +76,12 @@ class Persistence:
 
     def after_step(self) -> None:
         """Collective, between optimizer steps."""
-        if self._budget == 0 or self.room is not None:
-            return
+        if self.room is not None:
+            self._follow_growth()
+        elif self._budget != 0:
+            self._watch()
+
+    def _watch(self) -> None:
         self._steps += 1
         if self._steps == WARM_UP:
             self._runtime.profile = Profile(self._accelerator.memory)
@@ -85,6 +90,23 @@ class Persistence:
             assert profile is not None
             self._decide(profile)
         self._accelerator.memory.reset_peak()
+
+    def _follow_growth(self) -> None:
+        memory, exact = self._accelerator.memory, self._accelerator.capabilities.exact_memory
+        if not (self.chosen and exact and self._budget == "auto"):
+            return
+        excess = memory.stats().peak - usable(self._accelerator)
+        if self._communicator.agree(excess > 0):
+            self._give_up(max(self._communicator.share_all(excess)))
+            memory.reset_peak()
+
+    def _give_up(self, nbytes: int) -> None:
+        """Those worth least, until so many bytes are free."""
+        assert self.room is not None
+        while self.chosen and nbytes > 0:
+            *stay, last = self.chosen
+            SET_PERSISTENT(self._runtime.handle, *last.what, False)
+            self.chosen, nbytes, self.room = tuple(stay), nbytes - last.nbytes, self.room - last.nbytes
 
     @torch.no_grad()
     def _decide(self, profile: Profile) -> None:
@@ -104,7 +126,7 @@ class Persistence:
         ]
         self.chosen = choose(candidates, self.room)
         for candidate in self.chosen:
-            SET_PERSISTENT(self._runtime.handle, *candidate.what)
+            SET_PERSISTENT(self._runtime.handle, *candidate.what, True)
 
     def _repeated(self, profile: Profile) -> list[Gathered]:
         """What all ranks gather more than once a step, in the same order."""

@@ -141,9 +141,10 @@ class Runtime:
         if self.profile is not None:
             self.profile.sample()
 
-    def set_persistent(self, unit: int, dtype: torch.dtype) -> None:
-        """From now on the unit stays gathered in this dtype until the weights change."""
-        self._units[unit].persistent.add(_cast(dtype))
+    def set_persistent(self, unit: int, dtype: torch.dtype, persistent: bool) -> None:
+        """Whether the unit stays gathered in this dtype from now on, until the weights change."""
+        change = self._units[unit].persistent.add if persistent else self._units[unit].persistent.discard
+        change(_cast(dtype))
 
     def invalidate(self, unit: int) -> None:
         """Drop the unit's whole values, also what persists."""
