@@ -23,6 +23,7 @@ from benchmarks import (
     kernels,
     machine,
     offload,
+    offload_peers,
     peers,
     report,
     saving,
@@ -301,9 +302,10 @@ def _write(context: dict[str, Any], results: Sequence[Result], outputs: Outputs)
 
 def _peers(names: str) -> tuple[str, ...]:
     chosen = tuple(name.strip() for name in names.split(",") if name.strip())
-    unknown = [name for name in chosen if name not in peers.PEERS]
+    known = (*peers.PEERS, *offload_peers.PEERS)
+    unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
-        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the peers are {', '.join(peers.PEERS)}")
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the peers are {', '.join(known)}")
     return chosen
 
 

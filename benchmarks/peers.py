@@ -98,8 +98,16 @@ class MasterAdamW:
 
 
 class ZeroPeer(Peer):
-    def __init__(self, model: Decoder, setting: Setting, stage: Literal[1, 2, 3]) -> None:
-        config = zero.Config(stage=stage, precision=setting.precision, timeout=setting.timeout)
+    def __init__(
+        self,
+        model: Decoder,
+        setting: Setting,
+        stage: Literal[1, 2, 3],
+        offload: zero.Offload | None = None,
+    ) -> None:
+        config = zero.Config(
+            stage=stage, precision=setting.precision, timeout=setting.timeout, offload=offload
+        )
         self._engine = zero.initialize(model, _adamw(model), config)
         self._engine.traffic.clear()
 
@@ -139,10 +147,11 @@ def build_ddp(model: Decoder, setting: Setting) -> Peer:
     return TorchPeer(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer)
 
 
-def build_fsdp2(model: Decoder, setting: Setting) -> Peer:
+def build_fsdp2(model: Decoder, setting: Setting, **options: Any) -> Peer:
+    """options: more of `fully_shard`'s."""
     _join(setting)
     device = _move(model)
-    options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (setting.ranks,))}
+    options["mesh"] = init_device_mesh(device.type, (setting.ranks,))
     if setting.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in model.blocks:

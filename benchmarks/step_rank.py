@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import accelz
-from benchmarks import compiled_peers, model, peers
+from benchmarks import compiled_peers, model, offload_peers, peers
 
 POOL = 4  # batches that a rank trains on in turn: few enough that a working peer's loss falls
 
@@ -44,7 +44,7 @@ class StepRank:
         accelerator.bind(int(os.environ["LOCAL_RANK"]))
         batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
         self._batches = [(x.to(accelerator.device), y.to(accelerator.device)) for x, y in batches]
-        make = (peers.PEERS | compiled_peers.PEERS)[self._name]
+        make = (peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS)[self._name]
         self._peer = make(model.build(self._size, self._length), self._setting)
         gc.collect()
         if sys.platform == "linux":

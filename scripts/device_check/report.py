@@ -46,7 +46,7 @@ def _details(outcome: Outcome) -> list[str]:
         lines += _table(
             outcome.detail, ("kernel", "dtypes", "origin", "bytes_per_second", "of_copy", "launch")
         )
-    if outcome.name == "step" and outcome.detail:
+    if outcome.name in ("step", "offload") and outcome.detail:
         keys = ("peer", "median", "to_plain", "rank_bytes", "last_loss", "loss_error")
         lines += _table(outcome.detail["rows"], keys)
     if outcome.name in ("conformance", "engine") and outcome.detail:

@@ -1,0 +1,32 @@
+"""The peers of training with state on the host: zero's tiers beside FSDP2's CPUOffloadPolicy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import accelz
+import zero
+from benchmarks.model import Decoder
+from benchmarks.peers import Peer, Setting, ZeroPeer, build_fsdp2
+
+
+def build_fsdp2_host(model: Decoder, setting: Setting) -> Peer:
+    """Parameters, gradients and optimizer state on the host: FSDP2 offloads all of them or none."""
+    own_memory = accelz.current().device.type != "cpu"  # page-locking is for devices
+    return build_fsdp2(model, setting, offload_policy=CPUOffloadPolicy(pin_memory=own_memory))
+
+
+def build_zero_host(model: Decoder, setting: Setting, offload: zero.Offload) -> Peer:
+    """Stage 3 with some of its state on the host."""
+    return ZeroPeer(model, setting, stage=3, offload=offload)
+
+
+PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
+    "fsdp2-host": build_fsdp2_host,
+    "zero3-host": partial(build_zero_host, offload=zero.Offload(optimizer="host")),
+    "zero3-host-overlap": partial(build_zero_host, offload=zero.Offload(optimizer="host", overlap=True)),
+    "zero3-host-params": partial(build_zero_host, offload=zero.Offload(optimizer="host", params="host")),
+}
