@@ -30,7 +30,7 @@ def moved(engine: zero.Engine) -> int:
     return engine.explain().graphs[0].code.count("zero.offload_tensor")
 
 
-def train(engine: zero.Engine, steps: int = 3) -> tuple[list[float], int]:
+def train(engine: zero.Engine, steps: int = 2) -> tuple[list[float], int]:
     """Losses, and the device's highest point beside what was there."""
     memory, losses, peak = engine.accelerator.memory, [], 0
     for step in range(steps):

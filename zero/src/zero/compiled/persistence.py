@@ -8,7 +8,7 @@ too close to what the device has, those worth least are given up again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
@@ -29,7 +29,7 @@ REPEATS = 3  # gathers of each unit that are timed; the fastest counts
 @dataclass(frozen=True)
 class Candidate:
     """A unit that may persist. nbytes: what it takes then, beside memory that ranks have in common. saved:
-    gathers a step. seconds: of one gather, the mean over the ranks."""
+    gathers a step. seconds: of one gather. Both are means over the ranks."""
 
     unit: str
     what: Gathered
@@ -111,22 +111,25 @@ class Persistence:
     @torch.no_grad()
     def _decide(self, profile: Profile) -> None:
         CLEAR_ALL(self._runtime.handle)
-        repeated = self._repeated(profile)
-        seconds = self._agreed_seconds([self._seconds(what) for what in repeated])
+        candidates = self._candidates(profile)
         self.room = min(self._communicator.share_all(self._room(profile.peak)))
-        candidates = [
-            Candidate(
-                self._runtime.unit(what).name,
-                what,
-                self._runtime.nbytes(what),
-                profile.gathers[what] / WATCHED - 1,
-                time,
-            )
-            for what, time in zip(repeated, seconds, strict=True)
-        ]
         self.chosen = choose(candidates, self.room)
         for candidate in self.chosen:
             SET_PERSISTENT(self._runtime.handle, *candidate.what, True)
+
+    def _candidates(self, profile: Profile) -> list[Candidate]:
+        """The same on every rank."""
+        repeated = self._repeated(profile)
+        with self._runtime.unseen():
+            mine = [(profile.gathers[what] / WATCHED - 1, self._seconds(what)) for what in repeated]
+        found = []
+        for what, of_ranks in zip(
+            repeated, zip(*self._communicator.share_all(mine), strict=True), strict=True
+        ):
+            saved, seconds = (fmean(values) for values in zip(*of_ranks, strict=True))
+            name, nbytes = self._runtime.unit(what).name, self._runtime.nbytes(what)
+            found.append(Candidate(name, what, nbytes, saved, seconds))
+        return found
 
     def _repeated(self, profile: Profile) -> list[Gathered]:
         """What all ranks gather more than once a step, in the same order."""
@@ -148,9 +151,6 @@ class Persistence:
             RELEASE(values, handle, unit)
             INVALIDATE(handle, unit)
         return min(times)
-
-    def _agreed_seconds(self, mine: Sequence[float]) -> list[float]:
-        return [fmean(ranks) for ranks in zip(*self._communicator.share_all(list(mine)), strict=True)]
 
     def _room(self, peak: int) -> int:
         """Bytes that this rank can spare."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -169,6 +170,15 @@ class Runtime:
             unit.holds -= count
             unit.release()
         self.begin()
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Nobody is told of units that come and go in the block."""
+        mark, self._mark = self._mark, lambda name: None
+        try:
+            yield
+        finally:
+            self._mark = mark
 
     def _mark_use(self, unit: ShardedUnit) -> None:
         """A unit comes or goes; who is told may begin the device's peak anew."""
