@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+import zero
+from accelz.conformance.cluster import Clusters, Context
 from tests.zero.consolidate import saved
 from zero.consolidate import consolidate, open_source, verify
+from zero.consolidate.universal import export_universal
+from zero.consolidate.zero_source import ZeroSource
 
 RANKS = 2
 JOB = "tests.zero.consolidate.deepspeed_job"
@@ -36,8 +40,27 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Where a job of DeepSpeed's has saved."""
     stage, dtype = request.param
     path = tmp_path_factory.mktemp(f"stage{stage}{dtype}")
-    run_ranks([sys.executable, "-m", JOB, str(path), str(stage), dtype])
+    run_ranks([sys.executable, "-m", JOB, "save", str(path), str(stage), dtype])
     return path
+
+
+def train_and_save(context: Context, folder: str) -> None:
+    """A job of zero's; leaves the whole state beside the checkpoint."""
+    from tests.zero.consolidate.deepspeed_job import Model, groups_of
+
+    torch.manual_seed(4)
+    model = Model()
+    engine = zero.initialize(model, torch.optim.AdamW(groups_of(model)), zero.Config(timeout=10))
+    for step in range(3):
+        engine.backward(engine(torch.arange(step, step + 8).view(2, 4) + context.rank))
+        engine.step()
+    engine.save_checkpoint(Path(folder) / "checkpoint")
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    moments = {name: engine.full_optimizer_state(name) for name in trained}
+    weights = engine.state_dict(master=True)
+    if context.rank == 0:
+        whole = {name: {"fp32": weights[name], **moments[name]} for name in trained}
+        torch.save(whole, Path(folder) / "whole.pt")
 
 
 def run_ranks(command: list[str]) -> None:
@@ -86,3 +109,18 @@ def test_universal_checkpoints_have_the_same_weights(folder: Path, tmp_path: Pat
         consolidate(source, tmp_path / "out")
     expected = torch.load(folder / "expected.pt", weights_only=True)
     assert saved.same(saved.read(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_loads_what_we_export(cluster: Clusters, tmp_path: Path, stage: int) -> None:
+    """Masters and moments, bit for bit."""
+    cluster(2).run(train_and_save, folder=str(tmp_path))
+    with ZeroSource(tmp_path / "checkpoint", optimizer=True) as source:
+        export_universal(source, tmp_path / "universal")
+    run_ranks([sys.executable, "-m", JOB, "load", str(tmp_path), str(stage), "bf16"])
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    wanted = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert sorted(found) == sorted(wanted)
+    for name, state in found.items():
+        for key, value in state.items():
+            assert torch.equal(value, wanted[name][key]), (name, key)
