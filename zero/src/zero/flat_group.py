@@ -166,7 +166,8 @@ class FlatGroup:
         device = self._accelerator.device
         record = 0 if self.record is None else self.record.bytes_on(device, self.shard)
         if not isinstance(self.shard, Tensor) or self.shard.device != device:
-            return Held(gathered=whole, optimizer=record)
+            brought = 0 if self._brought is None else self._brought[0].nbytes
+            return Held(parameters=brought, gathered=whole, optimizer=record)
         if self.shard.untyped_storage().data_ptr() == self.home.data.untyped_storage().data_ptr():
             return Held(parameters=self.home.nbytes, gathered=whole - self.home.nbytes, optimizer=record)
         return Held(parameters=self.shard.nbytes, gathered=whole, optimizer=record)

@@ -14,6 +14,9 @@ from zero.compiled.liveness import peak_of
 from zero.compiled.ops import REDUCE, RELEASE
 from zero.compiled.persistence import Candidate
 
+IN_BYTES = frozenset({"list_schedule"})
+"""Passes that say by how many bytes the predicted peak fell; the others count what they changed."""
+
 
 @dataclass(frozen=True)
 class Gather:
@@ -28,8 +31,8 @@ class Gather:
 @dataclass(frozen=True)
 class GraphReport:
     """One graph, as compiled. kind: "forward", "backward" or "inference". counts: what each pass did, by its
-    name (`list_schedule`: bytes by which the peak fell). peak: bytes of whole units at the worst place, as
-    the graph orders gathers and releases. live: of those and of all values. code: the graph itself."""
+    name, see `IN_BYTES`. peak: bytes of whole units at the worst place, as the graph orders gathers and
+    releases. live: of those and of all values. code: the graph itself."""
 
     kind: str
     gathers: tuple[Gather, ...]
@@ -111,7 +114,7 @@ def _lines(report: GraphReport) -> list[str]:
     narrowed = (g.dtype for g in report.gathers if g.dtype is not torch.float32)
     casts = Counter(str(dtype).removeprefix("torch.") for dtype in narrowed)
     travel = ", ".join(f"{count} in {dtype}" for dtype, count in casts.items()) or "none narrowed"
-    done = ", ".join(f"{name} {count}" for name, count in report.counts.items())
+    done = ", ".join(f"{n} {sizes.human(c) if n in IN_BYTES else c}" for n, c in report.counts.items())
     return [
         f"{report.kind}: {len(report.gathers)} gathers of {sizes.human(report.nbytes)} ({travel}), "
         f"{sum(g.ahead for g in report.gathers)} ahead of their use, {report.reduced} gradients reduced, "
