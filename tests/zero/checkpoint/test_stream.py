@@ -7,7 +7,7 @@ import fcntl
 import os
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from zero.checkpoint.storage import DISK, PAGE, File, Storage, read_whole, write_whole
-from zero.checkpoint.stream import CHUNK, Stream
+from zero.checkpoint.stream import CHUNK, Stream, aligned, view_of
 
 IN_MEMORY = Path("/dev/shm")  # a file system without direct writes
 
@@ -138,6 +138,41 @@ def test_small_files(tmp_path: Path) -> None:
     assert read_whole(DISK, tmp_path / "file") == b"content"
     with pytest.raises(FileExistsError):
         write_whole(DISK, tmp_path / "file", b"other")
+
+
+@pytest.mark.parametrize("how", ["direct", "refused", "not asked for", "in memory"])
+def test_reads_around_the_cache_give_any_part(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """refused: the file opens, and then wants larger pages than ours."""
+    if how == "in memory" and not IN_MEMORY.is_dir():
+        pytest.skip("no file system in memory")
+    data = random.Random(3).randbytes(5 * PAGE + 123)
+    path = (IN_MEMORY if how == "in memory" else tmp_path) / f"zero-test-{os.getpid()}"
+    path.write_bytes(data)
+    file = DISK.open(path, direct=how != "not asked for")
+    if how == "refused":
+        monkeypatch.setattr(os, "preadv", refusing(file._around))
+    try:
+        for offset in (0, 1, PAGE - 1, PAGE, 3 * PAGE + 77, len(data) - 1, len(data), len(data) + PAGE):
+            for count in (0, 1, PAGE, PAGE + 1, 2 * PAGE, len(data)):
+                pages = view_of(aligned(count + 2 * PAGE))
+                assert file.read_around(offset, count, pages) == data[offset : offset + count]
+    finally:
+        file.close()
+        path.unlink()
+
+
+def refusing(descriptor: int | None) -> Callable[..., int]:
+    """os.preadv, but with EINVAL for one descriptor."""
+    real = os.preadv
+
+    def preadv(asked: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if asked == descriptor:
+            raise OSError(errno.EINVAL, "refused")
+        return real(asked, buffers, offset)
+
+    return preadv
 
 
 def test_locks(tmp_path: Path) -> None:
