@@ -224,6 +224,18 @@ def test_a_forward_that_writes_to_a_parameter_is_refused(cluster: Clusters) -> N
         assert "zero.gathered" in message
 
 
+def disagreeing_body(context: Context) -> str:
+    with pytest.raises(zero.RankMismatchError) as caught:
+        build(zero.Compile(inner="aot_eager", prefetch_budget=1000 * context.rank))
+    return str(caught.value)
+
+
+def test_ranks_have_the_same_budgets(cluster: Clusters) -> None:
+    """Other budgets would be other gathers."""
+    for message in cluster(2).run(disagreeing_body):
+        assert "zero.Compile" in message
+
+
 def test_settings() -> None:
     assert zero.Config(compile=True).compile == zero.Compile()
     assert zero.Config(compile=False).compile is None

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +141,7 @@ class Passes:
     ) -> CompiledModel | None:
         if settings is None:
             return None
+        communicator.check_equal("zero.Compile(...)", crc32(settings.model_dump_json().encode()))
         from zero.compiled.model import CompiledModel  # imports the compiler: seconds, for who wants it
         from zero.compiled.persistence import Persistence
         from zero.compiled.runtime import Runtime
