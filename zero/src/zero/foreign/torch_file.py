@@ -24,7 +24,7 @@ from zero.foreign import inert_pickle
 from zero.foreign.inert_pickle import TENSORS, StoredTensor
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
-_LARGEST_PICKLE = 1 << 28  # bytes
+_LARGEST_PICKLE = 1 << 25  # bytes; what it makes may be a hundred times as large
 _NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4"}
 
 
@@ -76,7 +76,10 @@ class TorchFile:
         """The bytes of a small record."""
         record = self._by_name.get(name)
         if record is None or record.nbytes > _LARGEST_PICKLE:
-            raise CorruptCheckpointError(f"{self.path} has no {name} as torch.save writes it")
+            raise CorruptCheckpointError(
+                f"{self.path} is no file of torch.save: its {name} is missing, or larger than "
+                f"{_LARGEST_PICKLE} bytes"
+            )
         with self.path.open("rb") as file:
             file.seek(record.offset)
             data = file.read(record.nbytes)
