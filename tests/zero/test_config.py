@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -171,6 +173,19 @@ def test_bad_input_changes_nothing(cluster: Clusters, size: int, device: str) ->
         for name, start in EXPECTED.items():
             assert messages[name].startswith(start.replace("{device}", device)), messages[name]
             assert "CHANGED" not in messages[name], messages[name]
+
+
+def test_no_public_name_is_also_a_module() -> None:
+    """Importing the module first would put it in the name's place."""
+    code = """if True:
+        import importlib, types, zero
+        for home in set(zero._HOME.values()):
+            importlib.import_module(f"zero.{home}")
+        assert set(zero.__all__) == set(zero._HOME)
+        print([name for name in zero.__all__ if isinstance(getattr(zero, name), types.ModuleType)])
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_the_public_face_is_frozen() -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         UsageError,
         ZeroError,
     )
-    from zero.initialize import initialize
+    from zero.initialization import initialize
     from zero.lion import Lion
     from zero.offload import Offload
     from zero.pretrained import load_pretrained
@@ -60,7 +60,7 @@ _HOME = {  # where each public name lives; imported at its first use
     "ZeroError": "errors",
     "gathered": "access",
     "init": "deferred_init",
-    "initialize": "initialize",
+    "initialize": "initialization",
     "load_pretrained": "pretrained",
 }
 
