@@ -71,6 +71,7 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         *TIMES,
         Column("to_plain", "× plain", _times),
         Column("to_fsdp2", "× fsdp2", _times),
+        Column("to_fsdp2-host", "× fsdp2-host", _times),
         Column("rank_bytes", "rank MB", _megabytes),
         Column("node_bytes", "node MB", _megabytes),
         Column("moved_bytes", "moved MB", _megabytes),
@@ -225,7 +226,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
     """Print every result as a table."""
     for result in results:
         table = Table(title=title(result), caption=LEGENDS[result.kind], title_justify="left")
-        for index, heading in enumerate(c.heading for c in COLUMNS[result.kind]):
+        for index, heading in enumerate(c.heading for c in _columns(result)):
             table.add_column(heading, justify="right" if index else "left")
         for cells in _cells(result):
             table.add_row(*cells)
@@ -237,7 +238,7 @@ def show(console: Console, results: Sequence[Result]) -> None:
 def as_markdown(context: dict[str, Any], results: Sequence[Result]) -> str:
     lines = [_headline(context), "", f"`{context['command']}`"]
     for result in results:
-        headings = [c.heading for c in COLUMNS[result.kind]]
+        headings = [c.heading for c in _columns(result)]
         lines += ["", f"## {title(result)}", "", _markdown_row(headings)]
         lines.append(_markdown_row(["---", *("---:" for _ in headings[1:])]))
         lines += [_markdown_row(cells) for cells in _cells(result)]
@@ -264,8 +265,13 @@ def _headline(context: dict[str, Any]) -> str:
     )
 
 
+def _columns(result: Result) -> list[Column]:
+    """Without those that no row has a value for."""
+    return [c for c in COLUMNS[result.kind] if any(row[c.key] is not None for row in result.rows)]
+
+
 def _cells(result: Result) -> list[list[str]]:
-    columns = COLUMNS[result.kind]
+    columns = _columns(result)
     return [[ABSENT if row[c.key] is None else c.text(row[c.key]) for c in columns] for row in result.rows]
 
 

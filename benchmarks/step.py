@@ -28,6 +28,7 @@ MEMORY_STEPS = 4  # of the launch that measures memory
 STATE_BYTES = 22  # per parameter and rank, of the largest peer: ddp with fp32 masters
 PROCESS_BYTES = 300_000_000  # of an imported process, activations included
 LOSS_REFERENCE = "ddp"
+REFERENCES = ("plain", "fsdp2", "fsdp2-host")  # peers whose time all others are compared with
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def _row(name: str, records: dict[str, Record]) -> dict[str, Any]:
         "median": median(steps),
         "min": min(steps),
         "max": max(steps),
-        **{f"to_{other}": _ratio(record, records.get(other)) for other in ("plain", "fsdp2")},
+        **{f"to_{other}": _ratio(record, records.get(other)) for other in REFERENCES},
         "rank_bytes": record.peak and record.peak.rank,
         "node_bytes": record.peak and record.peak.node,
         "moved_bytes": record.moved if record.moved is None else sum(record.moved.values()),

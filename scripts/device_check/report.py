@@ -47,7 +47,8 @@ def _details(outcome: Outcome) -> list[str]:
             outcome.detail, ("kernel", "dtypes", "origin", "bytes_per_second", "of_copy", "launch")
         )
     if outcome.name in ("step", "offload") and outcome.detail:
-        keys = ("peer", "median", "to_plain", "rank_bytes", "last_loss", "loss_error")
+        ratio = "to_plain" if outcome.name == "step" else "to_fsdp2-host"
+        keys = ("peer", "median", ratio, "rank_bytes", "last_loss", "loss_error")
         lines += _table(outcome.detail["rows"], keys)
     if outcome.name in ("conformance", "engine") and outcome.detail:
         lines += [_failure(f) for f in outcome.detail["failures"]]

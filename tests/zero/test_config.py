@@ -184,7 +184,7 @@ def test_no_public_name_is_also_a_module() -> None:
         assert set(zero.__all__) == set(zero._HOME)
         print([name for name in zero.__all__ if isinstance(getattr(zero, name), types.ModuleType)])
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 

@@ -1,7 +1,8 @@
 """The inner compiler "inductor", which partitions and compiles graphs with the passes' operations in them.
 
 It puts new values where others are not needed any more, but never into what an operation declares to alias
-its arguments, as `allgather_params` does: the memory of a gathered value is the engine's.
+its arguments, as `wait_allgather` does: the memory of a gathered value is the engine's, behind its
+release too.
 """
 
 from __future__ import annotations
