@@ -36,7 +36,7 @@ class CompiledOptions:
     limit: float = 300.0
 
 
-_, PLAIN, _, EAGER, FSDP2 = PEERS
+_, _, PLAIN, _, EAGER, FSDP2 = PEERS
 
 
 def run(options: CompiledOptions) -> Result:

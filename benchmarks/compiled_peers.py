@@ -15,7 +15,7 @@ from accelz.gloo_lanes import GlooLanes
 from benchmarks.model import Decoder
 from benchmarks.peers import ADAMW, Peer, Setting, TorchPeer, build_fsdp2
 
-ROOMY = 1 << 30  # bytes: every unit stays gathered from its forward to its backward
+ROOMY = 1 << 30  # bytes: room for every unit
 
 
 class AutocastPeer(Peer):
@@ -53,9 +53,14 @@ def build_fsdp2_compiled(model: Decoder, setting: Setting) -> Peer:
 
 
 PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
-    "zero3, compiled": partial(AutocastPeer, compile=zero.Compile()),
-    "zero3, compiled, not fused": partial(AutocastPeer, compile=zero.Compile(fuse_casts=False)),
-    "zero3, compiled, persistent": partial(AutocastPeer, compile=zero.Compile(persist_budget=ROOMY)),
+    "zero3, one ahead": partial(AutocastPeer, compile=zero.Compile()),
+    "zero3, all ahead": partial(AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY)),
+    "zero3, all ahead, not fused": partial(
+        AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY, fuse_casts=False)
+    ),
+    "zero3, persistent": partial(
+        AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY, persist_budget=ROOMY)
+    ),
     "zero3, eager": partial(AutocastPeer, compile=None),
     "fsdp2, compiled": build_fsdp2_compiled,
 }

@@ -255,7 +255,7 @@ def test_prefetch_keeps_to_its_budget() -> None:
     def three(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return (x @ a).relu() @ b
 
-    for budget, ahead in ((63, 0), (64, 1)):
+    for budget, ahead in ((63, 0), (64, 1), (None, 1)):
         graph = graph_of(three, "x", "a", "b")
         insert_gathers(graph)
         assert prefetch(graph, budget) == ahead

@@ -17,6 +17,7 @@ class Compile(Validated):
     fuse_casts: a unit whose parameters are only used cast to one narrower dtype travels in that dtype (the
         shard is cast before it travels).
     prefetch_budget: bytes, or e.g. "64MiB", that may be under way ahead of their use; 0 gathers on demand.
+        None: as many as the largest unit of a graph takes, so that at least the next one always is.
     persist_budget: bytes, or e.g. "1GiB", for units that stay gathered from one use to the next, until the
         weights change; "auto": what the first steps leave free of the device, less a margin. Chosen are those
         whose gathers cost most time per byte, as measured in the first steps.
@@ -25,7 +26,7 @@ class Compile(Validated):
 
     inner: Literal["inductor", "aot_eager"] = "inductor"
     fuse_casts: bool = True
-    prefetch_budget: Bytes = Field(default=64 << 20, ge=0)
+    prefetch_budget: Bytes | None = Field(default=None, ge=0)
     persist_budget: Literal["auto"] | Bytes = 0
     dynamic: bool | None = None
 

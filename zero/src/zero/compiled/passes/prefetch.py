@@ -17,9 +17,11 @@ from zero.compiled.graphs import ShardedGraph, travels_in
 from zero.compiled.ops import PREFETCH
 
 
-def prefetch(graph: ShardedGraph, budget: int) -> int:
-    """budget in bytes. Returns how many gathers begin ahead."""
+def prefetch(graph: ShardedGraph, budget: int | None) -> int:
+    """budget in bytes; None: the graph's largest gather. Returns how many gathers begin ahead."""
     waits = graph.waits()
+    if budget is None:
+        budget = max(map(graph.nbytes, waits), default=0)
     begun, ahead = 1, 0  # gathers begun before the current one is waited for, and their bytes
     count = 0
     for place, current in enumerate(waits):
