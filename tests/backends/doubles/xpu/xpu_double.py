@@ -18,8 +18,8 @@ LOWEST, HIGHEST = 1, -1  # priorities outside are brought to the nearest
 OFFERED = (
     "Event", "Stream", "current_device", "current_stream", "device_count", "empty_cache",
     "get_device_properties", "get_rng_state", "is_current_stream_capturing", "manual_seed",
-    "max_memory_allocated", "mem_get_info", "memory_allocated", "memory_reserved", "reset_peak_memory_stats", "set_device", "set_rng_state", "stream",
-    "synchronize",
+    "max_memory_allocated", "mem_get_info", "memory_allocated", "memory_reserved",
+    "reset_peak_memory_stats", "set_device", "set_rng_state", "stream", "synchronize",
 )  # fmt: skip
 original = {}  # what torch has under these names
 
