@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from tests.zero.offload.test_tiers import adagrad, lion, momentum
 from tests.zero.test_hot_path import freed_body
 from tests.zero.test_parity import fresh, language_loss, plain_sgd
 from tests.zero.training import Loss, adamw
+from zero.tiers.carrier import Carrier
 from zero.twin import Twin
 
 STEPS = 6
@@ -57,6 +59,7 @@ def course(
     loss: Loss = language_loss,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     between: Between | None = None,
+    after: Between | None = None,
     raises: tuple[int, type[Exception]] | None = None,
     **settings: Any,
 ) -> Course:
@@ -73,6 +76,8 @@ def course(
             if between is not None:
                 between(engine, step)
             engine.step()
+        if after is not None:
+            after(engine, step)
         run.losses.append(value.item())
         del value
     for name, parameter in net.named_parameters():
@@ -133,7 +138,7 @@ def settings_body(context: Context, path: str) -> dict[str, tuple[bool, int, int
             "bf16 params on the host": {"offload": host, "precision": "bf16"},
             "params on disk": {"offload": {**HOST, "params": "disk", "path": path}, "precision": "bf16"},
             "half": {"offload": {**HOST, "fraction": 0.5}, "precision": "bf16"},
-            "beside the disk": {"offload": {"optimizer": "disk", "path": path, "host_budget": 8000}},
+            "beside the disk": {"offload": {"optimizer": "disk", "path": path, "host_budget": 19_000}},
             "stage 0": {"stage": 0, "precision": "bf16"},
             "stage 1": {"stage": 1},
             "stage 2": {"stage": 2, "precision": "bf16"},
@@ -236,12 +241,31 @@ def edit_master(engine: zero.Engine, step: int) -> None:
                 piece.mul_(0.5)
 
 
-def look(engine: zero.Engine, step: int) -> None:
-    """Values are the old ones until the step."""
-    before, after = (engine.full_master("blocks.0.up.weight") for _ in range(2))
-    assert torch.equal(before, after)
-    assert engine.full_gradient("blocks.0.up.weight") is not None
-    engine.state_dict()
+class Onlooker:
+    """Values are the old ones until the step, also when all that is stepped ahead has been."""
+
+    name = "blocks.0.up.weight"
+
+    def __init__(self) -> None:
+        self._last: list[Tensor] = []
+
+    def _values(self, engine: zero.Engine) -> list[Tensor]:
+        weights = engine.state_dict()
+        seen = [engine.full_master(self.name), *([weights[self.name]] if weights else [])]
+        return [value.clone() for value in seen]
+
+    def before(self, engine: zero.Engine, step: int) -> None:
+        ahead = engine._shards._ahead
+        if ahead is not None:
+            assert not wait([attempt.done for attempt in ahead._attempts.values()], 10).not_done
+        if step:
+            assert all(
+                torch.equal(now, then) for now, then in zip(self._values(engine), self._last, strict=True)
+            )
+        assert engine.full_gradient(self.name) is not None
+
+    def after(self, engine: zero.Engine, step: int) -> None:
+        self._last = self._values(engine)
 
 
 def load(engine: zero.Engine, step: int) -> None:
@@ -295,7 +319,7 @@ def interrupted(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def changes_body(context: Context) -> dict[str, tuple[bool, int, int]]:
-    bf16 = {"precision": "bf16"}
+    bf16, onlooker = {"precision": "bf16"}, Onlooker()
     return compare(
         context,
         {
@@ -305,7 +329,7 @@ def changes_body(context: Context) -> dict[str, tuple[bool, int, int]]:
             "written to": {"between": write, **bf16},
             "moments edited": {"between": edit, **bf16},
             "masters edited": {"between": edit_master},
-            "looked at": {"between": look, **bf16},
+            "looked at": {"between": onlooker.before, "after": onlooker.after, **bf16},
             "loaded": {"between": load, **bf16},
             "exception": {"model": straight, "loss": interrupted, "raises": (2, Interrupted), **bf16},
         },
@@ -338,6 +362,7 @@ def resumed_body(context: Context, path: str) -> bool:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
+        assert engine._shards._ahead.taken
         engine.save_checkpoint(Path(path, f"part-{part}"), async_=True)
         engine.offload_states()
         engine.reload_states()
@@ -437,44 +462,75 @@ def test_steps_are_made_during_backward(cluster: Clusters, side_device: str) -> 
 
 
 def failing_body(context: Context) -> dict[str, Any]:
-    """A step ahead that fails: told at the step, with nothing changed; the same step may be made again."""
-    plain = course(context, False)
-    offload = zero.Offload(optimizer="host", overlap=True)
-    engine = zero.initialize(model := fresh(), adamw(model), zero.Config(offload=offload, timeout=20))
-    sound, turns, failures = Twin.step, iter(range(1000)), []
+    """Steps ahead that fail, on one rank only: those groups are stepped at the step, as if never begun."""
+    sound, turns = Twin.step, iter(range(1000))
 
     def fail(*arguments: Any) -> None:
         sound(*arguments)
-        if next(turns) == 2:
+        if context.rank == context.group.size - 1 and next(turns) % 4 == 2:
             raise RuntimeError("a kernel that fails")
 
-    losses = []
+    plain = course(context, False, clip_norm=1e6)
     Twin.step = fail  # type: ignore[method-assign]
     try:
-        for step in range(STEPS):
-            loss = language_loss(model, step, context.rank)
-            engine.backward(loss)
-            before = engine.state_dict(master=True)
-            try:
-                engine.step()
-            except RuntimeError as error:
-                failures.append(str(error))
-                after = engine.state_dict(master=True)
-                assert all(torch.equal(value, after[name]) for name, value in before.items())
-                engine.step()
-            losses.append(loss.item())
+        ahead = course(context, True, clip_norm=1e6)
     finally:
         Twin.step = sound  # type: ignore[method-assign]
-    same_values = all(
-        torch.equal(engine.full_master(name), plain.values[name]) for name, _ in model.named_parameters()
-    )
-    return {"failures": failures, "same": losses == plain.losses and same_values}
+    return {"same": same(ahead, plain), "taken": ahead.taken, "wasted": ahead.wasted}
 
 
-def test_an_error_ahead_is_told_at_the_step(cluster: Clusters, device: str) -> None:
-    for found in cluster(1).run(failing_body):
-        assert found["failures"] == ([] if device == "cpu" else ["a kernel that fails"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_attempt_that_fails_is_not_taken(cluster: Clusters, side_device: str, size: int) -> None:
+    results = cluster(size).run(failing_body)
+    for rank, found in enumerate(results):
         assert found["same"]
+        assert found["taken"]
+        assert bool(found["wasted"]) == (rank == size - 1), found
+
+
+def broken_body(context: Context) -> dict[str, Any]:
+    """A kernel that fails for one group, in the thread and again at the step."""
+    offload = zero.Offload(optimizer="host", overlap=True)
+    engine = zero.initialize(model := fresh(), adamw(model), zero.Config(offload=offload, timeout=20))
+    kernels, joined = engine._stores.kernels(torch.device("cpu")), []
+    sound, join, broken = kernels.adamw, engine._stores.join, engine._reducer.all[0].group.layout.shard_numel
+
+    def adamw_broken(master: Tensor, *arguments: Any, **options: Any) -> None:
+        if master.untyped_storage().nbytes() >= 4 * broken:
+            raise RuntimeError("a kernel that fails")
+        sound(master, *arguments, **options)
+
+    kernels.adamw = adamw_broken  # type: ignore[method-assign]
+    engine._stores.join = lambda: joined.append(join())  # type: ignore[method-assign, func-returns-value]
+    try:
+        engine.backward(language_loss(model, 0, context.rank))
+        with pytest.raises(RuntimeError, match="a kernel that fails"):
+            engine.step()
+    finally:
+        del kernels.adamw
+    with pytest.raises(zero.UsageError, match="interrupted"):
+        engine.backward(language_loss(model, 1, context.rank))
+    return {"joined": len(joined)}
+
+
+def test_an_error_that_is_real_is_told_at_the_step(cluster: Clusters) -> None:
+    for found in cluster(1).run(broken_body):
+        assert found["joined"] == 1  # weights of groups before it were under way
+
+
+def landings_body(context: Context) -> list[int]:
+    """How many landings make the next one wait: gradients do, single numbers do not."""
+    carrier, device = Carrier(context.accelerator), context.accelerator.device
+    counts = []
+    for shape in [(1000,), (), (), (1000,)]:
+        carrier.to_host(torch.zeros(shape, device=device))
+        counts.append(len(carrier._flying))
+    return counts
+
+
+def test_factors_do_not_make_gradients_wait(cluster: Clusters, side_device: str) -> None:
+    for counts in cluster(1).run(landings_body):
+        assert counts == [1, 1, 1, 2]
 
 
 def test_an_engine_with_steps_ahead_is_freed(cluster: Clusters) -> None:
@@ -488,7 +544,9 @@ def test_an_engine_with_steps_ahead_is_freed(cluster: Clusters) -> None:
     ("settings", "told"),
     [
         ({"optimizer": "device"}, "overlap is about optimizer state on the host"),
-        ({"optimizer": "disk", "path": "/tmp"}, "or a host_budget"),
+        ({"optimizer": "disk", "path": "/tmp"}, "or a host_budget above 0"),
+        ({"optimizer": "disk", "path": "/tmp", "host_budget": 0}, "or a host_budget above 0"),
+        ({"optimizer": "host", "host_budget": 0}, "or a host_budget above 0"),
         ({"optimizer": "host", "gradients": "device"}, "overlap steps from gradients on the host"),
     ],
 )

@@ -4,8 +4,8 @@ When a group's reduced gradient lands in host memory, a thread steps the twin of
 of gradients that are not clipped and do not overflow, and the hyper-parameters of that moment. Nobody sees
 the twin: weights, masters and moments are the old ones until the optimizer step. That puts the twin in the
 record's place where the step it is to make is the one that was made there, of the values that it was made of.
-Else nothing has happened, and the record is stepped then. Nothing is ever stale, as it is with the delayed
-update of ZeRO-Offload (Ren et al., 2021).
+Else, and where the attempt failed, nothing has happened, and the record is stepped then. Nothing is ever
+stale, as it is with the delayed update of ZeRO-Offload (Ren et al., 2021).
 
 A twin that is not taken was work for nothing. So after a step whose gradients were clipped or overflowed none
 is stepped until a step's gradients are neither.
@@ -13,7 +13,7 @@ is stepped until a step's gradients are neither.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -63,7 +63,7 @@ class StepsAhead:
             if group.kept.tier == "host" and group.placement.gradients == "host"
         }
         self._attempts: dict[FlatGroup, _Attempt] = {}
-        self._factors: _Landing | None = None  # what this step's attempts go by
+        self._factors: _Expected | None = None  # what this step's attempts go by
         self._confident = True
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-step")
         self._streams = stores.accelerator.streams
@@ -77,7 +77,7 @@ class StepsAhead:
         owned = self._owned[gradients.group]
         self._give_up(gradients.group)
         step = self._plan(owned, gradients.used | gradients.have)
-        job = self._thread.submit(self._attempt, twin, step, gradients, self._landing())
+        job = self._thread.submit(self._attempt, twin, step, gradients, self._awaited())
         self._attempts[gradients.group] = _Attempt(step, _versions(twin), job)
 
     def dropped(self) -> None:
@@ -86,30 +86,30 @@ class StepsAhead:
             self._give_up(group)
         self._factors = None
 
-    def join(self) -> None:
-        """Wait for all that was begun. Raises its error, with nothing changed; the next try is without."""
-        try:
-            for attempt in self._attempts.values():
-                attempt.done.result()
-        except BaseException:
-            self.dropped()
-            raise
-
     def judge(self, factors: Factors) -> None:
-        """A step begins, after `join`. factors: its own, on the host."""
+        """A step begins. factors: its own, on the host."""
         if not self._twins:
             return
-        self._confident = self._landing().equals(factors)
+        self._confident = self._awaited().equals(factors)
         if not self._confident:
             self.dropped()
 
+    def in_turn(self, gradients: Sequence[GroupGradients]) -> list[GroupGradients]:
+        """The order to step them in: first what was not begun, then the others as they will be done."""
+        begun = {group: turn for turn, group in enumerate(self._attempts)}
+        return sorted(gradients, key=lambda have: begun.get(have.group, -1))
+
     def take(self, owned: OwnedGroup, step: GroupStep) -> bool:
-        """Whether the twin has made `step`; it is the group's record then, and the weights are under way."""
+        """Whether the twin has made `step`; it is the group's record then, and the weights are under way.
+
+        Waits for this one attempt, where it is of use.
+        """
         attempt = self._attempts.get(owned.group)
         if attempt is None:
             return False
         twin = self._twins[owned.group]
-        if attempt.step != step or attempt.versions != _versions(twin):
+        same = attempt.step == step and attempt.versions == _versions(twin)
+        if not same or attempt.done.exception() is not None:  # an error that is real comes again at the step
             self._give_up(owned.group)
             return False
         del self._attempts[owned.group]
@@ -117,16 +117,16 @@ class StepsAhead:
         twin.take_the_place()
         return True
 
-    def _attempt(self, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Landing) -> None:
+    def _attempt(self, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Expected) -> None:
         """In the thread. Nothing is queued on the stream: who uses it is on its device, and waits there."""
         with self._streams.use(self._stream), torch.no_grad():
             gradient = gradients.shard
             if isinstance(gradient, Tensor):  # else it has been dropped meanwhile
                 twin.step(step, gradient, factors.wait())
 
-    def _landing(self) -> _Landing:
+    def _awaited(self) -> _Expected:
         if self._factors is None:
-            self._factors = _Landing(*map(self._to_host, self._expected()))
+            self._factors = _Expected(*map(self._to_host, self._expected()))
         return self._factors
 
     def _to_host(self, value: Tensor | None) -> Landing | None:
@@ -140,7 +140,7 @@ class StepsAhead:
 
 
 @dataclass(frozen=True)
-class _Landing:
+class _Expected:
     """Factors on their way to the host."""
 
     scale: Landing | None

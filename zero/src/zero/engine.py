@@ -154,9 +154,7 @@ class Engine:
             return False
         self._shards.check_groups()
         scale, skip = self._factor.complete()
-        self._shards.join()
         self._update(scale, skip)
-        self._stores.join()
         if self._loss_scale is not None and skip is not None:
             self._loss_scale.update(skip)
         self.zero_grad()
@@ -406,6 +404,8 @@ class Engine:
             self._interrupted = True
             self.zero_grad()
             raise
+        finally:
+            self._stores.join()  # weights are under way to shards, also where a later group failed
 
     def _check_backward(self, loss: Tensor) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1:

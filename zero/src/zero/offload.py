@@ -14,6 +14,20 @@ Tier = Literal["device", "host", "disk"]
 Kind = Literal["optimizer", "params", "gradients", "activations"]
 
 
+class Parts(Validated):
+    """Parts of the state that leave the device, above 0 and at most 1. None: not named, all of it."""
+
+    optimizer: float | None = None
+    params: float | None = None
+    gradients: float | None = None
+    activations: float | None = None
+
+    def of(self, kind: Kind) -> float | None:
+        """The part of one kind."""
+        part: float | None = getattr(self, kind)
+        return part
+
+
 class Offload(Validated):
     """State that does not stay on the device. Values and results are those of training without it.
 
@@ -26,14 +40,17 @@ class Offload(Validated):
         graph (`Config.compile`). The longest-lived values leave first.
     fraction: part of the state, by elements, that leaves the device; the rest stays. A number is of optimizer
         state; {"params": 0.5, "gradients": 0.25} of each kind, those that are not named leaving whole.
-    host_budget: host memory for optimizer state in bytes, or e.g. "8GiB", per rank. What it cannot hold stays
-        on the device with optimizer="host", and is on disk with optimizer="disk"; None: no limit, and none of
-        it for "disk".
+    host_budget: host memory for optimizer state in bytes, or e.g. "8GiB", per rank, the second copies of
+        `overlap` included. What it cannot hold stays on the device with optimizer="host", and is on disk with
+        optimizer="disk"; None: no limit, and none of it for "disk".
     path: directory on a local disk for what is there. A rank's file has mode 0600 and no name, so nothing is
         left when a job ends, however it ends.
     overlap: step what is on the host while backward goes on, once its gradients are there. Exact: each record
         is stepped in a second copy, which takes its place in `Engine.step` if nothing was clipped, overflowed
-        or changed; so it takes that memory twice. See `zero.ahead`.
+        or changed. That takes the memory of the record again, and of the weights where the master is not the
+        shard itself (2 bytes per parameter in bf16); `host_budget` counts both. Change masters and optimizer
+        state in place between backward and step through the tensors themselves, under `torch.no_grad()`:
+        changes through `.data` or a numpy view are not seen, and may be lost. See `zero.ahead`.
     compact: keep of masters on disk only what the 16-bit parameters lack (Adam: 20 bytes moved per parameter
         and step instead of 24). Same values, bit for bit; more work for the processor.
     """
@@ -42,7 +59,7 @@ class Offload(Validated):
     params: Tier = "device"
     gradients: Tier | None = None
     activations: Literal["device", "host"] = "device"
-    fraction: Mapping[Kind, float] = Field(default_factory=dict)
+    fraction: Parts = Parts()
     host_budget: Bytes | None = Field(default=None, ge=0)
     path: Path | None = Field(default=None, strict=False)
     overlap: bool = False
@@ -51,13 +68,15 @@ class Offload(Validated):
     @field_validator("fraction", mode="before")
     @classmethod
     def _by_kind(cls, value: Any) -> Any:
+        if isinstance(value, Parts):
+            return value
         parts = value if isinstance(value, Mapping) else {"optimizer": value}
         for kind, part in parts.items():
             if kind not in get_args(Kind):
                 raise ValueError(f"{kind!r} is no kind of state; known: {', '.join(get_args(Kind))}")
             if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
                 raise ValueError(f"the part of {kind} must be a number above 0, and at most 1")
-        return {kind: float(part) for kind, part in parts.items()}
+        return Parts(**{kind: float(part) for kind, part in parts.items()})
 
     @model_validator(mode="after")
     def _fits_together(self) -> Offload:
@@ -68,8 +87,8 @@ class Offload(Validated):
             raise ValueError("path is given, but nothing is on disk: Offload(optimizer='disk', ...)")
         if self.optimizer == "device" and self.host_budget is not None:
             raise ValueError("host_budget is of optimizer state: set optimizer='host' or 'disk'")
-        for kind in self.fraction:
-            if getattr(self, kind) in ("device", None):
+        for kind in get_args(Kind):
+            if self.fraction.of(kind) is not None and getattr(self, kind) in ("device", None):
                 raise ValueError(
                     f"fraction is of what leaves the device, {kind} is not set to: {kind}='host' or 'disk'"
                 )
@@ -79,14 +98,15 @@ class Offload(Validated):
         return self
 
     def _check_overlap(self) -> None:
-        cached = self.optimizer == "disk" and bool(self.host_budget)
-        if self.overlap and not (self.optimizer == "host" or cached):
+        nothing = self.host_budget == 0 or (self.optimizer == "disk" and self.host_budget is None)
+        if self.overlap and (self.optimizer == "device" or nothing):
             raise ValueError(
-                "overlap is about optimizer state on the host: set optimizer='host', or a host_budget"
+                "overlap is about optimizer state on the host: set optimizer='host', or a host_budget above 0"
             )
         if self.overlap and self.gradients not in (None, "host"):
             raise ValueError("overlap steps from gradients on the host: leave gradients=None")
 
     def part(self, kind: Kind) -> float:
         """How much of a kind of state leaves the device, of 1, where its tier is another."""
-        return self.fraction.get(kind, 1.0)
+        part = self.fraction.of(kind)
+        return 1.0 if part is None else part

@@ -127,19 +127,16 @@ class ShardedOptimizer:
         self._ahead = StepsAhead(self._stores, self.owned, self._plan, expected)
         return self._ahead
 
-    def join(self) -> None:
-        """Before a step: wait for what was stepped ahead; raises its error, with nothing changed."""
-        if self._ahead is not None:
-            self._ahead.join()
-
     def kernel_step(
         self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
     ) -> None:
         factors = Factors(scale, skip)
         away = factors.to(HOST) if any(g.group.kept.tier != "device" for g in gradients) else factors
+        present = [g for g in gradients if g.present]
         if self._ahead is not None:
             self._ahead.judge(away)
-        with closing(self._in_turn([g for g in gradients if g.present])) as turns:
+            present = self._ahead.in_turn(present)
+        with closing(self._in_turn(present)) as turns:
             for have, state in turns:
                 owned = self.owned[have.group]
                 step = self._plan(owned, have.used)

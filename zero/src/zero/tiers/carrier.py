@@ -49,7 +49,8 @@ class Carrier:
             host.copy_(values, non_blocking=True)
         self._streams.keep_alive(values, self._stream)
         landing = Landing(host, self._stream.record())
-        self._flying.append(landing.event)
+        if values.dim():  # a single number holds no memory worth waiting for
+            self._flying.append(landing.event)
         if len(self._flying) > IN_FLIGHT:
             self._flying.popleft().synchronize()
         return landing
