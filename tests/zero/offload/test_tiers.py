@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
@@ -150,10 +151,10 @@ def test_tiers_with_every_optimizer(cluster: Clusters, tmp_path: Path, device: s
         check(found, device, 3e-2)
 
 
-def placed(offload: zero.Offload, groups: int = 20) -> list[Placement]:
+def placed(offload: zero.Offload, groups: int = 20, item_bytes: int = 4) -> list[Placement]:
     """Of equal groups."""
     planner = Planner(offload, 12, lambda tier: tier)
-    return [planner.place(100, trainable=True, resident=False) for _ in range(groups)]
+    return [planner.place(100, item_bytes, trainable=True, resident=False) for _ in range(groups)]
 
 
 def test_a_fraction_of_each_kind_leaves_the_device() -> None:
@@ -187,3 +188,26 @@ def test_gradients_go_with_their_optimizer_state() -> None:
 def test_fractions_that_do_not_fit_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(zero.ConfigError, match=told):
         zero.Offload(**settings)
+
+
+@pytest.mark.parametrize(
+    ("params", "item_bytes", "each"),
+    [("device", 2, 2 * 12 + 2), ("host", 2, 2 * 12 + 2), ("device", 4, 2 * 12 + 4), ("host", 4, 2 * 12)],
+)
+def test_the_budget_bounds_second_copies_too(params: Any, item_bytes: int, each: int) -> None:
+    offload = zero.Offload(optimizer="host", params=params, host_budget=7 * 100 * each, overlap=True)
+    there = [p.optimizer for p in placed(offload, item_bytes=item_bytes)]
+    assert there.count("host") == 7
+    offload = zero.Offload(optimizer="host", params=params, host_budget=7 * 100 * each - 1, overlap=True)
+    assert [p.optimizer for p in placed(offload, item_bytes=item_bytes)].count("host") == 6
+
+
+def test_settings_are_hashed_and_do_not_change() -> None:
+    half, named = (zero.Offload(optimizer="host", fraction=part) for part in (0.5, {"optimizer": 0.5}))
+    assert half == named
+    assert hash(half) == hash(named)
+    assert half != zero.Offload(optimizer="host")
+    assert len({zero.Config(offload=offload) for offload in (half, named, None)}) == 2
+    with pytest.raises(ValidationError):
+        half.fraction.optimizer = 1.0
+    assert zero.Offload(optimizer="host", fraction=half.fraction) == half

@@ -83,7 +83,7 @@ def _build_unit(
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
     whole = config.stage < 3 or plan.persistent
     parts = _partition(plan, config, param_group_of)
-    placements = [_place(planner, named, shards, whole) for _, named in parts]
+    placements = [_place(planner, named, dtype, shards, whole) for dtype, named in parts]
     resident = whole or (group.size == 1 and all(p.params == "device" for p in placements))
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
     deferred_init.materialize(p for _, p in plan.parameters)
@@ -105,10 +105,14 @@ def _build_unit(
 
 
 def _place(
-    planner: Planner, named: Sequence[tuple[str, nn.Parameter]], shards: int, resident: bool
+    planner: Planner,
+    named: Sequence[tuple[str, nn.Parameter]],
+    dtype: torch.dtype,
+    shards: int,
+    resident: bool,
 ) -> Placement:
     numel = sum(parameter.numel() for _, parameter in named) // shards
-    return planner.place(numel, named[0][1].requires_grad, resident)
+    return planner.place(numel, dtype.itemsize, named[0][1].requires_grad, resident)
 
 
 def _partition(

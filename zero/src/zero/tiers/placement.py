@@ -39,22 +39,25 @@ class _Share:
 class Planner:
     """Places groups one after another, the same on every rank: shards are of equal sizes.
 
-    record_bytes: fp32 state per element of a trainable shard. resolve: what a tier is on this device.
+    record_bytes: fp32 state per element of a trainable shard. resolve: what a tier is on this device; where
+    the host is the device, nothing has a second copy.
     """
 
     def __init__(self, offload: Offload, record_bytes: int, resolve: Callable[[Tier], Tier]) -> None:
         self._offload = offload
         self._resolve = resolve
         self._record_bytes = record_bytes
+        self._twins = offload.overlap and resolve("host") == "host"
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
         self._on_host = 0
 
-    def place(self, shard_numel: int, trainable: bool, resident: bool) -> Placement:
-        """resident: the group's whole buffer stays on the device, and its shard is part of it."""
+    def place(self, shard_numel: int, item_bytes: int, trainable: bool, resident: bool) -> Placement:
+        """item_bytes: of a parameter's element. resident: the group's whole buffer stays on the device, and
+        its shard is part of it."""
         params = "device" if resident else self._tier("params", self._offload.params, shard_numel)
         if not trainable:
             return Placement(params=params)
-        optimizer = self._optimizer_tier(shard_numel)
+        optimizer = self._optimizer_tier(shard_numel, self._host_bytes(shard_numel, item_bytes, params))
         return Placement(optimizer, params, self._gradient_tier(shard_numel, optimizer))
 
     def _tier(self, kind: Kind, wanted: Tier, numel: int) -> Tier:
@@ -68,11 +71,18 @@ class Planner:
             return self._tier("gradients", self._offload.gradients, numel)
         return "device" if optimizer == "device" else self._resolve("host")
 
-    def _optimizer_tier(self, numel: int) -> Tier:
+    def _host_bytes(self, numel: int, item_bytes: int, params: Tier) -> int:
+        """What a group's optimizer state takes on the host; see `Twin`."""
+        record = numel * self._record_bytes
+        if not self._twins:
+            return record
+        shard_serves = item_bytes >= 4 and params == "host"
+        return 2 * record + (0 if shard_serves else numel * item_bytes)
+
+    def _optimizer_tier(self, numel: int, nbytes: int) -> Tier:
         wanted, share = self._offload.optimizer, self._shares["optimizer"]
         if wanted == "device" or not share.see(numel):
             return "device"
-        nbytes = numel * self._record_bytes
         fits = self._fits(nbytes)
         if not fits and wanted == "host":
             return "device"
