@@ -30,7 +30,7 @@ def cast(values: memoryview, stored: str, into: memoryview, wanted: str) -> bool
     if wanted not in _PLAIN:
         raise CheckpointError(f"values are not cast from {stored} to {wanted}")
     found = np.frombuffer(into, _PLAIN[wanted])
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a NaN that signals becomes one that does not
         if wanted == "F16" and stored == "F64":
             source = source.astype(np.float32)  # torch rounds twice
         np.copyto(found, source, casting="unsafe")
