@@ -146,3 +146,33 @@ def test_prompt_streams_run_at_once(accelerator: Accelerator) -> None:
             assert (late + 1 == 2).all()
             result = torch.ones(3, device=accelerator.device) * 3
     assert (result == 3).all()
+
+
+@on_sim
+def test_a_stream_of_no_device_in_particular_is_of_the_current_one(accelerator: Accelerator) -> None:
+    with torch.get_device_module("sim").device(1):
+        side = torch.Stream("sim")
+        assert side.device == torch.device("sim", 1)
+        with side:
+            assert torch.accelerator.current_stream() == side
+            assert torch.get_device_module("sim").current_stream() == side
+        assert torch.accelerator.current_stream() != side
+    assert torch.Stream(device="sim").device == torch.device("sim", accelerator.device.index)
+
+
+@on_sim
+def test_norms_of_16_bits_run_late(accelerator: Accelerator) -> None:
+    """Their statistics have the dtype that the backward wants, which meta tensors know otherwise."""
+
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        norms = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.GroupNorm(2, 4)).to(torch.bfloat16)
+        values = torch.randn(3, 4, 6).to(torch.bfloat16)
+        norms, values = norms.to("sim"), values.to("sim").requires_grad_()
+        (norms(values) ** 2).sum().backward()
+        return [values.grad, *(p.grad for p in norms.parameters())]
+
+    expected = gradients()
+    with accelerator.streams.use(accelerator.streams.new()):
+        late = gradients()
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(late, expected, strict=True))

@@ -42,8 +42,13 @@ at::Generator make_generator(c10::DeviceIndex device) {
                                        at::detail::createCPUGenerator());
 }
 
+// A device without a number is the current one.
+c10::Device numbered(c10::Device device) {
+  return device.has_index() ? device : c10::Device(kType, current_device());
+}
+
 c10::Stream stream_of(c10::Device device, c10::StreamId id) {
-  return c10::Stream(c10::Stream::UNSAFE, device, id);
+  return c10::Stream(c10::Stream::UNSAFE, numbered(device), id);
 }
 
 EventPtr& event_at(void* event) { return *static_cast<EventPtr*>(event); }
@@ -59,7 +64,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
 
   c10::Stream getStream(c10::Device device) const override {
-    return stream_of(device, current_stream(device.index()));
+    return stream_of(device, current_stream(numbered(device).index()));
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(device, 0); }
   c10::Stream getNewStream(c10::Device device, int) const override {

@@ -205,6 +205,18 @@ at::Tensor meta_copy(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), options);
 }
 
+// Norms give their statistics in the dtype of their weights on the host, and always wide on meta tensors.
+at::Tensor host_dtype(const Call& call, size_t index, const at::Tensor& promised) {
+  const auto& name = call.op.schema().name();
+  const bool norm = name == "aten::native_layer_norm" || name == "aten::native_group_norm";
+  if (!norm || index == 0) return promised;
+  auto dtype = call.given[0].toTensor().scalar_type();
+  for (const auto& value : call.given) {
+    if (value.isTensor() && value.toTensor().defined()) dtype = value.toTensor().scalar_type();
+  }
+  return promised.to(dtype);
+}
+
 // Results of the right shape with nothing in them yet. Empty where only running the operation can tell.
 std::optional<Stack> promise(const Call& call) {
   Stack results;
@@ -218,10 +230,10 @@ std::optional<Stack> promise(const Call& call) {
   } catch (const std::exception&) {
     return std::nullopt;
   }
-  for (auto& result : results) {
-    if (!result.isTensor() && !result.isTensorList()) return std::nullopt;
-    result = map_tensors(result, [&](const at::Tensor& tensor) {
-      return tensor.defined() ? empty_for(tensor, call.device) : tensor;
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (!results[i].isTensor() && !results[i].isTensorList()) return std::nullopt;
+    results[i] = map_tensors(results[i], [&](const at::Tensor& tensor) {
+      return tensor.defined() ? empty_for(host_dtype(call, i, tensor), call.device) : tensor;
     });
   }
   return results;

@@ -15,8 +15,8 @@ record      the master and the optimizer's moments, wherever they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -70,6 +70,7 @@ class FlatGroup:
         self._cast_buffers: dict[torch.dtype, FlatBuffer] = {}
         self._private: FlatBuffer | None = None
         self._brought: tuple[Tensor, Event] | None = None  # the shard on the device, from when on
+        self._read: Event | None = None  # the device's last copy from a shard on the host
         # Masters start from the values as they were given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
@@ -101,8 +102,9 @@ class FlatGroup:
     def settle(self, whole: bool, ranks: Group) -> None:
         """After the values are final: make the master, take on `dtype`, keep the whole buffer or part with
         it. ranks: those that the shards are spread over."""
-        tier = self.placement.optimizer
-        shard_serves = self.dtype.itemsize >= 4 and tier == self.placement.params != "disk"
+        tier, params = self.placement.optimizer, self.placement.params
+        together = tier == params != "disk" or (self.placement.visits and params == "device")
+        shard_serves = self.dtype.itemsize >= 4 and together
         if self.trainable and not shard_serves:
             dtype = torch.promote_types(self.dtype, torch.float32)
             upper = (lambda: self.shard) if self.dtype is torch.bfloat16 else None
@@ -216,16 +218,24 @@ class FlatGroup:
                 mine.copy_(shard, non_blocking=True)
         return mine
 
-    def _in_memory(self) -> AbstractContextManager[Tensor]:
-        """The shard to be copied from; one on disk is there till the block's end only."""
+    @contextmanager
+    def _in_memory(self) -> Iterator[Tensor]:
+        """The shard to be copied from in the block. On an asynchronous device the copy may come later; see
+        `await_reads`."""
         if isinstance(self.shard, Section):
-            return self._stores.read_ahead.use(self.shard)
-        if self._brought is not None:
+            with self._stores.read_ahead.use(self.shard) as shard:
+                yield shard
+        elif self._brought is not None:
             near, there = self._brought
             self._accelerator.streams.current().wait(there)
-            return nullcontext(near)
-        assert isinstance(self.shard, Tensor)
-        return nullcontext(self.shard)
+            yield near
+        else:
+            assert isinstance(self.shard, Tensor)
+            try:
+                yield self.shard
+            finally:
+                if self.shard.device != self._accelerator.device:
+                    self._read = self._accelerator.streams.current().record()
 
     def start_read(self) -> bool:
         """Begin to read a shard that is on disk; False where as much as may be has been read ahead."""
@@ -239,13 +249,21 @@ class FlatGroup:
         elif isinstance(shard, Tensor) and shard.device != device and self._brought is None:
             make = partial(torch.empty_like, shard, device=device)
             near = allocate(self._stores, "for the shard of", self.unit, shard.nbytes, make)
-            self._brought = near, self._stores.carrier.send(shard, near)
+            self._read = self._stores.carrier.send(shard, near)
+            self._brought = near, self._read
 
     def take_back(self) -> None:
         """The device need not have the shard any more: its gather is done, or the weights change."""
         if self._brought is not None:
             self._accelerator.streams.current().wait(self._brought[1])
             self._brought = None
+
+    def await_reads(self) -> None:
+        """Return once the device has read what it was to read of a shard on the host: that may be written to
+        then."""
+        if self._read is not None:
+            self._read.synchronize()
+            self._read = None
 
     def bind(self, cast: torch.dtype | None) -> None:
         """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""

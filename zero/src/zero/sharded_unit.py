@@ -139,6 +139,12 @@ class ShardedUnit:
         self.release()
         self.take_back()
 
+    def begin_write(self) -> None:
+        """Before shards change: nothing gathered is to stay, and the device has read those on the host."""
+        self.invalidate()
+        for group in self.groups:
+            group.await_reads()
+
     @property
     def away(self) -> bool:
         """Whether shards are not on the device."""

@@ -40,8 +40,8 @@ class Twin:
     def step(self, step: GroupStep, gradient: Tensor, factors: Factors) -> None:
         """Copy the record and step the copy. gradient, factors: on the host.
 
-        The gradient has landed, and so has everything that the device read of the twin in its time as record:
-        see `Carrier.send`.
+        The gradient has landed, and so have the weights that the twin sent last: see `Carrier.send`. What the
+        device was to read of it in its time as record had been read when that ended: see `begin_write`.
         """
         record, mine = self._owned.group.kept.opened(), self._state
         mine.master.copy_(record.master)

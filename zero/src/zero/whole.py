@@ -93,10 +93,10 @@ class WholeValues:
             raise StateError(problem)
 
     def begin_write(self) -> None:
-        """Before shards change: drop whole values that persist, and wait for ranks that may still be reading
-        shards in memory held in common."""
+        """Before shards change: drop whole values that persist, and wait for who may still be reading shards:
+        the device those on the host, other ranks those in memory held in common."""
         for unit in self.units:
-            unit.invalidate()
+            unit.begin_write()
         if any(unit.common for unit in self.units):
             self.communicator.fence("before a change of the weights")
 
