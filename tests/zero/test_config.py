@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,6 +48,14 @@ def test_wrong_values(values: dict[str, Any], message: str) -> None:
         zero.Config(**values)
     assert message in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda: zero.Config(loss_scale="x"), lambda: zero.Compile(persist_budget="x")]
+)
+def test_a_value_that_may_be_of_several_types_is_named_once(wrong: Callable[[], object]) -> None:
+    with pytest.raises(zero.ConfigError, match=r"^zero\.\w+: \w+ = 'x': [^;]*, or [^=]*$"):
+        wrong()
 
 
 def test_a_config_is_frozen_and_comparable() -> None:

@@ -37,18 +37,16 @@ Bytes = Annotated[int, BeforeValidator(_as_bytes)]
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:
-    lines = []
+    reasons: dict[str, list[str]] = {}  # by setting; a value that may be of several types is wrong for each
     for problem in error.errors():
         key = str(problem["loc"][0]) if problem["loc"] else ""
         message = problem["msg"].removeprefix("Value error, ")
+        subject = f"{key} = {problem['input']!r}: " if key else ""  # else of several settings together
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, kind.model_fields, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.model_fields)}"
-            line = f"unknown key {key!r}; {hint}"
-        elif key:
-            line = f"{key} = {problem['input']!r}: {message}"
-        else:  # of several fields together
-            line = message
-        if line not in lines:
-            lines.append(line)
-    return f"zero.{kind.__name__}: " + "; ".join(lines)
+            message = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.model_fields)}"
+            subject = f"unknown key {key!r}; "
+        told = reasons.setdefault(subject, [])
+        if message not in told:
+            told.append(message)
+    return f"zero.{kind.__name__}: " + "; ".join(s + ", or ".join(told) for s, told in reasons.items())
