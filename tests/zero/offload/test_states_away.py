@@ -22,6 +22,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "host already, one master and shard": {"offload": zero.Offload(optimizer="host", params="host")},
     "host already": {"offload": zero.Offload(optimizer="host"), "precision": "bf16"},
+    "visiting": {"offload": zero.Offload(optimizer="host", step="device"), "precision": "bf16"},
+    "visiting, the master is the shard": {"offload": zero.Offload(optimizer="host", step="device")},
 }
 
 

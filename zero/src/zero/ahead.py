@@ -78,7 +78,7 @@ class StepsAhead:
         self._give_up(gradients.group)
         step = self._plan(owned, gradients.used | gradients.have)
         job = self._thread.submit(self._attempt, twin, step, gradients, self._awaited())
-        self._attempts[gradients.group] = _Attempt(step, _versions(twin), job)
+        self._attempts[gradients.group] = _Attempt(step, owned.versions(), job)
 
     def dropped(self) -> None:
         """Nothing that was begun is of use any more; what runs may run on, unseen."""
@@ -108,7 +108,7 @@ class StepsAhead:
         if attempt is None:
             return False
         twin = self._twins[owned.group]
-        same = attempt.step == step and attempt.versions == _versions(twin)
+        same = attempt.step == step and attempt.versions == owned.versions()
         if not same or attempt.done.exception() is not None:  # an error that is real comes again at the step
             self._give_up(owned.group)
             return False
@@ -159,7 +159,3 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
-
-
-def _versions(twin: Twin) -> list[int]:
-    return [values._version for values in twin.originals()]

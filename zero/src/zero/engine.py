@@ -87,8 +87,8 @@ class Engine:
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking)
         self._reducer = reducer = self._passes.reducer
         self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator.device)
-        if config.tiers.overlap:
-            reducer.follower = self._shards.step_ahead(self._factor.expected)
+        overlap, visits = config.tiers.overlap, self._shards.visits
+        reducer.follower = self._shards.step_ahead(self._factor.expected) if overlap else visits
         self._tracer = MemoryTracer(accelerator, units, reducer, self._shards)
         self._balancer: Balancer | None = None
         if config.offload == "auto":

@@ -67,13 +67,16 @@ def check_offload(optimizer: Optimizer, config: Config) -> None:
         raise ConfigError(
             f"Offload(optimizer='disk') {serves} tensors, which have to be in memory: optimizer='host'"
         )
+    if config.tiers.step == "device":
+        raise ConfigError(f"Offload(step='device') {serves} tensors, all at once: step='host'")
     if config.tiers.overlap:
         raise ConfigError(f"Offload(overlap=True) {serves} tensors, all at once: overlap=False")
 
 
 def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:
     rule = rule_for(optimizer)
-    return Stores(accelerator, len(rule.moments) if rule else 0, config.tiers.path, config.tiers.compact)
+    tiers, moments = config.tiers, len(rule.moments) if rule else 0
+    return Stores(accelerator, moments, tiers.path, tiers.compact, visits=tiers.step == "device")
 
 
 def _move_buffers(

@@ -31,11 +31,13 @@ class Parts(Validated):
 class Offload(Validated):
     """State that does not stay on the device. Values and results are those of training without it.
 
-    optimizer: fp32 masters and moments; on the host and from the disk they are stepped by the host's
-        kernels. "disk" serves Adam, AdamW, SGD and Lion.
+    optimizer: fp32 masters and moments. "disk" serves Adam, AdamW, SGD and Lion, by the host's kernels.
+    step: whose kernels step what is on the host. "host": the host's, where it is. "device": the device's; it
+        is in page-locked memory then, and on the device for its step only, with the bits of training that has
+        it there always. Serves Adam, AdamW, SGD and Lion. fp32 shards on the device are their own masters.
     params: shards of the parameters (stage 3).
-    gradients: reduced slices, from backward to the step. None: on the host where their optimizer state is not
-        on the device. "disk" is for when not even the gradients fit in host memory.
+    gradients: reduced slices, from backward to the step. None: on the host where their optimizer state is
+        stepped by the host. "disk" is for when not even the gradients fit in host memory.
     activations: what the forward saves for the backward, between the two; of models that are compiled as one
         graph (`Config.compile`). The longest-lived values leave first.
     fraction: part of the state, by elements, that leaves the device; the rest stays. A number is of optimizer
@@ -56,6 +58,7 @@ class Offload(Validated):
     """
 
     optimizer: Tier = "device"
+    step: Literal["host", "device"] = "host"
     params: Tier = "device"
     gradients: Tier | None = None
     activations: Literal["device", "host"] = "device"
@@ -92,10 +95,25 @@ class Offload(Validated):
                 raise ValueError(
                     f"fraction is of what leaves the device, {kind} is not set to: {kind}='host' or 'disk'"
                 )
+        self._check_step()
         self._check_overlap()
         if self.compact and self.optimizer != "disk":
             raise ValueError("compact is about masters on disk: set optimizer='disk'")
         return self
+
+    def _check_step(self) -> None:
+        if self.step == "host":
+            return
+        if self.optimizer != "host":
+            raise ValueError(
+                f"step='device' is about optimizer state on the host, optimizer={self.optimizer!r} is not: "
+                "set optimizer='host', or leave step='host'"
+            )
+        for name in ("overlap", "compact"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name} is about steps by the host's kernels: leave {name}=False or step='host'"
+                )
 
     def _check_overlap(self) -> None:
         nothing = self.host_budget == 0 or (self.optimizer == "disk" and self.host_budget is None)

@@ -9,6 +9,7 @@ call per flat shard, straight from the 16-bit gradient; their per-piece state is
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
@@ -25,15 +26,16 @@ from zero.flat_group import FlatGroup
 from zero.gradients import Follower, GroupGradients
 from zero.group_step import Factors, GroupStep, plan_step
 from zero.kernel_rules import Rule, rule_for
-from zero.layout import Piece
 from zero.offload import Tier
-from zero.owned import OwnedGroup, OwnedPiece, StepCount
+from zero.owned import OwnedGroup, StepCount
 from zero.piece_state import is_elementwise
+from zero.pieces import own, piece_of_master, shaped, sliced
 from zero.room import room_for
 from zero.tiers.record import Opened
 from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
 from zero.tiers.values import fetch
+from zero.visits import Visits
 
 NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
 WHOLE_PARAMETERS = {"Adafactor", "Muon"}
@@ -102,7 +104,8 @@ class ShardedOptimizer:
         self._stores = stores
         self._accelerator = stores.accelerator
         self._rule = rule_for(optimizer)
-        self.owned = {group: _own(group, param_group_of) for group in groups}
+        self.owned = {group: own(group, param_group_of) for group in groups}
+        self.visits = Visits(stores, self.owned)
         self._stepping = False
         self._ahead: StepsAhead | None = None
         self._install()
@@ -131,7 +134,7 @@ class ShardedOptimizer:
         self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
     ) -> None:
         factors = Factors(scale, skip)
-        away = factors.to(HOST) if any(g.group.kept.tier != "device" for g in gradients) else factors
+        away = factors.to(HOST) if any(map(self._is_stepped_by_host, gradients)) else factors
         present = [g for g in gradients if g.present]
         if self._ahead is not None:
             self._ahead.judge(away)
@@ -149,14 +152,23 @@ class ShardedOptimizer:
     def _in_turn(
         self, gradients: Sequence[GroupGradients]
     ) -> Generator[tuple[GroupGradients, Opened], None, None]:
-        """Every group with its record in memory; those on disk come and go through the pipeline."""
-        stored = [g.group.kept for g in gradients if g.group.kept.tier == "disk"]
-        with closing(self._stores.pipeline.through(stored)) as arriving:
+        """Every group with its record in memory; those on disk come and go through the pipeline, and to the
+        device as visits."""
+        groups = [have.group for have in gradients]
+        stored = self._stores.pipeline.through([g.kept for g in groups if g.kept.tier == "disk"])
+        visiting = self.visits.in_turn([g for g in groups if g in self.visits])
+        with closing(stored) as read, closing(visiting) as visitors:
             for have in gradients:
                 record = have.group.kept
-                yield have, next(arriving) if record.tier == "disk" else record.opened()
-            for _ in arriving:  # asking once more ends the last turn
+                if have.group in self.visits:
+                    yield have, next(visitors)
+                else:
+                    yield have, next(read) if record.tier == "disk" else record.opened()
+            for _ in itertools.chain(read, visitors):  # asking once more ends the last turn
                 raise AssertionError("a record that no group has")
+
+    def _is_stepped_by_host(self, have: GroupGradients) -> bool:
+        return have.group.kept.tier != "device" and have.group not in self.visits
 
     def _room(self, purpose: str, group: FlatGroup) -> AbstractContextManager[None]:
         return room_for(self._accelerator, purpose, group.unit, 4 * group.layout.shard_numel)
@@ -180,20 +192,30 @@ class ShardedOptimizer:
 
     def move(self, group: FlatGroup, tier: Tier) -> None:
         """Move a group's record between the memories of device and host; one on disk stays."""
+        self._move(group, self._stores.resolve(tier), visits=False)
+
+    def put_back(self, group: FlatGroup) -> None:
+        """Move a group's record to where its placement says."""
+        self._move(group, group.placement.optimizer, group.placement.visits)
+
+    def _move(self, group: FlatGroup, tier: Tier, visits: bool) -> None:
         owned, old = self.owned[group], group.kept
-        tier = self._stores.resolve(tier)
-        if tier == old.tier or old.tier == "disk":
+        if old.tier == "disk":
             return
         with self._room("for the optimizer state of", group):
-            group.record = self._stores.moved(old, tier, group.shard)
+            new = self._stores.moved(old, tier, group.shard, visits)
+            if new.tier == old.tier and new.master is old.master:
+                return
+            group.record = new
             if owned.count is not None:
-                owned.count.steps = owned.count.steps.to(group.record.opened().master.device)
+                device = self._accelerator.device if visits else new.opened().master.device
+                owned.count.steps = owned.count.steps.to(device)
         self._show(owned)
 
     def _show(self, owned: OwnedGroup) -> None:
         """Make the optimizer's pieces and their state views of the group's record as it is now."""
         for index, piece in enumerate(owned.pieces):
-            rebind(piece.parameter, _piece_of_master(owned.group, piece.piece))
+            rebind(piece.parameter, piece_of_master(owned.group, piece.piece))
             self._move_state(owned, index)
 
     def moments_bytes(self, group: FlatGroup) -> int:
@@ -210,9 +232,10 @@ class ShardedOptimizer:
                     yield value
 
     def own_state_bytes(self) -> int:
-        """Bytes of the device that the user's optimizer itself has taken for state."""
+        """Bytes of the device in use for state beside the groups' records: for visits, and for what the
+        user's optimizer itself keeps."""
         if self._rule is not None:
-            return 0
+            return self.visits.device_bytes()
         values = [v for group in self.owned for v in self._elementwise(group)]
         device = self._accelerator.device
         return sum(v.numel() * v.element_size() for v in values if v.device == device)
@@ -237,7 +260,7 @@ class ShardedOptimizer:
                 lists[piece.param_group].append(piece.parameter)
                 original = owned.group.parameters[piece.piece.index]
                 if original in initial:
-                    self.optimizer.state[piece.parameter] = _sliced(
+                    self.optimizer.state[piece.parameter] = sliced(
                         initial[original], owned.group, piece.piece
                     )
         for group, parameters in zip(self.optimizer.param_groups, lists, strict=True):
@@ -251,6 +274,7 @@ class ShardedOptimizer:
         record = owned.group.kept
         self._stores.make_moments(record)
         device = record.master.device if isinstance(record.master, Tensor) else HOST
+        device = self._accelerator.device if owned.group in self.visits else device
         owned.count = StepCount(torch.zeros(len(owned.pieces), dtype=torch.float32, device=device))
         for index, piece in enumerate(owned.pieces):
             self.optimizer.state[piece.parameter] = self._state_of_piece(owned, index, rule)
@@ -264,7 +288,7 @@ class ShardedOptimizer:
             state[name] = (
                 moment[piece.shard_slice]
                 if isinstance(moment, Stored)
-                else _shaped(moment, owned.group, piece)
+                else shaped(moment, owned.group, piece)
             )
         return state
 
@@ -280,7 +304,8 @@ class ShardedOptimizer:
     ) -> None:
         device = state.master.device
         gradient = fetch(have.reduced_slice, device)
-        outlet = self._stores.outlet(owned.group.shard, state.master)
+        serves = owned.group.shard is owned.group.kept.master
+        outlet = self._stores.outlet(state.master if serves else owned.group.shard, state.master)
         kernels = self._stores.kernels(device)
         step.run(kernels, state, owned.counted.steps, gradient, factors, outlet.narrow)
         outlet.deliver(step.written, factors.skip)
@@ -315,7 +340,7 @@ class ShardedOptimizer:
             gradient = wide
         for piece in owned.pieces:
             if piece.piece.index in have.used:
-                piece.parameter.grad = _shaped(gradient, owned.group, piece.piece)
+                piece.parameter.grad = shaped(gradient, owned.group, piece.piece)
 
 
 def _hooked(
@@ -330,50 +355,3 @@ def _hooked(
 
 # torch's own wrapper runs the optimizer's step hooks and profiler range around the kernel step.
 _hooked_kernel_step = Optimizer.profile_hook_step(_hooked)
-
-
-def _own(group: FlatGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedGroup:
-    owned = OwnedGroup(group)
-    for piece in group.pieces:
-        index = param_group_of.get(group.parameters[piece.index])
-        if index is not None:
-            values = _piece_of_master(group, piece)
-            parameter = nn.Parameter(values.data)  # counts changes by itself, whatever it is a view of
-            owned.pieces.append(OwnedPiece(piece, index, parameter))
-    return owned
-
-
-def _piece_of_master(group: FlatGroup, piece: Piece) -> Tensor:
-    """A view of the master; where that is on disk, a tensor of its shape that has no values."""
-    master = group.kept.master
-    if isinstance(master, Stored):
-        like = torch.empty(group.layout.shard_numel, dtype=master.dtype, device="meta")
-        return _shaped(like, group, piece)
-    return _shaped(master, group, piece)
-
-
-def _shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
-    """A piece of a flat shard, in the parameter's shape if it is the whole parameter."""
-    part = flat[piece.shard_slice]
-    spec = group.layout.specs[piece.index]
-    return (
-        part.as_strided(spec.shape, spec.stride, part.storage_offset())
-        if piece.length == spec.numel
-        else part
-    )
-
-
-def _sliced(state: dict[str, Any], group: FlatGroup, piece: Piece) -> dict[str, Any]:
-    """A piece's part of a parameter's state: slices of what is element-wise, copies of the rest."""
-    spec = group.layout.specs[piece.index]
-    result = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == spec.shape and key != "step":
-            device = _piece_of_master(group, piece).device
-            flat = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=device)
-            flat.copy_(value)
-            part = flat.as_strided((piece.length,), (1,), piece.start)
-            result[key] = part.clone() if piece.length < spec.numel else flat
-        else:
-            result[key] = value.clone() if isinstance(value, Tensor) else value
-    return result

@@ -44,6 +44,16 @@ class OwnedGroup:
         assert self.count is not None
         return self.count
 
+    def originals(self) -> list[Tensor]:
+        """What a step reads, beside the gradient: a record in memory, and the optimizer's views of it."""
+        state = self.group.kept.opened()
+        views = [piece.parameter for piece in self.pieces]
+        return [state.master, *state.moments, self.counted.steps, *views]
+
+    def versions(self) -> list[int]:
+        """Of the originals: an in-place change of one is another version."""
+        return [values._version for values in self.originals()]
+
     def missing(self, used: set[int]) -> tuple[int, ...]:
         """Pieces whose parameters are not among `used`."""
         return tuple(i for i, p in enumerate(self.pieces) if p.piece.index not in used)

@@ -37,7 +37,7 @@ class Parking:
         for handle in handles:
             handle.wait()
         for group in self._trainable():
-            self._optimizer.move(group, group.placement.optimizer)
+            self._optimizer.put_back(group)
         self.away = False
 
     def _trainable(self) -> Iterator[FlatGroup]:

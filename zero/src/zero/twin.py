@@ -31,12 +31,6 @@ class Twin:
         self._steps = torch.empty_like(owned.counted.steps)
         self._weights = None if self._serves else empty_host((group.shard.numel(),), group.shard.dtype)
 
-    def originals(self) -> list[Tensor]:
-        """What a step reads, beside the gradient: the record, and the optimizer's views of it."""
-        state = self._owned.group.kept.opened()
-        views = [piece.parameter for piece in self._owned.pieces]
-        return [state.master, *state.moments, self._owned.counted.steps, *views]
-
     def step(self, step: GroupStep, gradient: Tensor, factors: Factors) -> None:
         """Copy the record and step the copy. gradient, factors: on the host.
 

@@ -11,11 +11,15 @@ from zero.offload import Kind, Offload, Tier
 
 @dataclass(frozen=True)
 class Placement:
-    """The tiers of one group. It says nothing of whole buffers, which are on the device while in use."""
+    """The tiers of one group. It says nothing of whole buffers, which are on the device while in use.
+
+    visits: its optimizer state is on the device for the step.
+    """
 
     optimizer: Tier = "device"
     params: Tier = "device"
     gradients: Tier = "device"
+    visits: bool = False
 
 
 class _Share:
@@ -48,6 +52,7 @@ class Planner:
         self._resolve = resolve
         self._record_bytes = record_bytes
         self._twins = offload.overlap and resolve("host") == "host"
+        self._visits = offload.step == "device"
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
         self._on_host = 0
 
@@ -58,7 +63,9 @@ class Planner:
         if not trainable:
             return Placement(params=params)
         optimizer = self._optimizer_tier(shard_numel, self._host_bytes(shard_numel, item_bytes, params))
-        return Placement(optimizer, params, self._gradient_tier(shard_numel, optimizer))
+        visits = self._visits and optimizer == "host"
+        stepped = "device" if visits else optimizer
+        return Placement(optimizer, params, self._gradient_tier(shard_numel, stepped), visits)
 
     def _tier(self, kind: Kind, wanted: Tier, numel: int) -> Tier:
         if wanted == "device" or not self._shares[kind].see(numel):
@@ -66,14 +73,17 @@ class Planner:
         self._shares[kind].leave(numel)
         return self._resolve(wanted)
 
-    def _gradient_tier(self, numel: int, optimizer: Tier) -> Tier:
+    def _gradient_tier(self, numel: int, stepped: Tier) -> Tier:
+        """stepped: where its optimizer state is stepped, or read from to be."""
         if self._offload.gradients is not None:
             return self._tier("gradients", self._offload.gradients, numel)
-        return "device" if optimizer == "device" else self._resolve("host")
+        return "device" if stepped == "device" else self._resolve("host")
 
     def _host_bytes(self, numel: int, item_bytes: int, params: Tier) -> int:
-        """What a group's optimizer state takes on the host; see `Twin`."""
+        """What a group's optimizer state takes on the host; see `Twin`, and `FlatGroup.settle`."""
         record = numel * self._record_bytes
+        if self._visits and item_bytes >= 4 and params == "device":
+            return record - numel * item_bytes
         if not self._twins:
             return record
         shard_serves = item_bytes >= 4 and params == "host"

@@ -26,7 +26,8 @@ class Opened:
 class Record:
     """master: the originals of the shard's parameters, fp32 (fp64 where they are). moments: one value each.
 
-    tier: where they are. On disk a record is one contiguous stretch, master first, of whole pages a section.
+    tier: where they are, but for a master that is the shard and stays with it. On disk a record is one
+    contiguous stretch, master first, of whole pages a section.
     """
 
     tier: Tier

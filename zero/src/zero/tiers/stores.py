@@ -29,8 +29,8 @@ class Stores:
     """Where the device is the host, the host tier is the device's memory: nothing is there twice.
 
     folder: for what is on disk. moments: of the engine's optimizer, for each element of a record. compact:
-    keep of masters on disk what bf16 weights lack. relieve: frees about so many bytes of the device if it
-    can; returns how many.
+    keep of masters on disk what bf16 weights lack. visits: records on the host are page-locked, to be stepped
+    on the device. relieve: frees about so many bytes of the device if it can; returns how many.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Stores:
         moments: int = 0,
         folder: Path | None = None,
         compact: bool = False,
+        visits: bool = False,
     ) -> None:
         self.accelerator = accelerator
         self.moments = moments
@@ -46,6 +47,7 @@ class Stores:
         self.pipeline = Pipeline(accelerator.memory)
         self._folder = folder
         self._compact = compact
+        self._visits = visits
 
     @cached_property
     def carrier(self) -> Carrier:
@@ -99,16 +101,18 @@ class Stores:
             stored.write(values)
             return Record(tier, stored, tuple(moments))
         if tier == "host":
-            master = values.to(HOST).to(dtype)  # the host's kernels work on it; it need not be page-locked
+            master = self._empty_on_host(values.numel(), dtype).copy_(values.to(HOST))
         else:
             master = values.to(dtype, copy=True)
         return Record(tier, master)
 
-    def moved(self, record: Record, tier: Tier, shard: Values) -> Record:
-        """A record in the other memory. On the device the shard itself serves as an fp32 master."""
+    def moved(self, record: Record, tier: Tier, shard: Values, visits: bool = False) -> Record:
+        """A record in the other memory. The shard itself serves as an fp32 master there, and on the device
+        where the record visits that."""
         old = record.opened()
         device = HOST if tier == "host" else self.accelerator.device
-        serves = isinstance(shard, Tensor) and shard.device == device and shard.dtype is old.master.dtype
+        near = (device, self.accelerator.device) if visits else (device,)
+        serves = isinstance(shard, Tensor) and shard.device in near and shard.dtype is old.master.dtype
         master = shard if serves else old.master.to(device)
         return Record(tier, master, tuple(m.to(device) for m in old.moments))
 
@@ -123,8 +127,20 @@ class Stores:
 
     def make_moments(self, record: Record) -> None:
         """Zeros; on disk they are there already, as the file begins with them."""
-        if isinstance(record.master, Tensor):
-            record.moments = tuple(torch.zeros_like(record.master) for _ in range(self.moments))
+        master = record.master
+        if isinstance(master, Tensor):
+            record.moments = tuple(self._zeros(master, record.tier) for _ in range(self.moments))
+
+    def _zeros(self, like: Tensor, tier: Tier) -> Tensor:
+        if tier == "host":
+            return self._empty_on_host(like.numel(), like.dtype).zero_()
+        return torch.zeros_like(like)
+
+    def _empty_on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """For a record; where the host's kernels step it, it need not be page-locked."""
+        if self._visits:
+            return self.accelerator.memory.empty_host((numel,), dtype)
+        return torch.empty(numel, dtype=dtype, device=HOST)
 
     @cached_property
     def _host_kernels(self) -> Kernels:
