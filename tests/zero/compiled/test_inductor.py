@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zero
 from accelz.accelerator import Accelerator
@@ -81,3 +82,29 @@ def test_inductor_trains_as_aot_eager(cluster: Clusters, device: str) -> None:
         assert exact["losses"] < 1e-5, exact
         assert rounded["first loss"] < 1e-3, rounded
         assert rounded["losses"] < 0.1, rounded
+
+
+def kept_body(context: Context) -> list[int]:
+    """Bytes gathered in a step whose last unit's gradients are there before the backward reads it."""
+    found = []
+    with bytes_of_its_own(context.accelerator):
+        for inner in ("aot_eager", "inductor"):
+            torch.manual_seed(2)
+            model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
+            compile = zero.Compile(inner=inner)
+            config = zero.Config(compile=compile, units=(nn.Linear,), timeout=100)
+            engine = zero.initialize(model, adamw(model), config)
+            for _ in range(2):
+                engine.traffic.clear()
+                engine.backward(engine(torch.ones(4, 32, device=device_of(model))).square().mean())
+                engine.step()
+            found.append(engine.traffic.bytes["all_gather"])
+    return found
+
+
+def test_what_is_kept_for_the_backward_is_not_gathered_again(cluster: Clusters, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("inductor generates code for this test on the CPU only")
+    layer = 32 * 32 * 4
+    for gathered in cluster(2).run(kept_body, limit=280):
+        assert gathered == [4 * layer, 4 * layer]  # three forward; backward needs two, and has one of them

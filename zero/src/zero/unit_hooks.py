@@ -78,7 +78,8 @@ class UnitHooks:
         """Every trainable parameter has its gradient: calls that no input tells the end of are over."""
         open_ended = {c for c in self._unit.calls_in_backward if isinstance(c, _Call) and not c.has_input}
         self._unit.calls_in_backward -= open_ended
-        self._unit.release()
+        if open_ended:  # else whoever gathered it releases it: a call at its end, or a graph
+            self._unit.release()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._phase.in_graph:
