@@ -30,6 +30,7 @@ from benchmarks import (
     step,
 )
 from benchmarks.job import JobError
+from benchmarks.link import LinkError
 from benchmarks.result import Result
 
 RESULTS = Path(__file__).parent / "results"
@@ -175,6 +176,10 @@ def compiled_(
     rounds: Rounds = 7,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps in a turn.")] = 3,
     memory: Annotated[bool, typer.Option(help="Also measure memory, on the simulated device.")] = True,
+    link: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Gbit/s between the ranks (needs root). [default: no limit]"),
+    ] = None,
     limit: Limit = 300.0,
     json: JsonFile = None,
     markdown: MarkdownFile = None,
@@ -182,7 +187,7 @@ def compiled_(
 ) -> None:
     """Stage 3 through torch.compile, with and without the fused downcast, beside eager zero and FSDP2."""
     options = compiled.CompiledOptions(
-        size.value, ranks, threads, batch, length, rounds, steps, memory, limit
+        size.value, ranks, threads, batch, length, rounds, steps, memory, link, limit
     )
     _report([partial(compiled.run, options)], Outputs(json, markdown, name))
 
@@ -274,12 +279,12 @@ def _report(runs: Sequence[Callable[[], Result]], outputs: Outputs) -> None:
     console = Console(width=None if os.isatty(1) else 160)
     context = machine.describe()
     results: list[Result] = []
-    failure: JobError | None = None
+    failure: JobError | LinkError | None = None
     try:
         for run in runs:
             results.append(run())
             report.show(console, results[-1:])
-    except JobError as error:
+    except (JobError, LinkError) as error:
         failure = error
     if results:
         _write(context, results, outputs)

@@ -1,8 +1,9 @@
 """The compiled path: fp32 parameters under bf16 autocast, over gloo.
 
 Over gloo, because memory that ranks share makes a gather nearly free, and the fused downcast is about what
-travels. Time is taken with generated code. Memory is the exact peak of the simulated device, where the inner
-compiler runs the operations one by one: resident sets on the host would count the compiler's own.
+travels; on request over a link that is slower than the machine's own loopback. Time is taken with generated
+code. Memory is the exact peak of the simulated device, where the inner compiler runs the operations one by
+one: resident sets on the host would count the compiler's own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from accelz.discovery import installed
 from benchmarks import step
 from benchmarks.compiled_peers import PEERS
+from benchmarks.link import limited
 from benchmarks.result import Result
 
 EXACT_DEVICE = "sim"
@@ -23,7 +25,8 @@ MEMORY_STEPS = 4
 
 @dataclass(frozen=True)
 class CompiledOptions:
-    """batch: sequences per rank. steps: timed ones in a turn. limit: seconds that one call may take."""
+    """batch: sequences per rank. steps: timed ones in a turn. link: Gbit/s that the ranks' loopback
+    carries in all; None: what the machine gives. limit: seconds that one call may take."""
 
     size: str = "medium"
     ranks: int = 2
@@ -33,19 +36,23 @@ class CompiledOptions:
     rounds: int = 7
     steps: int = 3
     memory: bool = True
+    link: float | None = None
     limit: float = 300.0
 
 
-_, _, PLAIN, _, EAGER, FSDP2 = PEERS
+_, _, PLAIN, _, EAGER, FSDP2, FSDP2_AUTOCAST = PEERS
 
 
 def run(options: CompiledOptions) -> Result:
-    """Time all peers, and measure memory where the simulated device is installed. Raises JobError."""
-    result = step.run(_step_options(options, "cpu"))
+    """Time all peers, and measure memory where the simulated device is installed. Raises JobError, and
+    LinkError where no link can be limited."""
+    with limited(options.link):
+        result = step.run(_step_options(options, "cpu"))
     rows = {row["peer"]: row for row in result.rows}
     exact = options.memory and installed(EXACT_DEVICE)
-    peaks = {name: _peak(name, options) for name in PEERS if exact and name != FSDP2}
-    return Result("compiled", result.settings, [_row(r, rows, peaks) for r in result.rows], result.notes)
+    peaks = {name: _peak(name, options) for name in PEERS if exact and not name.startswith(FSDP2)}
+    settings = result.settings | {"link": options.link}
+    return Result("compiled", settings, [_row(r, rows, peaks) for r in result.rows], result.notes)
 
 
 def _step_options(options: CompiledOptions, device: str) -> step.StepOptions:
@@ -80,6 +87,7 @@ def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, 
         "to_unfused": _ratio(row, rows[PLAIN]),
         "to_eager": _ratio(row, rows[EAGER]),
         "to_fsdp2": _ratio(row, rows[FSDP2]),
+        "to_fsdp2_autocast": _ratio(row, rows[FSDP2_AUTOCAST]),
         "gathered_bytes": moved and moved["all_gather"],
         "reduced_bytes": moved and moved["reduce_scatter"],
         "peak_bytes": peak,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -44,6 +45,22 @@ class AutocastPeer(Peer):
         return dict(self._engine.traffic.bytes)
 
 
+class AutocastTorchPeer(Peer):
+    """Another peer, its steps under bf16 autocast."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(inputs.device.type, torch.bfloat16):
+            return self._peer.step(inputs, targets)
+
+
+def build_fsdp2_autocast(model: Decoder, setting: Setting) -> Peer:
+    """FSDP2 without a policy, under autocast: what travels is fp32, and what is computed is zero's graph."""
+    return AutocastTorchPeer(build_fsdp2_compiled(model, replace(setting, precision="fp32")))
+
+
 def build_fsdp2_compiled(model: Decoder, setting: Setting) -> Peer:
     """FSDP2 with a bf16 mixed-precision policy, compiled as a whole; it breaks its graph at its hooks."""
     peer = build_fsdp2(model, setting)
@@ -63,4 +80,5 @@ PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
     ),
     "zero3, eager": partial(AutocastPeer, compile=None),
     "fsdp2, compiled": build_fsdp2_compiled,
+    "fsdp2, compiled, autocast": build_fsdp2_autocast,
 }

@@ -85,6 +85,7 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         Column("to_unfused", "× not fused", _times),
         Column("to_eager", "× eager", _times),
         Column("to_fsdp2", "× fsdp2", _times),
+        Column("to_fsdp2_autocast", "× fsdp2 autocast", _times),
         Column("gathered_bytes", "gathered MB", _megabytes),
         Column("reduced_bytes", "reduced MB", _megabytes),
         Column("peak_bytes", "peak MB", _megabytes),
@@ -157,10 +158,10 @@ LEGENDS: dict[Kind, str] = {
         "step, as whole buffers, where the peer counts them. loss error: largest relative one, from ddp."
     ),
     "compiled": (
-        "fp32 parameters under bf16 autocast, over gloo. Milliseconds per step, of the slowest rank; ratios "
-        "are taken within each round, then their median. gathered, reduced: a rank's collectives per step, "
-        "as whole buffers. peak: of device memory in steps, exact, on the simulated device with operations "
-        "run one by one."
+        "fp32 parameters under bf16 autocast (fsdp2: its bf16 policy, or autocast), over gloo. Milliseconds "
+        "per step, of the slowest rank; ratios are taken within each round, then their median. gathered, "
+        "reduced: a rank's collectives per step, as whole buffers. peak: of device memory in steps, exact, "
+        "on the simulated device with operations run one by one."
     ),
     "offload": (
         "Of the slowest rank, bf16 AdamW, gradients there already; ratios are taken within each round. raw "
@@ -196,9 +197,10 @@ def title(result: Result) -> str:
             f"batch {s['batch']} × {s['length']} per rank"
         )
     if result.kind == "compiled":
+        link = "" if s["link"] is None else f" at {s['link']:g} Gbit/s"
         return (
             f"compiled: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), "
-            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')} over gloo, "
+            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')} over gloo{link}, "
             f"batch {s['batch']} × {s['length']} per rank"
         )
     if result.kind == "offload":
