@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
+
+from torch.distributed import DistStoreError
 
 from accelz.collectives import Group
 from zero.errors import CommunicationError
 
-_SHORTEST, _LONGEST = 0.0003, 0.005  # seconds between looks for an answer
-_LATE = 1 / 8  # of the time waited so far, that an answer may be noticed later
+_UNINTERRUPTED = 1.0  # seconds of waiting in which the program cannot be interrupted
 
 
 class Exchange:
@@ -37,30 +39,42 @@ class Exchange:
 
         Raises CommunicationError if a rank has published nothing by then.
         """
-        waiting, values = list(ranks), {}
-        begun = time.monotonic()
-        while waiting:
-            for rank in list(waiting):
-                name = self._name(topic, rank)
-                if self._call(lambda: self._store.check([name]), topic, waiting):  # noqa: B023
-                    values[rank] = json.loads(self._call(lambda: self._store.get(name), topic, waiting))  # noqa: B023
-                    waiting.remove(rank)
-            waited = time.monotonic() - begun
-            if waiting and waited > patience * self._timeout:
-                raise CommunicationError(self._silence(topic, waiting))
-            if waiting:
-                time.sleep(min(max(_SHORTEST, _LATE * waited), _LONGEST))
-        return values
+        names = {rank: self._name(topic, rank) for rank in ranks}
+        deadline = time.monotonic() + patience * self._timeout
+        while not self._arrived(topic, names, deadline - time.monotonic()):
+            if time.monotonic() > deadline:
+                raise CommunicationError(self._silence(topic, self._missing(topic, names)))
+        return {
+            rank: json.loads(self._call(lambda: self._store.get(name), topic, [rank]))  # noqa: B023
+            for rank, name in names.items()
+        }
 
     def forget(self, topic: str, ranks: Iterable[int]) -> None:
         """Remove messages that everybody has read."""
         for rank in ranks:
             self._call(lambda: self._store.delete_key(self._name(topic, rank)), topic, [])  # noqa: B023
 
+    def _arrived(self, topic: str, names: Mapping[int, str], seconds: float) -> bool:
+        """Wait for all of them, for so long or until the program may have been interrupted."""
+        patience = timedelta(seconds=min(max(seconds, 0.001), _UNINTERRUPTED))
+
+        def wait() -> bool:
+            try:
+                self._store.wait(list(names.values()), patience)
+            except DistStoreError:  # not yet
+                return False
+            return True
+
+        return bool(self._call(wait, topic, names))
+
+    def _missing(self, topic: str, names: Mapping[int, str]) -> list[int]:
+        """The ranks that have published nothing."""
+        return [r for r, n in names.items() if not self._call(lambda: self._store.check([n]), topic, names)]  # noqa: B023
+
     def _name(self, topic: str, rank: int) -> str:
         return f"{self._key}/{topic}/{rank}"
 
-    def _call(self, operation: Any, topic: str, waiting: list[int]) -> Any:
+    def _call(self, operation: Any, topic: str, waiting: Iterable[int]) -> Any:
         try:
             return operation()
         except RuntimeError as error:
@@ -68,7 +82,7 @@ class Exchange:
                 f"{self._silence(topic, waiting)}: the job's store does not answer: {error}"
             ) from error
 
-    def _silence(self, topic: str, waiting: list[int]) -> str:
+    def _silence(self, topic: str, waiting: Iterable[int]) -> str:
         names = ", ".join(map(str, waiting))
         return (
             f"saving a checkpoint, rank {self.rank} waited {self._timeout:.0f} s for {topic!r} of rank(s) "

@@ -30,6 +30,7 @@ from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
 _CACHED = 4 * BLOCK  # read for the checksums, and copied while the processor's cache still has it
+_PACKED = 2 * CHUNK  # bytes of packed parts written at once: no other write is under way meanwhile
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,8 @@ def _write_packed(
             for block in range(0, values.nbytes, BLOCK):
                 table += crc32(values[block : block + BLOCK]).to_bytes(4, "little")
                 summed += min(BLOCK, values.nbytes - block)
-                if summed - written >= CHUNK:  # the processor's cache still has some of it
-                    ready = written + CHUNK
+                if summed - written >= _PACKED:  # the processor's cache still has some of it
+                    ready = written + _PACKED
                     file.write(begin + written, [memory[written:ready]])
                     written = ready
         end = summed + len(table)

@@ -15,8 +15,8 @@ import numpy as np
 
 from zero.checkpoint.storage import PAGE, Storage
 
-CHUNK = 1 << 21  # bytes written at once
-_CHUNKS = 3  # one being filled, two being written
+CHUNK = 1 << 20  # bytes written at once
+_WRITERS = 6  # chunks being written while one is filled: the disk is not to wait where that takes its time
 
 
 class Stream:
@@ -26,8 +26,8 @@ class Stream:
         self._size = size
         self._large = size > CHUNK
         self._file = storage.create(path, size, direct=self._large)
-        self._writers = ThreadPoolExecutor(_CHUNKS - 1) if self._large else None
-        self._chunks = [aligned(min(size, CHUNK)) for _ in range(_CHUNKS if self._large else 1)]
+        self._writers = ThreadPoolExecutor(_WRITERS) if self._large else None
+        self._chunks = [aligned(min(size, CHUNK)) for _ in range(1 + _WRITERS if self._large else 1)]
         self._pending: list[Future[None] | None] = [None] * len(self._chunks)
         self._current = 0  # index of the chunk being filled
         self._filled = 0  # bytes of it
