@@ -185,7 +185,7 @@ def gradient_bytes_body(context: Context) -> dict[str, int]:
     for step in range(2):
         engine.backward(straight(model, step, context.rank))
         left = sum(1 for g in engine._reducer.all if g.whole is not None)
-        shards = sum(g.shard is not None for g in engine._reducer.all)
+        shards = sum(g.slice.present for g in engine._reducer.all)
         engine.step()
     return {"most": most, "left": left, "shards": shards}
 

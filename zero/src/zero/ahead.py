@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero.flat_group import FlatGroup
-from zero.gradients import GroupGradients
+from zero.group_gradients import GroupGradients
 from zero.group_step import Factors, GroupStep
 from zero.owned import OwnedGroup
 from zero.tiers.carrier import Landing
@@ -120,7 +120,7 @@ class StepsAhead:
     def _attempt(self, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Expected) -> None:
         """In the thread. Nothing is queued on the stream: who uses it is on its device, and waits there."""
         with self._streams.use(self._stream), torch.no_grad():
-            gradient = gradients.shard
+            gradient = gradients.slice.find()
             if isinstance(gradient, Tensor):  # else it has been dropped meanwhile
                 twin.step(step, gradient, factors.wait())
 

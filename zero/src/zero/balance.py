@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from accelz.accelerator import Accelerator
 from zero.communicator import Communicator
-from zero.gradients import GroupGradients
+from zero.group_gradients import GroupGradients
 from zero.memory_tracer import MemoryTracer
 from zero.offload import Tier
 from zero.optimizer import ShardedOptimizer

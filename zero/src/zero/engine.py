@@ -249,9 +249,9 @@ class Engine:
         if self._micro_steps and not self.is_boundary and self._reducer.local:
             raise UsageError("with local accumulation gradients are complete at the last micro-batch only")
         have = next((g for g in self._reducer.all if g.group is group), None)
-        if have is None or not have.present or index not in have.used:
+        if have is None or not have.slice.present or index not in have.used:
             return None
-        value = self._whole.parameter(name, have.reduced_slice).float()
+        value = self._whole.parameter(name, have.slice.get()).float()
         factor = self._factor.mean()
         return value if factor is None else value * factor
 

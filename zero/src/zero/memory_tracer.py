@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from accelz.accelerator import Accelerator
-from zero.gradients import GradientReducer, GroupGradients
+from zero.gradients import GradientReducer
+from zero.group_gradients import GroupGradients
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.trace import Held, MemoryReport, PhaseName, Sample
@@ -47,8 +48,8 @@ class MemoryTracer:
         self._memory.reset_peak()
         seconds = time.perf_counter() - self._begun
         if phase != "step":  # at whose end there are none any more
-            self._leaving = self._bits(lambda g: g.present and g.group.placement.gradients != "device")
-        away = self._leaving if phase == "step" else self._bits(lambda g: g.away)
+            self._leaving = self._bits(lambda g: g.slice.present and g.group.placement.gradients != "device")
+        away = self._leaving if phase == "step" else self._bits(lambda g: g.slice.away)
         self._samples.append(Sample(phase, unit, seconds, self.held(), stats.allocated, stats.peak, away))
 
     def _bits(self, is_set: Callable[[GroupGradients], bool]) -> int:

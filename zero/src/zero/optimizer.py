@@ -23,7 +23,8 @@ from accelz.flat_buffer import HOST, rebind
 from zero.ahead import StepsAhead
 from zero.errors import OptimizerError, UsageError
 from zero.flat_group import FlatGroup
-from zero.gradients import Follower, GroupGradients
+from zero.gradients import Follower
+from zero.group_gradients import GroupGradients
 from zero.group_step import Factors, GroupStep, plan_step
 from zero.kernel_rules import Rule, rule_for
 from zero.offload import Tier
@@ -135,7 +136,7 @@ class ShardedOptimizer:
     ) -> None:
         factors = Factors(scale, skip)
         away = factors.to(HOST) if any(map(self._is_stepped_by_host, gradients)) else factors
-        present = [g for g in gradients if g.present]
+        present = [g for g in gradients if g.slice.present]
         if self._ahead is not None:
             self._ahead.judge(away)
             present = self._ahead.in_turn(present)
@@ -303,7 +304,7 @@ class ShardedOptimizer:
         self, owned: OwnedGroup, have: GroupGradients, state: Opened, step: GroupStep, factors: Factors
     ) -> None:
         device = state.master.device
-        gradient = fetch(have.reduced_slice, device)
+        gradient = fetch(have.slice.get(), device)
         serves = owned.group.shard is owned.group.kept.master
         outlet = self._stores.outlet(state.master if serves else owned.group.shard, state.master)
         kernels = self._stores.kernels(device)
@@ -319,7 +320,7 @@ class ShardedOptimizer:
     ) -> None:
         if skip is not None and bool(skip):  # this optimizer decides on the host
             return
-        present = [have for have in gradients if have.present]
+        present = [have for have in gradients if have.slice.present]
         for have in present:
             with self._room("for the fp32 gradients of", have.group):
                 self._set_piece_gradients(self.owned[have.group], have, scale)
@@ -332,7 +333,7 @@ class ShardedOptimizer:
 
     def _set_piece_gradients(self, owned: OwnedGroup, have: GroupGradients, scale: Tensor | None) -> None:
         master = owned.group.kept.opened().master
-        gradient = fetch(have.reduced_slice, master.device)
+        gradient = fetch(have.slice.get(), master.device)
         if scale is not None or gradient.dtype is not master.dtype:
             wide = torch.empty_like(gradient, dtype=master.dtype)
             scale = None if scale is None else scale.to(master.device)

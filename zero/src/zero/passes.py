@@ -15,7 +15,8 @@ from zero.communicator import Communicator
 from zero.compiled.settings import Compile
 from zero.config import DTYPES, Config
 from zero.errors import CommunicationError, UsageError
-from zero.gradients import GradientPolicy, GradientReducer, GroupGradients
+from zero.gradients import GradientReducer
+from zero.group_gradients import GradientPolicy, GroupGradients
 from zero.parking import Parking
 from zero.schedule import Schedule
 from zero.sharded_unit import ShardedUnit

@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 import torch
 
 from zero.flat_group import FlatGroup
-from zero.gradients import GroupGradients
+from zero.group_gradients import GroupGradients
 from zero.owned import OwnedGroup
 from zero.tiers.carrier import Carrier
 from zero.tiers.record import Opened
