@@ -55,12 +55,10 @@ class GlooLanes(Collectives):
 
     def __init__(self) -> None:
         super().__init__("gloo")
-        self._lanes: dict[tuple[int, str], Lanes] = {}
-        self._jobs = 0  # a new job must not meet the addresses of an old one in the store
+        self._lanes: dict[dist.ProcessGroup, Lanes] = {}
 
     def destroy(self) -> None:
         self._close_lanes()
-        self._jobs += 1
         super().destroy()
 
     def _close_lanes(self) -> None:
@@ -84,14 +82,23 @@ class GlooLanes(Collectives):
         return work
 
     def _lane(self, operation: str, whole: Tensor, group: Group) -> Any:
-        key = (self._jobs, group.process_group.group_name)
+        process_group = group.process_group
         if not self._lanes:
             # A lane's thread that drops its last tensor while the interpreter goes down aborts the process.
             atexit.register(self._close_lanes)
-        if key not in self._lanes:
-            store = PrefixStore("accelz/{}/{}".format(*key), group.store)
-            self._lanes[key] = Lanes(store, group.rank, group.size, group.timeout)
-        return self._lanes[key].lane(operation, whole)
+        if process_group not in self._lanes:
+            store = PrefixStore(unused_key(group, "accelz/lanes"), group.store)
+            self._lanes[process_group] = Lanes(store, group.rank, group.size, group.timeout)
+        return self._lanes[process_group].lane(operation, whole)
+
+
+def unused_key(group: Group, purpose: str) -> str:
+    """A prefix in the group's store that nothing has used: not for another object of this process, not in an
+    earlier job. Every rank has to ask, as often and in the same order.
+    """
+    name = f"{purpose}/{group.process_group.group_name}"
+    turn = group.store.add(f"{name}/asked by {group.rank}", 1)
+    return f"{name}/{turn}"
 
 
 @cache

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, StorageSwap
+from accelz.gloo_lanes import unused_key
 from accelz_cpu.hosts import Hosts, exchange, find_hosts
 
 
@@ -29,7 +30,6 @@ class CommonMemory(StorageSwap):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._meetings = 0  # ranks share in the same order, so this numbers their exchanges alike
         self._apart: set[str] = set()  # groups known to have no memory in common
         self._groups: dict[int, str] = {}  # address of each common buffer -> the group that has it in common
 
@@ -42,8 +42,7 @@ class CommonMemory(StorageSwap):
         name = group.process_group.group_name
         if group.size == 1 or not buffer.nbytes or name in self._apart:
             return None
-        self._meetings += 1
-        meeting = _Meeting(group, f"accelz/common/{name}/{self._meetings}")
+        meeting = _Meeting(group, unused_key(group, "accelz_cpu/common"))
         memory = _map_together(buffer.nbytes, meeting)
         if memory is None:
             self._apart.add(name)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelz.collectives import Group
-from accelz.gloo_lanes import GlooLanes
+from accelz.gloo_lanes import GlooLanes, unused_key
 from accelz_cpu.channel import MAX, MIN, SUM
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.native import DTYPES
@@ -42,7 +42,7 @@ class SharedMemoryCollectives(GlooLanes):
         if process_group not in self._transports:
             if not self._transports:
                 atexit.register(self._close_transports)  # others may not have read the last collective yet
-            key = f"accelz_cpu/{self._jobs}/{process_group.group_name}"
+            key = unused_key(group, "accelz_cpu/transport")
             self._transports[process_group] = open_transport(self._library, group, key)
         return self._transports[process_group]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
@@ -23,14 +22,11 @@ from tests.zero.training import adamw, scaled_error
 STEPS = 4
 
 
-lanes = cache(GlooLanes)  # a second one in a process would meet the first one's addresses
-
-
 @contextmanager
 def bytes_of_its_own(accelerator: Accelerator) -> Iterator[None]:
     """Where ranks share memory a release drops nothing, and reading behind it would go unnoticed."""
     before = accelerator.collectives, accelerator.flat_buffers
-    accelerator.collectives, accelerator.flat_buffers = lanes(), StorageSwap(accelerator.device)
+    accelerator.collectives, accelerator.flat_buffers = GlooLanes(), StorageSwap(accelerator.device)
     try:
         yield
     finally:
