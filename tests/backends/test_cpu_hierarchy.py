@@ -19,7 +19,7 @@ from torch import nn
 
 import zero
 from accelz.conformance import test_collectives as contract
-from accelz.conformance.cluster import Cluster, Context
+from accelz.conformance.cluster import Cluster, Context, Outcome
 from accelz.errors import CollectiveError
 from accelz.flat_buffer import Slot
 from accelz.gloo_lanes import GlooLanes
@@ -44,10 +44,17 @@ class SeveralHosts:
 
     def __init__(self, layout: str) -> None:
         self.cluster = Cluster("cpu", len(layout), TIMEOUT)
-        self.cluster.run(pretend_body, layout=layout)
+        self._layout = layout
 
     def run(self, body: Callable[..., Any], **arguments: Any) -> list[Any]:
-        return self.cluster.run(body, **arguments)
+        return self._ranks().run(body, **arguments)
+
+    def outcomes(self, body: Callable[..., Any], **arguments: Any) -> list[Outcome]:
+        return self._ranks().outcomes(body, **arguments)
+
+    def _ranks(self) -> Cluster:
+        self.cluster.run(pretend_body, layout=self._layout)  # after a failure they are new ones
+        return self.cluster
 
 
 def pretend_body(context: Context, layout: str) -> None:
@@ -197,7 +204,7 @@ def killed_body(context: Context, victim: int) -> tuple[float, str]:
 
 
 def test_a_rank_that_dies_on_another_host(disposable: SeveralHosts) -> None:
-    outcomes = disposable.cluster.outcomes(killed_body, victim=3, limit=40)
+    outcomes = disposable.outcomes(killed_body, victim=3, limit=40)
     assert [o.status for o in outcomes] == ["returned", "returned", "returned", "died"]
     for outcome in outcomes[:3]:
         seconds, _ = outcome.value

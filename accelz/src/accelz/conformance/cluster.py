@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -235,6 +236,7 @@ def _serve(
         accelerator = checked(selection.use(device))
         accelerator.bind(rank)
         store = TCPStore("127.0.0.1", port, is_master=False)
+        _meet(store, rank, size)
         group = accelerator.collectives.init(timeout, rank, size, store)
         return Context(unguarded(accelerator), group)
 
@@ -249,6 +251,12 @@ def _serve(
         with contextlib.suppress(OSError):
             _send(pipe, result)
     os._exit(0)  # no teardown: peers may be gone, and nothing here needs one
+
+
+def _meet(store: TCPStore, rank: int, size: int) -> None:
+    """Return when every rank has started: on a busy machine that may take longer than a collective may."""
+    store.set(f"started/{rank}", "")
+    store.wait([f"started/{r}" for r in range(size)], timedelta(seconds=START_SECONDS))
 
 
 def _attempt(rank: int, call: Callable[[], Any]) -> tuple[Outcome, Any]:
