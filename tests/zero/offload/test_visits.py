@@ -228,7 +228,7 @@ def attempt(nth: int) -> Attempt:
 
 
 def memory_body(context: Context) -> tuple[Attempt, list[Attempt]]:
-    return attempt(1000), [attempt(nth) for nth in range(1, 30)]
+    return attempt(1000), [attempt(nth) for nth in range(1, 28)]
 
 
 def test_no_room_to_come_ahead(cluster: Clusters, device: str) -> None:

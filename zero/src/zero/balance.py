@@ -15,6 +15,7 @@ from dataclasses import replace
 from accelz.accelerator import Accelerator
 from zero.communicator import Communicator
 from zero.group_gradients import GroupGradients
+from zero.group_step import scratch_bytes
 from zero.memory_tracer import MemoryTracer
 from zero.offload import Tier
 from zero.optimizer import ShardedOptimizer
@@ -25,7 +26,6 @@ from zero.tiers.trace import MemoryReport
 WARM_UP = 2  # steps measured: the second one is the first to gather ahead, and steps one record on the device
 SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted exactly
 SAFETY = 0.1  # elsewhere: caches, fragments, and what others take
-SCRATCH = 8  # fp32 values that a kernel may need beside each element it works on
 
 
 class Balancer:
@@ -128,7 +128,7 @@ class Balancer:
 
     def _scratch_bytes(self, have: GroupGradients) -> int:
         """The most that stepping a record may take, for as long as that has not been measured."""
-        return SCRATCH * 4 * min(have.group.layout.shard_numel, self._accelerator.kernels.chunk)
+        return scratch_bytes(have.group.layout.shard_numel, self._accelerator.kernels.chunk)
 
     def _follow_growth(self) -> None:
         stats = self._accelerator.memory.stats()

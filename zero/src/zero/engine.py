@@ -67,6 +67,7 @@ class Engine:
         self._interrupted = False  # in the middle of an optimizer step or a load
         trainable = [g for u in units for g in u.groups if g.trainable]
         self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores)
+        visits = self._shards.visits
         self._parking = Parking(self.units, self._shards)
         self._loss_scale = LossScale.of(config, accelerator.device)
         self._whole = WholeValues(units, communicator)
@@ -84,10 +85,10 @@ class Engine:
         self._checkpoints = Checkpoints(parts)
         for parameter in module.parameters():
             parameter.__dict__[WHOLE_ATTRIBUTE] = self._whole
-        self._passes = Passes(module, config, stores, communicator, self.units, self._parking)
+        self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
         self._reducer = reducer = self._passes.reducer
         self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator.device)
-        overlap, visits = config.tiers.overlap, self._shards.visits
+        overlap = config.tiers.overlap
         reducer.follower = self._shards.step_ahead(self._factor.expected) if overlap else visits
         self._tracer = MemoryTracer(accelerator, units, reducer, self._shards)
         self._balancer: Balancer | None = None

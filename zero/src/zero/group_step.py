@@ -14,6 +14,13 @@ from zero.kernel_rules import Rule
 from zero.owned import OwnedGroup
 from zero.tiers.record import Opened
 
+SCRATCH = 8  # fp32 values that a kernel may need beside each element it works on
+
+
+def scratch_bytes(numel: int, chunk: int) -> int:
+    """The most that stepping a shard may take beside it. chunk: see `Kernels`."""
+    return SCRATCH * 4 * min(numel, chunk)
+
 
 @dataclass(frozen=True)
 class Factors:

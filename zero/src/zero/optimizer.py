@@ -106,7 +106,7 @@ class ShardedOptimizer:
         self._accelerator = stores.accelerator
         self._rule = rule_for(optimizer)
         self.owned = {group: own(group, param_group_of) for group in groups}
-        self.visits = Visits(stores, self.owned)
+        self.visits = Visits(stores, self.owned, self._show)
         self._stepping = False
         self._ahead: StepsAhead | None = None
         self._install()
@@ -200,9 +200,10 @@ class ShardedOptimizer:
         self._move(group, group.placement.optimizer, group.placement.visits)
 
     def _move(self, group: FlatGroup, tier: Tier, visits: bool) -> None:
-        owned, old = self.owned[group], group.kept
-        if old.tier == "disk":
+        if group.kept.tier == "disk":
             return
+        self.visits.part_with(group)
+        owned, old = self.owned[group], group.kept
         with self._room("for the optimizer state of", group):
             new = self._stores.moved(old, tier, group.shard, visits)
             if new.tier == old.tier and new.master is old.master:

@@ -23,6 +23,7 @@ from zero.sharded_unit import ShardedUnit
 from zero.tensors import map_tensors
 from zero.tiers.stores import Stores
 from zero.unit_hooks import Phase, UnitHooks
+from zero.visits import Visits
 
 if TYPE_CHECKING:
     from zero.compiled.model import CompiledModel
@@ -43,10 +44,13 @@ class Passes:
         communicator: Communicator,
         units: Sequence[ShardedUnit],
         parking: Parking,
+        visits: Visits,
     ) -> None:
         self.phase = Phase()
         self.on_forward: Callable[[], None] = lambda: None
         self._parking = parking
+        self._visits = visits
+        self._forwards = 0  # with gradients, since the last backward
         self._config = config
         self._units = units
         disk = stores.read_ahead if config.tiers.params == "disk" else None
@@ -72,13 +76,16 @@ class Passes:
         After an exception the caller has to `recover`.
         """
         self.phase.in_backward = True
+        # A graph's schedule is of itself alone: with another one under way records come in the step.
+        self._visits.expected = last and self._forwards == 1
         self.phase.mark("")
         try:
             self.reducer.begin_backward(last)
             yield
             self.reducer.finish_backward()
         finally:
-            self.phase.in_backward = False
+            self.phase.in_backward = self._visits.expected = False
+            self._forwards = 0
         for hooks in self._hooks.values():
             hooks.reset()
         self.release_all()
@@ -120,7 +127,18 @@ class Passes:
     ) -> tuple[Any, Any] | None:
         if self.phase.in_graph:
             return None  # done before the graph was entered
+        if not self.phase.in_backward:
+            self._visits.rest()  # which graphs do themselves
+        return self._prepare(module, args, kwargs)
+
+    def _prepare(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        """What comes before a forward, of hooks or of a graph."""
         self._parking.check()
+        if not self.phase.in_backward:
+            self._visits.dropped()  # whose room this forward may need
+            self._forwards += torch.is_grad_enabled()
         if not self.phase.in_backward and not any(u.holds for u in self._units):
             self.release_all()  # what an earlier forward prefetched or kept, and never used
             self._schedule.begin(torch.is_grad_enabled())
@@ -143,6 +161,7 @@ class Passes:
         if settings is None:
             return None
         communicator.check_equal("zero.Compile(...)", crc32(settings.model_dump_json().encode()))
+        from zero.compiled.facts import gather_facts
         from zero.compiled.model import CompiledModel  # imports the compiler: seconds, for who wants it
         from zero.compiled.persistence import Persistence
         from zero.compiled.runtime import Runtime
@@ -154,12 +173,16 @@ class Passes:
             lambda group, index, gradient: self._take(of_group[group], index, gradient),
             self._backward_over,
             self.phase.mark,
+            self._visits,
         )
         persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist_budget)
-        tiers, begin = self._config.tiers, self._begin_forward
+        tiers, accumulates = self._config.tiers, self._config.gradient_accumulation_steps > 1
+        facts = gather_facts(runtime.handle, self._units, self._visits, accumulates)
         leave = stores.resolve(tiers.activations) == "host"
         part = tiers.part("activations") if leave else 0.0
-        return CompiledModel(module, self._units, runtime, persistence, settings, part, self.phase, begin)
+        return CompiledModel(
+            module, self._units, facts, runtime, persistence, settings, part, self.phase, self._prepare
+        )
 
 
 def _receiver(passes: Passes, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:

@@ -82,8 +82,9 @@ class Visitor:
         self.where = Where.NEAR
         return Opened(self._near[0], tuple(self._near[1:]))
 
-    def show(self) -> None:
-        """Let what is on the device be the group's record, till it has landed."""
+    def stay(self) -> None:
+        """Let what is on the device be the group's record, until it has landed."""
+        assert self.where is Where.NEAR
         self.owned.group.record = Record("device", self._near[0], tuple(self._near[1:]))
 
     def go(self) -> None:

@@ -1,18 +1,21 @@
 """Records that come to the device for their step: who comes when, and how many are there at one time.
 
 In a step they come one ahead of their turn and go back behind it, so at most `WINDOW` are there: one arrives,
-one is stepped, one leaves.
+one is stepped, one leaves. Compiled graphs know where there is more room: in the backward they *bring* units,
+whose records stay behind their step, until the next forward sends them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from zero.flat_group import FlatGroup
 from zero.group_gradients import GroupGradients
+from zero.group_step import scratch_bytes
 from zero.owned import OwnedGroup
+from zero.sharded_unit import ShardedUnit
 from zero.tiers.carrier import Carrier
 from zero.tiers.record import Opened
 from zero.tiers.stores import Stores
@@ -22,9 +25,17 @@ WINDOW = 3
 
 
 class Visits:
-    """The visitors among an optimizer's groups; a follower of the gradients that they come for."""
+    """The visitors among an optimizer's groups; a follower of the gradients that they come for.
 
-    def __init__(self, stores: Stores, owned: Mapping[FlatGroup, OwnedGroup]) -> None:
+    show(owned): makes the optimizer's views those of the group's record as it is now. expected: whether units
+    may be brought, because a step follows.
+    """
+
+    def __init__(
+        self, stores: Stores, owned: Mapping[FlatGroup, OwnedGroup], show: Callable[[OwnedGroup], None]
+    ) -> None:
+        self.expected = False
+        self._show = show
         visiting = {group: mine for group, mine in owned.items() if group.placement.visits}
         self._visitors: dict[FlatGroup, Visitor] = {}
         self._passing: list[Visitor] = []  # that came in this step, in their order
@@ -32,14 +43,15 @@ class Visits:
             outwards = Carrier(stores.accelerator)
             self._visitors = {g: Visitor(stores, mine, outwards) for g, mine in visiting.items()}
             stores.relieve = self.relieve
+        chunk = stores.accelerator.kernels.chunk
+        self.scratch = max((scratch_bytes(g.layout.shard_numel, chunk) for g in visiting), default=0)
 
     def __contains__(self, group: FlatGroup) -> bool:
         return group in self._visitors
 
     def in_turn(self, groups: Sequence[FlatGroup]) -> Generator[Opened, None, None]:
-        """Each group's record on the device, to be stepped; it goes back when the next one is asked for.
-
-        All are back when the iterator is exhausted.
+        """Each group's record on the device, to be stepped. What has not been brought goes back when the next
+        one is asked for, and is back when the iterator is exhausted.
         """
         turns = [self._visitors[group] for group in groups]
         try:
@@ -48,29 +60,69 @@ class Visits:
                 state = visitor.open()
                 self._begin_next(turns[turn + 1 :])
                 yield state
-                visitor.go()
+                self._leave(visitor)
         finally:
             self._clear()
 
+    def nbytes(self, unit: ShardedUnit) -> int:
+        """Bytes of the device that the records of a unit take while they are there."""
+        return sum(visitor.nbytes for visitor in self._of(unit))
+
+    def bring(self, unit: ShardedUnit) -> None:
+        """Begin to copy a unit's records to the device, if a step follows and there is room."""
+        for visitor in self._of(unit) if self.expected else ():
+            if visitor.where is Where.HOME:
+                self._try_to_come(visitor)
+
+    def send(self, unit: ShardedUnit) -> None:
+        """Begin to copy a unit's records back, if they have stayed."""
+        for visitor in self._of(unit):
+            if visitor.where is Where.NEAR:
+                visitor.go()
+
+    def land(self, unit: ShardedUnit) -> None:
+        """Wait until a unit's records are back; those that have stayed go first."""
+        self.send(unit)
+        for visitor in self._of(unit):
+            if visitor.where is Where.LEAVING:
+                self._part_with(visitor)
+
+    def part_with(self, group: FlatGroup) -> None:
+        """Have a group's record on the host, if it is a visitor's."""
+        if group in self:
+            self._part_with(self._visitors[group])
+
+    def rest(self) -> None:
+        """Have all records on the host."""
+        for visitor in self._visitors.values():
+            self._part_with(visitor)
+
     def device_bytes(self) -> int:
-        """Bytes of the device in use."""
-        return sum(v.nbytes for v in self._visitors.values() if v.where is not Where.HOME)
+        """Bytes of the device in use, beside the groups' records."""
+        here = (v for v in self._visitors.values() if v.where is not Where.HOME)
+        return sum(visitor.nbytes for visitor in here if not visitor.shown)
 
     def arrived(self, gradients: GroupGradients) -> None:
         """A gradient is there: nothing to do before the step."""
 
     def dropped(self) -> None:
         """There will be no step of the gradients so far."""
-        self._turn_back(self._visitors.values())
+        for visitor in self._visitors.values():
+            if visitor.where in (Where.ARRIVING, Where.NEAR) and not visitor.shown:
+                visitor.turn_back()
 
     def relieve(self, nbytes: int) -> int:
         """Let those go whose turn it is not, until `nbytes` are free; returns how many are."""
         freed = 0
         for visitor in self._visitors.values():
-            if freed < nbytes and visitor.where in (Where.ARRIVING, Where.LEAVING):
+            waits = visitor.shown or visitor.where in (Where.ARRIVING, Where.LEAVING)
+            if freed < nbytes and waits:
                 freed += visitor.nbytes
                 self._part_with(visitor)
         return freed
+
+    def _of(self, unit: ShardedUnit) -> Iterator[Visitor]:
+        return (self._visitors[group] for group in unit.groups if group in self._visitors)
 
     def _enter(self, visitor: Visitor) -> None:
         """Its turn has come: if it has not been brought, make it one of those that pass."""
@@ -81,13 +133,26 @@ class Visits:
     def _begin_next(self, following: Iterable[Visitor]) -> None:
         """Let the next one come that is not there, as far as the window and the device have room."""
         visitor = next((v for v in following if v.where is Where.HOME), None)
-        if visitor is None or not self._make_room():
-            return
+        if visitor is not None and self._make_room() and self._try_to_come(visitor):
+            self._passing.append(visitor)
+
+    def _try_to_come(self, visitor: Visitor) -> bool:
+        """Who finds no room comes on its turn, when others have gone."""
         try:
             visitor.come()
         except torch.OutOfMemoryError:
-            return  # it will come on its turn, when others have gone
-        self._passing.append(visitor)
+            return False
+        return True
+
+    def _leave(self, visitor: Visitor) -> None:
+        """It has been stepped: it goes if it came in this step, or is missed."""
+        if visitor not in self._passing and visitor.may_stay:
+            visitor.stay()
+            self._show(visitor.owned)
+            return
+        visitor.go()
+        if visitor not in self._passing:
+            self._passing.append(visitor)
 
     def _make_room(self) -> bool:
         """Wait for those that leave, the oldest first; returns whether there is room for one more."""
@@ -101,14 +166,15 @@ class Visits:
             self._part_with(self._passing[0])
 
     def _part_with(self, visitor: Visitor) -> None:
+        """Have it on the host, with what was made of it if its step is over."""
+        shown = visitor.shown
+        if shown and visitor.where is Where.NEAR:
+            visitor.go()
         if visitor.where is Where.LEAVING:
             visitor.land()
         elif visitor.where is not Where.HOME:
             visitor.turn_back()
         if visitor in self._passing:
             self._passing.remove(visitor)
-
-    def _turn_back(self, visitors: Iterable[Visitor]) -> None:
-        for visitor in visitors:
-            if visitor.where is Where.ARRIVING:
-                visitor.turn_back()
+        if shown:
+            self._show(visitor.owned)

@@ -12,17 +12,21 @@ from dataclasses import dataclass, field
 import torch
 
 from zero.sharded_unit import ShardedUnit
+from zero.visits import Visits
 
 
 @dataclass(frozen=True)
 class UnitFacts:
     """resident: always whole, never gathered. elements: of the whole flat buffers, by dtype. away: whether
-    shards are not on the device."""
+    shards are not on the device. visiting: bytes of optimizer state that come to the device for the step.
+    slices: that reduced gradients are cut in, one of which stays on the device till then; 0: none does."""
 
     name: str
     resident: bool
     elements: dict[torch.dtype, int]
     away: bool = False
+    visiting: int = 0
+    slices: int = 0
 
     def nbytes(self, travelling: torch.dtype) -> int:
         """Bytes of the gathered buffers where fp32 travels as `travelling`."""
@@ -40,25 +44,30 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """handle: of the engine's runtime, see `runtime.lookup`."""
+    """handle: of the engine's runtime, see `runtime.lookup`. scratch: what a step takes beside state."""
 
     handle: int
     units: tuple[UnitFacts, ...]
     parameters: tuple[ParameterFacts, ...] = field(repr=False)
+    scratch: int = 0
 
 
-def gather_facts(handle: int, units: Sequence[ShardedUnit]) -> Facts:
-    """Parameters are numbered in the order of units, groups and slots."""
+def gather_facts(handle: int, units: Sequence[ShardedUnit], visits: Visits, accumulates: bool) -> Facts:
+    """Parameters are numbered in the order of units, groups and slots. accumulates: over micro-batches, of
+    which the last finds slices of gradients there."""
     parameters: list[ParameterFacts] = []
     for unit in units:
         for group in unit.groups:
             for name in group.names:
                 parameters.append(ParameterFacts(len(parameters), name, unit.index, group.trainable))
-    return Facts(handle, tuple(_of_unit(unit) for unit in units), tuple(parameters))
+    of_units = tuple(_of_unit(unit, visits, accumulates) for unit in units)
+    return Facts(handle, of_units, tuple(parameters), visits.scratch)
 
 
-def _of_unit(unit: ShardedUnit) -> UnitFacts:
+def _of_unit(unit: ShardedUnit, visits: Visits, accumulates: bool) -> UnitFacts:
     elements: dict[torch.dtype, int] = {}
     for group in unit.groups:
         elements[group.dtype] = elements.get(group.dtype, 0) + group.layout.numel
-    return UnitFacts(unit.name, unit.resident, elements, unit.away)
+    near = any(group.placement.gradients == "device" for group in unit.groups if group.trainable)
+    slices = unit.groups[0].shards if near and not accumulates else 0
+    return UnitFacts(unit.name, unit.resident, elements, unit.away, visits.nbytes(unit), slices)

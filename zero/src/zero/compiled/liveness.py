@@ -3,9 +3,9 @@
 storage  the memory of a node's value; that of a view is the storage of what it may be a view of. It is there
          from its node to its last reader.
 
-Whole units and whole gradients are the engine's: they come and go with operations of their own, and views of
-them take nothing. What a graph is called with stays while it runs, except in a backward, where saved values
-go after their last use.
+Whole units, gradients and optimizer state are the engine's: they come and go with operations of their own,
+and views of them take nothing. What a graph is called with stays while it runs, except in a backward, where
+saved values go after their last use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx
 
 from accelz.flat_buffer import HOST
 from zero.compiled.graphs import ShardedGraph, begun_by, is_alias, outputs, unit_of
-from zero.compiled.ops import REDUCE, RELEASE
+from zero.compiled.ops import OFFLOAD_OPTIMIZER, REDUCE, RELEASE, RELOAD_OPTIMIZER, WAIT_OFFLOAD_OPTIMIZER
 
 
 def peak_of(graph: ShardedGraph, inputs_go: bool) -> int:
@@ -62,6 +62,14 @@ class Liveness:
         for node in order:
             live.run(node)
         return live.peak
+
+    def during(self, order: Iterable[fx.Node]) -> dict[fx.Node, int]:
+        """Bytes that are there while each node runs, in this order of all nodes."""
+        live, found = self.start(), {}
+        for node in order:
+            found[node] = live.nbytes + self.taken(node)
+            live.run(node)
+        return found
 
     def taken(self, node: fx.Node) -> int:
         """Bytes that come into being with a node."""
@@ -128,21 +136,49 @@ def hint(size: int | torch.SymInt) -> int:
 
 
 def _engine_bytes(graph: ShardedGraph) -> tuple[Counter[fx.Node], Counter[fx.Node]]:
-    """What the engine takes and gives back at a node: whole units, and whole gradients of a unit."""
+    """What the engine takes and gives back at a node."""
     comes: Counter[fx.Node] = Counter()
     goes: Counter[fx.Node] = Counter()
+    _count_units(graph, comes, goes)
+    _count_gradients(graph, comes, goes)
+    _count_optimizer(graph, comes, goes)
+    return comes, goes
+
+
+def _count_units(graph: ShardedGraph, comes: Counter[fx.Node], goes: Counter[fx.Node]) -> None:
     whole: dict[int, int] = {}
-    gradients: dict[int, list[fx.Node]] = {}
     for node in graph.graph.nodes:
         for unit, dtype in begun_by(node):
             whole[unit] = graph.facts.units[unit].nbytes(dtype)
             comes[node] += whole[unit]
         if node.target is RELEASE and not (len(node.args) > 3 and node.args[3]):
             goes[node] = whole.get(unit_of(node), 0)
-        if node.target is REDUCE:
-            gradients.setdefault(graph.facts.parameters[node.args[2]].unit, []).append(node)
-    for nodes in gradients.values():
-        nbytes = sum(bytes_of(node.all_input_nodes[0]) for node in nodes)
+
+
+def _count_gradients(graph: ShardedGraph, comes: Counter[fx.Node], goes: Counter[fx.Node]) -> None:
+    """A unit's are whole from the first one until those of the next unit travel; then a slice may stay."""
+    gradients: dict[int, list[fx.Node]] = {}
+    for node in graph.graph.find_nodes(op="call_function", target=REDUCE):
+        unit = graph.facts.parameters[node.args[2]].unit
+        gradients[unit] = [*gradients.pop(unit, []), node]
+    ends = [nodes[-1] for nodes in gradients.values()]
+    for (unit, nodes), end in zip(gradients.items(), [*ends[1:], outputs(graph.graph)], strict=False):
+        nbytes, slices = sum(bytes_of(n.all_input_nodes[0]) for n in nodes), graph.facts.units[unit].slices
         comes[nodes[0]] += nbytes
-        goes[nodes[-1]] += nbytes
-    return comes, goes
+        goes[end] += nbytes - (nbytes // slices if slices else 0)
+
+
+def _count_optimizer(graph: ShardedGraph, comes: Counter[fx.Node], goes: Counter[fx.Node]) -> None:
+    """State stays from where it is brought; what a forward sends is there before."""
+    near: set[int] = set()
+    for node in graph.graph.nodes:
+        if node.target in (RELOAD_OPTIMIZER, OFFLOAD_OPTIMIZER):
+            near.update(node.args[2])
+            comes[node] += visiting(graph, node.args[2])
+        if node.target is WAIT_OFFLOAD_OPTIMIZER:
+            goes[node] += visiting(graph, near.intersection(node.args[2]))
+
+
+def visiting(graph: ShardedGraph, units: Iterable[int]) -> int:
+    """Bytes of the units' optimizer state that come to the device for the step."""
+    return sum(graph.facts.units[unit].visiting for unit in units)

@@ -17,7 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 
 from zero.compiled.backend import ShardingBackend
 from zero.compiled.explain import Explanation
-from zero.compiled.facts import gather_facts
+from zero.compiled.facts import Facts
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.compiled.settings import Compile
@@ -43,6 +43,7 @@ class CompiledModel:
         self,
         module: nn.Module,
         units: Sequence[ShardedUnit],
+        facts: Facts,
         runtime: Runtime,
         persistence: Persistence,
         settings: Compile,
@@ -57,7 +58,6 @@ class CompiledModel:
         self._settings = settings
         self._phase = phase
         self._begin = begin
-        facts = gather_facts(runtime.handle, units)
         self._backend = ShardingBackend(facts, runtime.parameters, settings, activations)
         for each in module.modules():
             _settle_hook_order(each)

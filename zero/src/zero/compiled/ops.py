@@ -12,6 +12,10 @@ reader of the values, the wait for a gather behind its beginning, and none of th
     reduce_grad            hands a gradient to the engine. last: the unit's last one in this graph.
     reload_parameter       begins to bring a unit's shards to the device, from the host or disk.
     offload_parameter      the unit is gathered: they need not be there any more.
+    reload_optimizer       begins to bring units' optimizer state to the device, in a backward that a step
+                           follows. params: the graph's inputs for parameters.
+    offload_optimizer      begins to send it back, where it has stayed since the step.
+    wait_offload_optimizer it is there, sent or not before; its memory is free.
     offload_tensor         begins to copy an activation to the host, and returns that copy.
     wait_offload           it is there; the activation's memory is free.
     reload_tensor          begins to copy it back, to memory of `device`.
@@ -118,6 +122,18 @@ def _offload_parameter(params: list[Tensor], engine: int, unit: int) -> None:
     runtime.lookup(engine).offload(unit)
 
 
+def _reload_optimizer(params: list[Tensor], engine: int, units: list[int]) -> None:
+    runtime.lookup(engine).reload_optimizer(units)
+
+
+def _offload_optimizer(params: list[Tensor], engine: int, units: list[int]) -> None:
+    runtime.lookup(engine).offload_optimizer(units)
+
+
+def _wait_offload_optimizer(params: list[Tensor], engine: int, units: list[int]) -> None:
+    runtime.lookup(engine).wait_offload_optimizer(units)
+
+
 def _offload(value: Tensor, engine: int) -> Tensor:
     return runtime.lookup(engine).activations.offload(value)
 
@@ -184,6 +200,17 @@ RELOAD_PARAMETER = _define(
 )
 OFFLOAD_PARAMETER = _define(
     "offload_parameter(Tensor(a!)[] params, int engine, int unit) -> ()", _offload_parameter, _nothing
+)
+RELOAD_OPTIMIZER = _define(
+    "reload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()", _reload_optimizer, _nothing
+)
+OFFLOAD_OPTIMIZER = _define(
+    "offload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()", _offload_optimizer, _nothing
+)
+WAIT_OFFLOAD_OPTIMIZER = _define(
+    "wait_offload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()",
+    _wait_offload_optimizer,
+    _nothing,
 )
 OFFLOAD = _define("offload_tensor(Tensor value, int engine) -> Tensor", _offload, _fake_offload)
 WAIT_OFFLOAD = _define(

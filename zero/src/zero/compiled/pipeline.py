@@ -18,6 +18,7 @@ from zero.compiled.passes.reduce_gradients import reduce_gradients
 from zero.compiled.passes.reload_parameters import reload_parameters
 from zero.compiled.passes.retain import retain
 from zero.compiled.passes.save_sharded import save_sharded
+from zero.compiled.passes.schedule_optimizer import schedule_optimizer, send_optimizer
 from zero.compiled.passes.tie_releases import tie_releases
 from zero.compiled.settings import Compile
 
@@ -26,6 +27,9 @@ def for_inference(graph: ShardedGraph, settings: Compile) -> GraphReport:
     """A forward that no backward follows."""
     counts = _gathers(graph, settings)
     counts |= {"list_schedule": list_schedule(graph, inputs_go=False)}
+    counts |= _begin_ahead(graph, settings)
+    if _visits(graph):
+        send_optimizer(graph)
     counts |= _finish(graph, settings)
     return report(graph, "inference", counts)
 
@@ -52,6 +56,10 @@ def for_training(
     ahead |= {"retain": retain(forward, backward)}
     if activations:
         ahead |= {"offload_activations": offload_activations(forward, backward, kept, activations)}
+    ahead |= _begin_ahead(forward, settings)
+    back |= _begin_ahead(backward, settings)
+    if _visits(forward):
+        back |= {"schedule_optimizer": schedule_optimizer(forward, backward)}
     ahead |= _finish(forward, settings)
     back |= _finish(backward, settings)
     return report(forward, "forward", ahead), report(backward, "backward", back)
@@ -64,10 +72,19 @@ def _gathers(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
     return counts
 
 
-def _finish(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
+def _visits(graph: ShardedGraph) -> bool:
+    return any(unit.visiting for unit in graph.facts.units)
+
+
+def _begin_ahead(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
     counts = {"prefetch": prefetch(graph, settings.prefetch_budget)}
     if any(unit.away for unit in graph.facts.units):
         counts |= {"reload_parameters": reload_parameters(graph)}
+    return counts
+
+
+def _finish(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
+    counts: dict[str, int] = {}
     if settings.inner == "inductor":
         counts |= {"tie_releases": tie_releases(graph)}
     graph.finish()

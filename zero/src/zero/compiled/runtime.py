@@ -22,6 +22,7 @@ from zero.compiled.activations import Activations
 from zero.errors import UsageError
 from zero.flat_group import FlatGroup
 from zero.sharded_unit import ShardedUnit, State
+from zero.visits import Visits
 
 Receive = Callable[[FlatGroup, int, Tensor], None]
 Close = Callable[[ShardedUnit], None]
@@ -52,7 +53,7 @@ class Runtime:
     receive(group, slot, gradient): takes the gradient of one parameter. close(unit): no further gradient of
     the unit will come. mark(name): told when a unit is used and when it is done. peak: most bytes of whole
     units at one time in a graph. profile: of the steps under way; None where nobody watches.
-    activations: those that wait on the host.
+    activations: those that wait on the host. visits: of optimizer state.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Runtime:
         receive: Receive,
         close: Close,
         mark: Mark,
+        visits: Visits,
     ) -> None:
         self.handle = next(_handles)
         self.peak = 0
@@ -72,6 +74,7 @@ class Runtime:
         self._receive = receive
         self._close = close
         self._mark = mark
+        self._visits = visits
         self._held: Counter[ShardedUnit] = Counter()
         self._whole: dict[tuple[ShardedUnit, torch.dtype | None], int] = {}
         _runtimes[self.handle] = self
@@ -137,6 +140,21 @@ class Runtime:
         """The unit is gathered: its shards need not be on the device any more."""
         self._units[unit].take_back()
 
+    def reload_optimizer(self, units: Sequence[int]) -> None:
+        """Begin to bring the units' optimizer state to the device, if a step follows."""
+        for unit in units:
+            self._visits.bring(self._units[unit])
+
+    def offload_optimizer(self, units: Sequence[int]) -> None:
+        """Begin to send what has stayed of it since the step."""
+        for unit in units:
+            self._visits.send(self._units[unit])
+
+    def wait_offload_optimizer(self, units: Sequence[int]) -> None:
+        """It is back on the host; its memory is free."""
+        for unit in units:
+            self._visits.land(self._units[unit])
+
     def end_backward(self) -> None:
         """The graph's backward is over."""
         if self.profile is not None:
@@ -169,6 +187,7 @@ class Runtime:
         for unit, count in self._held.items():
             unit.holds -= count
             unit.release()
+        self._visits.rest()
         self.begin()
 
     @contextmanager

@@ -1,0 +1,385 @@
+"""Optimizer state that graphs bring and send: the bits of state that stays, the peak of graphs without."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.compiled.models import FAULTS, WIDTH, Transformer, Watched, tokens
+from tests.zero.models import device_of
+from tests.zero.offload.test_tiers import lion
+from tests.zero.training import adamw
+
+AOT = zero.Compile(inner="aot_eager")
+VISITING: dict[str, Any] = {"optimizer": "host", "step": "device"}
+LENGTH = 64  # long enough that activations leave room for all state
+Script = Callable[[zero.Engine], None]
+
+
+def build(offload: dict[str, Any], model: nn.Module | None = None, **settings: Any) -> zero.Engine:
+    net = small() if model is None else model
+    make = settings.pop("optimizer", adamw)
+    settings = {"compile": AOT, "timeout": 20, **settings}
+    return zero.initialize(net, make(net), zero.Config(offload=zero.Offload(**offload), **settings))
+
+
+def small() -> nn.Module:
+    torch.manual_seed(7)
+    return Transformer(layers=2)
+
+
+def micro_batch(engine: zero.Engine, number: int, length: int = LENGTH) -> Tensor:
+    loss: Tensor = engine(tokens(number, engine.rank, engine.module, length))
+    engine.backward(loss)
+    return loss.detach()
+
+
+def values(engine: zero.Engine) -> dict[str, Tensor]:
+    """Every master and every state, as a user sees them, without asking the engine to move anything."""
+    found = {}
+    for index, piece in enumerate(p for group in engine.optimizer.param_groups for p in group["params"]):
+        found[f"{index}"] = piece.detach().cpu().clone()
+        for key, value in engine.optimizer.state[piece].items():
+            found[f"{index} {key}"] = value.cpu().clone()
+    return found
+
+
+def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(v, second[k]) for k, v in first.items())
+
+
+def there(engine: zero.Engine) -> int:
+    """Bytes of the device that optimizer state takes, those of masters that are shards not among them."""
+    return engine._tracer.held().optimizer
+
+
+def steps(engine: zero.Engine, count: int = 3) -> dict[str, Tensor]:
+    """Train, and look at everything right behind each step."""
+    found, number = {}, 0
+    for step in range(count):
+        while not (stepped := engine.is_boundary):
+            found[f"loss {number}"] = micro_batch(engine, number).cpu()
+            number += 1
+        stepped = engine.step()
+        assert stepped
+        found |= {f"{step} {name}": value for name, value in values(engine).items()}
+    return found
+
+
+BF16 = {"precision": "bf16"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp32": ({}, {}),
+    "params": ({"params": "host"}, {}),
+    "clipped": ({}, {**BF16, "clip_norm": 0.1}),
+    "fp16": ({}, {"precision": "fp16"}),
+    "stage 2": ({}, {"stage": 2, **BF16}),
+    "accumulation": ({}, {"gradient_accumulation_steps": 2, **BF16}),
+    "local": ({}, {"gradient_accumulation_steps": 2, "accumulate": "local"}),
+    "half": ({"fraction": 0.5, "gradients": "host"}, {**BF16, "optimizer": lion}),
+    "activations": ({"activations": "host", "params": "host"}, {**BF16, "optimizer": lion}),
+}
+
+
+def parity_body(context: Context) -> dict[str, Any]:
+    found, expected = {}, {}
+    for name, (tiers, settings) in CASES.items():
+        key = repr(settings)
+        if key not in expected:
+            expected[key] = steps(build({}, **settings), 2)
+        visiting = build({**VISITING, **tiers}, **settings)
+        equal = same(steps(visiting, 2), expected[key])
+        forward, backward = visiting.explain().graphs
+        brought = backward.counts.get("schedule_optimizer", 0)
+        found[name] = equal, brought, forward.code.count("zero.offload_optimizer")
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bitwise_equal_to_state_on_the_device(cluster: Clusters, device: str, size: int) -> None:
+    for found in cluster(size).run(parity_body, limit=300):
+        for name, (equal, back, ahead) in found.items():
+            assert equal, name
+            assert (back > 0, ahead) == ((True, 1) if device != "cpu" else (False, 0)), name
+
+
+def look(engine: zero.Engine) -> None:
+    """Evaluation between backward and step, and behind the step."""
+    x = tokens(50, engine.rank, engine.module, LENGTH)
+    micro_batch(engine, 0)
+    engine.eval()
+    with torch.no_grad():
+        engine(x)
+    engine.train()
+    engine.step()
+    with torch.no_grad():
+        engine(x)
+
+
+def think_twice(engine: zero.Engine) -> None:
+    """Forwards that no backward follows."""
+    thrown = engine(tokens(51, engine.rank, engine.module, LENGTH))
+    micro_batch(engine, 0)
+    more = engine(tokens(52, engine.rank, engine.module, LENGTH))
+    engine.step()
+    del thrown, more
+
+
+def two_in_one(engine: zero.Engine) -> None:
+    """Two graphs, which share all parameters, under one backward."""
+    parts = [engine(tokens(n, engine.rank, engine.module, LENGTH)) for n in (53, 54)]
+    engine.backward(parts[0] + parts[1])
+    engine.step()
+
+
+def other_lengths(engine: zero.Engine) -> None:
+    """Graphs with other room: what one has brought another has to send."""
+    for number, length in enumerate((2 * LENGTH, 8, 2 * LENGTH, 8)):
+        micro_batch(engine, number, length)
+        engine.step()
+
+
+def change(engine: zero.Engine) -> None:
+    """New values between backward and step, and behind the step."""
+    for behind in (False, True):
+        micro_batch(engine, 0)
+        if behind:
+            engine.step()
+        with zero.gathered(engine.module.norm.weight, write_rank=0), torch.no_grad():
+            engine.module.norm.weight.mul_(1.25)
+        with torch.no_grad():
+            for state in engine.optimizer.state.values():
+                state["exp_avg"].add_(0.25)
+        if not behind:
+            engine.step()
+
+
+def change_what_was_copied(engine: zero.Engine) -> None:
+    """The same where side streams run at once: the copy was made before the change."""
+    if engine.accelerator.name != "sim":
+        change(engine)
+        return
+    from accelz_sim import faults
+
+    with faults.prompt_streams():
+        change(engine)
+
+
+def park(engine: zero.Engine) -> None:
+    micro_batch(engine, 0)
+    engine.step()
+    engine.offload_states()
+    engine.reload_states()
+
+
+def give_up(engine: zero.Engine) -> None:
+    """Gradients that are not stepped."""
+    micro_batch(engine, 0)
+    engine.zero_grad()
+    micro_batch(engine, 1)
+    engine.step()
+
+
+def module_alone(engine: zero.Engine) -> None:
+    """A part of the model, eagerly, around the step."""
+    x = torch.ones(2, 4, WIDTH, device=device_of(engine.module))
+    micro_batch(engine, 0)
+    with torch.no_grad():
+        engine.module.blocks[0](x)
+    engine.step()
+    with torch.no_grad():
+        engine.module.blocks[0](x)
+
+
+SCRIPTS: tuple[Script, ...] = (
+    look, think_twice, two_in_one, change, change_what_was_copied, park, give_up, module_alone, other_lengths
+)  # fmt: skip
+
+
+def scripts_body(context: Context) -> dict[str, Any]:
+    visiting, plain = build(VISITING), build({})
+    found: dict[str, Any] = {}
+    for script in SCRIPTS:
+        seen: list[dict[str, Tensor]] = []
+        for engine in (visiting, plain):
+            script(engine)
+            seen.append(values(engine))
+            seen[-1] |= {f"later {name}": value for name, value in steps(engine, 1).items()}
+        with torch.no_grad():
+            visiting(tokens(60, context.rank, visiting.module, LENGTH))
+        found[script.__name__] = same(*seen), there(visiting)
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_whatever_happens_in_between(cluster: Clusters, device: str, size: int) -> None:
+    for found in cluster(size).run(scripts_body, limit=300):
+        for name, (equal, left) in found.items():
+            assert equal, name
+            assert left == 0 or device == "cpu", name  # behind a forward nothing is there
+
+
+def exceptions_body(context: Context) -> dict[str, Any]:
+    torch.manual_seed(0)
+    engines = [build(offload, Watched()) for offload in (VISITING, {}) if torch.manual_seed(0)]
+    x = torch.ones(1 << 10, WIDTH, device=device_of(engines[0].module))
+
+    def train(engine: zero.Engine) -> None:
+        engine.backward(engine(x))
+        engine.step()
+
+    held = []
+    for engine in engines:
+        train(engine)
+        for where in ("forward", "backward"):
+            FAULTS.add(where)
+            with pytest.raises(ArithmeticError):
+                engine.backward(engine(x))
+            FAULTS.clear()
+            held.append(there(engine))
+            train(engine)
+    brought = engines[0].explain().graphs[1].counts.get("schedule_optimizer", 0)
+    return {"same": same(*map(values, engines)), "held": held[:2], "brought": brought}
+
+
+def test_exceptions_leave_nothing_there(cluster: Clusters, device: str) -> None:
+    for found in cluster(2).run(exceptions_body, limit=120):
+        assert found["same"]
+        if device != "cpu":
+            assert found["held"] == [0, 0]
+            assert found["brought"] > 0
+
+
+def checkpoint_body(context: Context, path: str) -> dict[str, bool]:
+    """Saved while records have stayed behind their step, in the background too."""
+    found = {}
+    for later in (False, True):
+        engine, plain, loaded = build(VISITING), build({}), build(VISITING)
+        for each in (engine, plain):
+            steps(each, 2)
+        engine.save_checkpoint(Path(path, f"{later}"), async_=later)
+        micro_batch(engine, 9)
+        engine.step()
+        engine.wait_for_checkpoint()
+        steps(loaded, 1)
+        loaded.load_checkpoint(Path(path, f"{later}"))
+        found[f"{later}"] = same(steps(loaded, 2), steps(plain, 2))
+    return found
+
+
+def test_checkpoints(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(checkpoint_body, path=str(tmp_path), limit=120):
+        assert found == {"False": True, "True": True}
+
+
+def peak(engine: zero.Engine, length: int) -> dict[str, Any]:
+    """The highest points of the third step, over what is there behind a forward; and where state was."""
+    memory, device = engine.accelerator.memory, engine.accelerator.device
+    x = tokens(2, engine.rank, engine.module, length).to(device)
+    for _ in range(2):
+        engine.backward(engine(x))
+        engine.step()
+    stayed = there(engine)
+    loss = engine(x)
+    sent = there(engine)
+    del loss
+    gc.collect()
+    rest = memory.stats().allocated - x.nbytes
+    engine.backward(engine(x))
+    engine.step()
+    memory.reset_peak()
+    loss = engine(x)
+    engine.backward(loss)
+    del loss
+    brought, graphs = there(engine), memory.stats().peak
+    engine.step()
+    whole = memory.stats().peak
+    return {"graphs": graphs - rest, "whole": whole - rest, "state": (stayed, sent, brought), "rest": rest}
+
+
+def peaks_body(context: Context, length: int) -> dict[str, Any]:
+    memory, found = context.accelerator.memory, {}
+    tiers: dict[str, dict[str, Any]] = {
+        "stays": {},
+        "visits": VISITING,
+        "by the host": {"optimizer": "host", "gradients": "device"},
+    }
+    for name, offload in tiers.items():
+        gc.collect()
+        before = memory.stats().allocated
+        engine = build(offload, precision="bf16")
+        found[name] = peak(engine, length)
+        found[name]["rest"] -= before
+        found[name]["predicted"] = max(graph.live for graph in engine.explain().graphs)
+        sizes = [12 * g.layout.shard_numel for u in engine.units for g in u.groups if g.trainable]
+        del engine
+    return {**found, "records": sum(sizes), "largest": max(sizes)}
+
+
+@pytest.mark.parametrize("length", [8, 64])
+def test_the_peak_is_that_of_the_graphs(cluster: Clusters, device: str, length: int) -> None:
+    """Long batches leave room for all state; with short ones all of it comes in the step, three at a time."""
+    if device != "sim":
+        pytest.skip("needs a device that is not the host and counts exactly")
+    for found in cluster(2).run(peaks_body, length=length, limit=200):
+        stays, visits, by_host = found["stays"], found["visits"], found["by the host"]
+        assert visits["graphs"] == by_host["graphs"] == stays["graphs"]
+        assert 0.95 < visits["graphs"] / visits["predicted"] < 1.05
+        assert stays["rest"] - visits["rest"] == found["records"]
+        if length == 64:
+            assert visits["state"] == (found["records"], 0, found["records"])
+            assert visits["whole"] == visits["graphs"]
+        else:
+            assert visits["state"] == (0, 0, 0)
+            assert visits["graphs"] < visits["whole"] <= stays["whole"] + 3 * found["largest"]
+
+
+def faults_body(context: Context) -> dict[str, Any]:
+    """Every so many allocations one fails, while records arrive and when they have stayed."""
+    from accelz_sim import faults
+
+    visiting, plain = build(VISITING), build({})
+    failed = survived = 0
+    for number, nth in enumerate([1000, *range(1, 130, 6)]):
+        micro_batch(plain, number)
+        plain.step()
+        loss = visiting(tokens(number, context.rank, visiting.module, LENGTH))
+        try:
+            with faults.out_of_memory(nth):
+                visiting.backward(loss)
+            survived += 1
+        except torch.OutOfMemoryError:
+            failed += 1
+            micro_batch(visiting, number)
+        visiting.step()
+    return {"same": same(values(visiting), values(plain)), "failed": failed, "survived": survived}
+
+
+def test_no_room_while_state_arrives(cluster: Clusters, device: str) -> None:
+    if device != "sim":
+        pytest.skip("needs a device whose allocations can fail")
+    for found in cluster(1).run(faults_body, limit=120):
+        assert found["same"]
+        assert min(found["failed"], found["survived"]) > 3
+
+
+def freed_body(context: Context) -> bool:
+    engine = build(VISITING)
+    micro_batch(engine, 0)
+    engine.step()
+    alive, value = weakref.ref(engine), weakref.ref(next(iter(engine.optimizer.state)))
+    del engine
+    gc.collect()
+    return alive() is None and value() is None
+
+
+def test_engines_are_freed(cluster: Clusters) -> None:
+    assert all(cluster(1).run(freed_body))
