@@ -112,16 +112,19 @@ def test_bitwise_equal_to_state_on_the_device(cluster: Clusters, device: str, si
 
 
 def look(engine: zero.Engine) -> None:
-    """Evaluation between backward and step, and behind the step."""
-    x = tokens(50, engine.rank, engine.module, LENGTH)
+    """Evaluation with longer batches, between backward and step, and behind a step."""
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            engine.eval()(tokens(50, engine.rank, engine.module, 3 * LENGTH))
+        engine.train()
+
     micro_batch(engine, 0)
-    engine.eval()
-    with torch.no_grad():
-        engine(x)
-    engine.train()
+    evaluate()
     engine.step()
-    with torch.no_grad():
-        engine(x)
+    micro_batch(engine, 1)
+    engine.step()
+    evaluate()
 
 
 def think_twice(engine: zero.Engine) -> None:
@@ -340,6 +343,33 @@ def test_the_peak_is_that_of_the_graphs(cluster: Clusters, device: str, length: 
         else:
             assert visits["state"] == (0, 0, 0)
             assert visits["graphs"] < visits["whole"] <= stays["whole"] + 3 * found["largest"]
+
+
+def script_peaks_body(context: Context) -> dict[str, list[int]]:
+    """The highest point of each script, over what is there behind a forward; the host's state never comes."""
+    memory, found = context.accelerator.memory, {}
+    for offload in (VISITING, {"optimizer": "host", "gradients": "device"}):
+        engine = build(offload, precision="bf16")
+        for script in (look, think_twice, two_in_one, give_up, other_lengths):
+            steps(engine, 1)
+            with torch.no_grad():
+                engine(tokens(60, engine.rank, engine.module, LENGTH))
+            gc.collect()
+            rest = memory.stats().allocated
+            memory.reset_peak()
+            script(engine)
+            found.setdefault(script.__name__, []).append(memory.stats().peak - rest)
+        del engine
+    return found
+
+
+def test_no_script_takes_more(cluster: Clusters, device: str) -> None:
+    """Two graphs under one backward, other forwards before the step and behind it, other lengths."""
+    if device != "sim":
+        pytest.skip("needs a device that is not the host and counts exactly")
+    for found in cluster(2).run(script_peaks_body, limit=200):
+        for name, (visiting, by_host) in found.items():
+            assert visiting == by_host, name
 
 
 def faults_body(context: Context) -> dict[str, Any]:
