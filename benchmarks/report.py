@@ -175,7 +175,7 @@ LEGENDS: dict[Kind, str] = {
     ),
     "saving": (
         "Of the slowest rank; ratios are taken within each round. raw write: as many bytes by every rank, "
-        "around the page cache from two threads, and synced. Training: all steps of a turn, until the last "
+        "around the page cache from four threads, and synced. Training: all steps of a turn, until the last "
         "save is over."
     ),
     "consolidate": (

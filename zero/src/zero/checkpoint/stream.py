@@ -6,6 +6,7 @@ of memory, and filling the cache costs a copy that can be slower than the disk.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,9 @@ import numpy as np
 from zero.checkpoint.storage import PAGE, Storage
 
 CHUNK = 1 << 20  # bytes written at once
-_WRITERS = 6  # chunks being written while one is filled: the disk is not to wait where that takes its time
+_WRITERS = 7  # chunks being written while one is filled: the disk is not to wait where that takes its time
+_HUGE = 1 << 21  # bytes of a huge page
+_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class Stream:
@@ -27,7 +30,8 @@ class Stream:
         self._large = size > CHUNK
         self._file = storage.create(path, size, direct=self._large)
         self._writers = ThreadPoolExecutor(_WRITERS) if self._large else None
-        self._chunks = [aligned(min(size, CHUNK)) for _ in range(1 + _WRITERS if self._large else 1)]
+        memory = aligned((1 + _WRITERS) * CHUNK if self._large else size)
+        self._chunks = [memory[at : at + CHUNK] for at in range(0, max(len(memory), 1), CHUNK)]
         self._pending: list[Future[None] | None] = [None] * len(self._chunks)
         self._current = 0  # index of the chunk being filled
         self._filled = 0  # bytes of it
@@ -84,8 +88,13 @@ class Stream:
 
 
 def aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """`size` bytes that begin on a page."""
-    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+    """`size` bytes that begin on a page. Large memory has huge pages where there are any: touching thousands
+    of small ones for the first time takes milliseconds."""
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE and _ADVICE is not None:
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(_ADVICE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def view_of(values: Any) -> memoryview:
