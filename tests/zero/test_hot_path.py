@@ -17,7 +17,7 @@ from tests.zero.models import Stack, device_of
 from tests.zero.test_parity import fresh as language_model
 from tests.zero.test_parity import language_loss
 from tests.zero.test_paths import decaying, straight
-from tests.zero.training import adamw
+from tests.zero.training import adamw, collected
 
 # Operations through which a value on the device reaches the host.
 _WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item"}
@@ -138,19 +138,14 @@ def trained_once(context: Context, settings: dict[str, Any]) -> weakref.ref[zero
     return weakref.ref(engine)
 
 
-def collect_everything() -> None:
-    """A graph of dynamo's that goes lets go of more, which the next collection finds."""
-    while gc.collect():
-        pass
-
-
+@collected()
 def freed_body(context: Context, **settings: Any) -> tuple[bool, int]:
     """Whether an engine that nobody holds is gone, and the device's bytes that are still in use."""
     trained_once(context, settings)
-    collect_everything()  # also what earlier tests in this process left behind
+    gc.collect()
     before = context.accelerator.memory.stats().allocated
     alive = trained_once(context, settings)
-    collect_everything()
+    gc.collect()
     exact = context.accelerator.capabilities.exact_memory
     return alive() is None, context.accelerator.memory.stats().allocated - before if exact else 0
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,18 @@ import zero
 from accelz.conformance.cluster import Context
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, rank) -> loss of that rank's micro-batch
+
+
+@contextmanager
+def collected() -> Iterator[None]:
+    """For bodies that collect garbage often: what is there already goes first, or is left alone then."""
+    while gc.collect():  # a graph of dynamo's that goes lets go of more, which the next collection finds
+        pass
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass

@@ -17,7 +17,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.compiled.models import FAULTS, WIDTH, Transformer, Watched, tokens
 from tests.zero.models import device_of
 from tests.zero.offload.test_tiers import lion
-from tests.zero.training import adamw
+from tests.zero.training import adamw, collected
 
 AOT = zero.Compile(inner="aot_eager")
 VISITING: dict[str, Any] = {"optimizer": "host", "step": "device"}
@@ -308,6 +308,7 @@ def peak(engine: zero.Engine, length: int) -> dict[str, Any]:
     return {"graphs": graphs - rest, "whole": whole - rest, "state": (stayed, sent, brought), "rest": rest}
 
 
+@collected()
 def peaks_body(context: Context, length: int) -> dict[str, Any]:
     memory, found = context.accelerator.memory, {}
     tiers: dict[str, dict[str, Any]] = {
@@ -345,6 +346,7 @@ def test_the_peak_is_that_of_the_graphs(cluster: Clusters, device: str, length: 
             assert visits["graphs"] < visits["whole"] <= stays["whole"] + 3 * found["largest"]
 
 
+@collected()
 def script_peaks_body(context: Context) -> dict[str, list[int]]:
     """The highest point of each script, over what is there behind a forward; the host's state never comes."""
     memory, found = context.accelerator.memory, {}

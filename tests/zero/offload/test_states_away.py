@@ -13,7 +13,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.offload.test_tiers import adagrad
 from tests.zero.test_parity import fresh, language_loss
-from tests.zero.training import Run, adamw, same_bits
+from tests.zero.training import Run, adamw, collected, same_bits
 
 CASES: dict[str, dict[str, Any]] = {
     "stage 3": {"precision": "bf16"},
@@ -58,6 +58,7 @@ def _go_away_and_return(context: Context, engine: zero.Engine, path: str) -> Non
     engine.reload_states()  # nothing is away any more
 
 
+@collected()
 def away_body(context: Context, path: str) -> dict[str, bool]:
     found = {}
     for name, settings in CASES.items():

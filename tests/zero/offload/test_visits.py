@@ -16,7 +16,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.offload.test_ahead import course, same
 from tests.zero.offload.test_tiers import adagrad, lion, momentum
 from tests.zero.test_parity import fresh, language_loss, plain_sgd
-from tests.zero.training import adamw
+from tests.zero.training import adamw, collected
 
 VISITING: dict[str, Any] = {"optimizer": "host", "step": "device"}
 WIDTH, LAYERS = 64, 8
@@ -227,6 +227,7 @@ def attempt(nth: int) -> Attempt:
     return found
 
 
+@collected()
 def memory_body(context: Context) -> tuple[Attempt, list[Attempt]]:
     return attempt(1000), [attempt(nth) for nth in range(1, 28)]
 
