@@ -6,8 +6,8 @@ import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -25,10 +25,15 @@ from zero.tiers.swap_file import BLOCK, PAGE, THREADS, aligned
 
 GRAIN = 4 << 20  # elements of a layer, and of a record at one rank
 RAW = "raw disk"
-PATTERNS = [(depth, stretch) for depth in (THREADS, 2 * THREADS) for stretch in (6, 12, None)]
-"""How the disk is probed: moves under way at once, and blocks that are read while as many before them are
-written, then the next; None reads and writes every block at the same time. Which one a disk likes best may
-change from hour to hour, so each turn takes the best."""
+PATTERNS = [
+    (depth, stretch, apart)
+    for depth in (THREADS, 2 * THREADS)
+    for stretch in (6, 24)
+    for apart in (False, True)
+]
+"""How the disk is probed: moves under way at once; blocks by which writing is behind reading; whether a
+stretch is waited for before the next. Which one a disk likes best may change from hour to hour, so each turn
+takes the best."""
 
 
 @dataclass(frozen=True)
@@ -163,29 +168,30 @@ class Probe:
         path = Path(folder, f"probe-{os.environ['RANK']}")
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self._file, 0, self._blocks * BLOCK)
-        self._threads = {depth: ThreadPoolExecutor(depth) for depth, _ in PATTERNS}
+        self._threads = {depth: ThreadPoolExecutor(depth) for depth, *_ in PATTERNS}
         self._read, self._written = (
             _buffers(2 * THREADS) for _ in range(2)
         )  # not one buffer for both at once
 
-    def turn(self, depth: int, stretch: int | None) -> tuple[float, int]:
+    def turn(self, depth: int, stretch: int, apart: bool) -> tuple[float, int]:
         begun = time.perf_counter()
-        if stretch is None:
-            self._move(depth, range(self._blocks), range(self._blocks))
-        else:
-            for first in range(0, self._blocks + stretch, stretch):
-                reads = range(first, min(first + stretch, self._blocks))
-                self._move(depth, reads, range(max(first - stretch, 0), min(first, self._blocks)))
+        moves: list[Future[int]] = []
+        for first in range(0, self._blocks + stretch, stretch):
+            reads = range(first, min(first + stretch, self._blocks))
+            moves += self._move(depth, reads, range(max(first - stretch, 0), min(first, self._blocks)))
+            if apart:
+                wait(moves)
+        for move in moves:
+            move.result()
         return time.perf_counter() - begun, 2 * self._blocks * BLOCK
 
-    def _move(self, depth: int, reads: range, writes: range) -> None:
-        """Wait until these blocks have been read and those been written."""
-        begun = []
+    def _move(self, depth: int, reads: range, writes: range) -> Iterator[Future[int]]:
+        """Begin to read these blocks and to write those, in turn."""
         for read, write in zip_longest(reads, writes):
-            begun += [self._begin(depth, os.preadv, self._read, read)] if read is not None else []
-            begun += [self._begin(depth, os.pwritev, self._written, write)] if write is not None else []
-        for move in begun:
-            move.result()
+            if read is not None:
+                yield self._begin(depth, os.preadv, self._read, read)
+            if write is not None:
+                yield self._begin(depth, os.pwritev, self._written, write)
 
     def _begin(
         self, depth: int, call: Callable[..., int], buffers: list[memoryview], block: int
