@@ -110,3 +110,23 @@ def test_before_inference_all_goes() -> None:
         "mul = aten.mul.Tensor(in_x, in_a)",
     ]
     assert peak_of(forward, inputs_go=False) == 704
+
+
+def plus(x: Tensor, a: Tensor) -> Tensor:
+    return x + 1
+
+
+def through(tangent: Tensor) -> Tensor:
+    return tangent
+
+
+def test_graphs_with_nothing_to_do() -> None:
+    units = (UnitFacts("0", True, {}, visiting=64),)
+    graphs = graph_of(plus, "x", "a"), graph_of(through, "tangent")
+    for graph in graphs:
+        graph.facts = replace(FACTS, units=units)
+    forward, backward = graphs
+    assert schedule_optimizer(forward, backward) == 0
+    assert shown(forward).startswith("wait_offload_optimizer")
+    send_optimizer(backward)
+    assert shown(backward) == "return in_tangent"

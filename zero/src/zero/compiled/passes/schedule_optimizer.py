@@ -31,7 +31,7 @@ def schedule_optimizer(forward: ShardedGraph, backward: ShardedGraph) -> int:
     after = Liveness(backward, inputs_go=True).during(backward.graph.nodes)
     peak = max(*before.values(), *after.values())
     places = _room_from(backward, after, peak)
-    coming = _chosen(backward, places[-1][1])
+    coming = _chosen(backward, places[-1][1]) if places else []  # a backward may have nothing to do
     _bring(backward, coming, places)
     _send(forward, coming, before, peak)
     return len(coming)
@@ -79,8 +79,9 @@ def _send(forward: ShardedGraph, staying: Sequence[int], during: dict[fx.Node, i
     """Begin all at the top; wait for each where its memory is needed, or at the end."""
     nodes = [n for n in forward.graph.nodes if n.op == "call_function"]
     others = [unit for unit in _away(forward) if unit not in staying]
-    _insert(forward, WAIT_OFFLOAD_OPTIMIZER, nodes[0], others)
-    _insert(forward, OFFLOAD_OPTIMIZER, nodes[0], staying)
+    top = [*nodes, outputs(forward.graph)][0]
+    _insert(forward, WAIT_OFFLOAD_OPTIMIZER, top, others)
+    _insert(forward, OFFLOAD_OPTIMIZER, top, staying)
     waiting = list(staying)
     for node in nodes:
         going = []
