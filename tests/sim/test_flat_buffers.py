@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.test_flat_buffers import slots_of
 from accelz.flat_buffer import FlatBuffer, dense_stride
@@ -54,6 +55,35 @@ def test_flattening_needs_the_model_once(accelerator: Accelerator) -> None:
     assert after == buffer.nbytes, "the old storages are gone"
     for i, parameter in enumerate(parameters):
         assert (parameter == i).all()
+
+
+@on_sim
+def test_parameters_of_one_storage_are_there_once(accelerator: Accelerator) -> None:
+    whole = torch.arange(4 * MIB, device=accelerator.device, dtype=torch.float32)
+    parameters = [nn.Parameter(part.view(1024, -1).t()) for part in whole.split(MIB)]
+    others = _others(accelerator, parameters)
+    del whole
+    buffer = _flatten(accelerator, parameters)
+    assert accelerator.memory.stats().peak - others <= _nbytes(parameters) + MIB
+    assert accelerator.memory.stats().allocated - others == buffer.nbytes
+    values = torch.cat([p.detach().cpu().t().flatten() for p in parameters])
+    assert torch.equal(values, torch.arange(4 * MIB, dtype=torch.float32))
+
+
+@on_sim
+def test_one_storage_under_several_units_is_there_once(accelerator: Accelerator) -> None:
+    units = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+    whole = torch.randn(6 * 512 * 512, device=accelerator.device)
+    for layer, part in zip(units, whole.split(512 * 512), strict=True):
+        layer.weight = nn.Parameter(part.view(512, 512))
+    before = [layer.weight.detach().cpu() for layer in units]
+    model = _nbytes(before)
+    others = _others(accelerator, list(units.parameters()))
+    del whole, part
+    engine = zero.initialize(units, torch.optim.SGD(units.parameters(), lr=0.1), zero.Config(stage=3))
+    assert len(engine.units) == 6
+    assert accelerator.memory.stats().peak - others <= model + MIB
+    assert all(torch.equal(layer.weight.cpu(), value) for layer, value in zip(units, before, strict=True))
 
 
 @on_sim

@@ -18,7 +18,7 @@ both keep every Parameter object, its hooks, ties, `requires_grad` and (dense) s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -116,6 +116,21 @@ def rebind(parameter: nn.Parameter, value: Tensor) -> None:
         _swap_innards(parameter, value)
 
 
+def unshare(parameters: Iterable[nn.Parameter]) -> None:
+    """Move to the host whatever shares a device storage with another of `parameters`.
+
+    Flattened one buffer after another, they would otherwise keep all of that storage beside the buffers
+    until the last of them has left it.
+    """
+    sharing: dict[int, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.device.type not in (HOST.type, "meta"):
+            sharing.setdefault(parameter.untyped_storage()._cdata, []).append(parameter)
+    for members in sharing.values():
+        for parameter in members if len(members) > 1 else ():
+            rebind(parameter, parameter.data.to(HOST))
+
+
 def _swap_innards(parameter: nn.Parameter, value: Tensor) -> None:
     twin = nn.Parameter(value.new_empty(0), requires_grad=parameter.requires_grad)
     twin.data = value  # a Parameter made from `value` would count writes to it: autograd would object
@@ -190,7 +205,8 @@ class CopyAndShrink(FlatBufferStrategy):
 
     Each parameter is copied to the host and its device storage shrunk to nothing; the buffer is put
     together on the host and moved over in one piece. Device peak: the buffer alone. A storage that other
-    tensors share is left as it is.
+    tensors share is left as it is: it goes with the last of them, so one that holds parameters of this
+    buffer only is gone before the buffer comes.
     """
 
     def flatten(
@@ -200,16 +216,18 @@ class CopyAndShrink(FlatBufferStrategy):
         _zero_gaps(staged, slots)
         for parameter, slot in zip(parameters, slots, strict=True):
             staged.as_strided(slot.shape, slot.stride, slot.offset).copy_(parameter.data)
-            _shrink(parameter)
+            _let_go(parameter)
         buffer = FlatBuffer(staged.to(self.device), parameters, slots)
         buffer.bind()
         return buffer
 
 
-def _shrink(parameter: nn.Parameter) -> None:
+def _let_go(parameter: nn.Parameter) -> None:
     storage = parameter.untyped_storage()
     if storage.nbytes() == parameter.numel() * parameter.element_size():
         storage.resize_(0)
+    else:
+        parameter.data = parameter.data.new_empty(0)
 
 
 def _zero_gaps(data: Tensor, slots: Sequence[Slot]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accelz.accelerator import Accelerator
+from accelz.flat_buffer import unshare
 from zero import deferred_init
 from zero.communicator import Communicator
 from zero.config import DTYPES, Config
@@ -63,6 +64,7 @@ def build_units(
 ) -> list[ShardedUnit]:
     """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time."""
     communicator.check_equal("the model", _digest(plans, config, param_group_of))
+    unshare(parameter for plan in plans for _, parameter in plan.parameters)
     planner = Planner(config.tiers, 4 * (1 + stores.moments), stores.resolve)
     return [
         _build_unit(index, plan, config, stores, planner, communicator, param_group_of)
