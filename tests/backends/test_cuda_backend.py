@@ -116,16 +116,50 @@ def test_rocm_counts_gpus_and_not_cpus(
     assert probe.probe().reason == "2 GPUs, ROCm 7.0"
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_what_nccl_is_told(monkeypatch: pytest.MonkeyPatch, shared: bool) -> None:
-    """The watchdog leaves the process alone; ranks that share a GPU seem to be on hosts of their own."""
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the process group finds in the environment, instead of a process group."""
     environment: dict[str, str] = {"RANK": "3"}
-    seen: dict[str, str] = {}
     monkeypatch.setattr("os.environ", environment)
-    monkeypatch.setattr(Collectives, "init", lambda *_: seen.update(environment) or SimpleNamespace())
-    NcclCollectives(shared).init(10.0)
+    monkeypatch.setattr(Collectives, "init", lambda *_: SimpleNamespace(environment=dict(environment)))
+    return environment
+
+
+def told(shared: bool, *place: int) -> dict[str, str]:
+    group: Any = NcclCollectives(shared).init(10.0, *place)
+    found: dict[str, str] = group.environment
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.usefixtures("environment")
+def test_what_nccl_is_told(shared: bool) -> None:
+    """The watchdog leaves the process alone; ranks that share a GPU meet on the loopback."""
+    seen = told(shared)
     assert seen["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+    assert seen["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
     assert seen.get("NCCL_HOSTID", "").endswith("-3") is shared
+    assert (seen.get("NCCL_SOCKET_IFNAME") == seen.get("GLOO_SOCKET_IFNAME") == "lo") is shared
+
+
+def test_ranks_seem_to_be_on_hosts_of_their_own_wherever_they_were_started(
+    environment: dict[str, str],
+) -> None:
+    """A process that was a rank itself, as a test's is, starts ranks with a copy of its environment."""
+    assert told(True, 0, 1)["NCCL_HOSTID"].endswith("-0")
+    inherited = dict(environment)
+    hosts = set()
+    for rank in range(4):
+        environment.clear()
+        environment.update(inherited)
+        hosts.add(told(True, rank, 4)["NCCL_HOSTID"])
+    assert len(hosts) == 4
+
+
+def test_what_the_user_set_stays(environment: dict[str, str]) -> None:
+    environment.update(NCCL_SOCKET_IFNAME="eth1", TORCH_NCCL_DUMP_ON_TIMEOUT="1")
+    seen = told(True)
+    assert (seen["NCCL_SOCKET_IFNAME"], seen["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("eth1", "1")
 
 
 def test_the_accelerator_is_put_together_without_touching_a_device() -> None:

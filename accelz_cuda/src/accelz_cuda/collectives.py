@@ -9,9 +9,23 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from accelz.collectives import Collectives, Group
 
-KEEP_THE_PROCESS = "2"
-"""CleanUpOnly: a collective that timed out is aborted and its stream goes on. By default NCCL's watchdog
-ends the process at that moment, before the engine could say which rank did not come to which unit."""
+AFTER_A_TIMEOUT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
+    "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
+}
+"""A collective that timed out is aborted, its stream goes on, and the process stays (2: CleanUpOnly). By
+default NCCL's watchdog ends the process, before the engine could say which rank did not come to which unit;
+or it tells all ranks to dump what they did, waits a minute for that, and the monitor ends them then."""
+
+ON_ONE_MACHINE = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+}
+"""Ranks that share a GPU reach each other over the loopback, whatever other network there is."""
 
 
 class NcclCollectives(Collectives):
@@ -29,8 +43,15 @@ class NcclCollectives(Collectives):
         world_size: int | None = None,
         store: Store | None = None,
     ) -> Group:
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", KEEP_THE_PROCESS)
+        _set_defaults(AFTER_A_TIMEOUT)
         if self._shared_device:
+            _set_defaults(ON_ONE_MACHINE)
             place = os.environ.get("RANK", "0") if rank is None else rank
-            os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{place}")
+            # Not a default: a process that was a rank itself hands its own down to the ranks it starts.
+            os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{place}"
         return super().init(timeout, rank, world_size, store)
+
+
+def _set_defaults(variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
