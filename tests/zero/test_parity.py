@@ -161,6 +161,34 @@ def test_every_optimizer(cluster: Clusters) -> None:
         assert max(found.values()) < 2e-5, found
 
 
+def mixed_optimizers_body(context: Context) -> dict[str, tuple[float, bool]]:
+    found = {}
+    for optimizer in OPTIMIZERS:
+        reference = train_mixed_reference(context, fresh(), language_loss, optimizer, 4, torch.bfloat16)
+        for stage in (1, 3):
+            engine = zero.initialize(
+                model := fresh(), optimizer(model), zero.Config(stage=stage, precision="bf16")
+            )
+            losses = []
+            for step in range(4):
+                value = language_loss(model, step, context.rank)
+                engine.backward(value)
+                engine.step()
+                losses.append(value.item())
+            groups = [group for unit in engine.units for group in unit.groups]
+            follow = all(torch.equal(g.shard, g.widest.to(g.dtype)) for g in groups)
+            key = f"{optimizer.__name__} at stage {stage}"
+            found[key] = (scaled_error(losses, reference.losses), follow)
+    return found
+
+
+def test_every_optimizer_in_bf16(cluster: Clusters) -> None:
+    for found in cluster(2).run(mixed_optimizers_body, limit=120):
+        for name, (error, follow) in found.items():
+            assert follow, f"{name}: the weights are not the masters', rounded"
+            assert error < 1e-2, (name, error)
+
+
 def accumulation_body(context: Context) -> dict[str, Any]:
     reference = train_reference(context, fresh(), language_loss, steps=12, accumulation=3, clip=0.5)
     errors: dict[str, Any] = {}

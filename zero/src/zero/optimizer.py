@@ -330,7 +330,7 @@ class ShardedOptimizer:
             for piece in owned.pieces:
                 piece.parameter.grad = None
         for have in present:
-            self._stores.outlet(have.group.shard, have.group.kept.opened().master).deliver([])
+            self._stores.outlet(have.group.shard, have.group.kept.opened().master).deliver_master()
 
     def _set_piece_gradients(self, owned: OwnedGroup, have: GroupGradients, scale: Tensor | None) -> None:
         master = owned.group.kept.opened().master
