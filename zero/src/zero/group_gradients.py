@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import FlatBuffer
+from accelz.flat_buffer import FlatBuffer, Slot
 from zero.flat_group import FlatGroup
 from zero.reduced_slice import ReducedSlice
 from zero.room import allocate
@@ -84,7 +84,9 @@ class GroupGradients:
         self._gradient_dtype = gradient.dtype
         whole = self._open()
         if index in self.filled:
-            self._accelerator.kernels.accumulate(whole.views[index], gradient)
+            slot = whole.slots[index]
+            place = whole.data[slot.offset : slot.offset + slot.numel]
+            self._accelerator.kernels.accumulate(place, _flat(gradient, slot))
         else:
             whole.views[index].copy_(gradient)
             self.filled.add(index)
@@ -177,3 +179,10 @@ class GroupGradients:
         layout = self.group.layout
         data = torch.empty(layout.numel, dtype=dtype, device=self._accelerator.device)
         return FlatBuffer(data, (), layout.slots)
+
+
+def _flat(gradient: Tensor, slot: Slot) -> Tensor:
+    """(n,), in the memory order of the slot: kernels take flat tensors. A copy only where strides differ."""
+    if gradient.stride() != slot.stride:
+        gradient = gradient.new_empty_strided(slot.shape, slot.stride).copy_(gradient)
+    return gradient.as_strided((slot.numel,), (1,))
