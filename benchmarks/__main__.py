@@ -95,7 +95,9 @@ def step_(
     rounds: Rounds = 7,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps in a turn.")] = 4,
     peer: Annotated[str, typer.Option("--peers", help="Comma-separated.")] = ",".join(peers.PEERS),
-    memory: Annotated[bool, typer.Option(help="Also measure memory, in launches of its own.")] = True,
+    memory: Annotated[
+        bool, typer.Option(help="Also measure memory where no device counts it, in launches of its own.")
+    ] = True,
     limit: Limit = 120.0,
     json: JsonFile = None,
     markdown: MarkdownFile = None,

@@ -77,7 +77,7 @@ def _peak(name: str, options: CompiledOptions) -> int:
     with step.launch(name, _step_options(options, EXACT_DEVICE)) as job:
         job.call("build")
         job.call("run", FIRST_STEPS, 0)
-        return max(job.call("device_peak", MEMORY_STEPS))
+        return max(turn.peak for turn in job.call("run", MEMORY_STEPS, 0))
 
 
 def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, int]) -> dict[str, Any]:

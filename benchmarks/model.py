@@ -94,7 +94,8 @@ class Decoder(nn.Module):
 
 
 def build(size: str, length: int) -> Decoder:
-    """The model with the same fp32 values on every rank and for every peer."""
+    """The model, on the device that is torch's default, with the same fp32 values on every rank and for every
+    peer there."""
     torch.manual_seed(0)
     model = Decoder(SIZES[size], length)
     for parameter in model.parameters():
@@ -107,6 +108,13 @@ def count_parameters(size: str) -> int:
     """Parameters of the model, without memory for them."""
     with torch.device("meta"):
         return sum(p.numel() for p in Decoder(SIZES[size], 1).parameters())
+
+
+def activation_bytes(size: str, tokens: int) -> int:
+    """About what a forward of so many tokens saves for its backward, in 16 bits, and its logits in both."""
+    shape = SIZES[size]
+    block = 2 * (12 * shape.width + 4 * shape.hidden)
+    return tokens * (shape.layers * block + 12 * shape.vocabulary)
 
 
 def make_batches(size: str, batch: int, length: int, rank: int, count: int) -> list[tuple[Tensor, Tensor]]:

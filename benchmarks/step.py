@@ -4,7 +4,10 @@ Every peer has processes of its own, all alive at the same time and idle but for
 each peer one turn of a few steps. So neighbours in time are compared (the machine drifts over minutes,
 and ratios are taken within a round), while no peer inherits another's allocator state, threads or patches.
 A turn begins with an untimed step, which also warms the caches; the order rotates by one every round.
-Where memory does not hold all peers at once, each turn is a launch of its own.
+Where memory does not hold all peers at once, each turn is a launch of its own: the device's own memory, and
+the host's where that has the state.
+
+A device that counts its memory tells the peak of every turn; elsewhere further launches measure it.
 """
 
 from __future__ import annotations
@@ -17,16 +20,18 @@ from typing import Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
-from benchmarks import memory, peers
+from benchmarks import memory, offload_peers, peers
 from benchmarks.job import LAUNCH_LIMIT, Job
-from benchmarks.model import SIZES, count_parameters
+from benchmarks.model import SIZES, activation_bytes, count_parameters
 from benchmarks.result import Result
 from benchmarks.step_rank import StepRank, Turn
 
 FIRST_STEPS = 2  # untimed, after a launch: allocations, connections, recorded schedules
-MEMORY_STEPS = 4  # of the launch that measures memory
+MEMORY_STEPS = 4  # of a launch that measures memory
 STATE_BYTES = 22  # per parameter and rank, of the largest peer: ddp with fp32 masters
 PROCESS_BYTES = 300_000_000  # of an imported process, activations included
+CONTEXT_BYTES = 600_000_000  # of the device's memory, for a process that has nothing there yet
+FILLED = 0.8  # of the free memory, at most: what frees and allocates leaves gaps
 LOSS_REFERENCE = "ddp"
 REFERENCES = ("plain", "fsdp2", "fsdp2-host")  # peers whose time all others are compared with
 
@@ -62,6 +67,10 @@ class Record:
 
     def add(self, turns: Sequence[Turn]) -> None:
         """The same turn, as each rank saw it."""
+        peaks = [turn.peak for turn in turns if turn.peak is not None]
+        if peaks:
+            now = memory.Peak(max(peaks), sum(peaks))
+            self.peak = now if self.peak is None else max(self.peak, now, key=lambda peak: peak.node)
         self.losses += [fmean(step) for step in zip(*(t.losses for t in turns), strict=True)]
         if turns[0].seconds:
             self.rounds.append([max(step) for step in zip(*(t.seconds for t in turns), strict=True)])
@@ -75,13 +84,13 @@ def run(options: StepOptions) -> Result:
     """Time all peers of `options` that are installed. Raises JobError if one fails or hangs."""
     names = [name for name in options.peers if peers.is_installed(name)]
     records = {name: Record() for name in names}
-    if options.memory and memory.available():
-        for name in names:
-            records[name].peak = _measure_memory(name, options)
-    together = options.device != "cpu" or _fits(options, names)
+    together = _fits(options, names)
     for name, job, first in _turns_together(options, names) if together else _turns_apart(options, names):
         records[name].add(job.call("run", FIRST_STEPS if first else 1, 0 if first else options.steps))
         records[name].moved = job.call("traffic")[0]
+    for name, record in records.items():
+        if record.peak is None and options.memory and memory.available():
+            record.peak = _measure_memory(name, options)
     settings = {
         **asdict(options),
         "parameters": count_parameters(options.size),
@@ -98,14 +107,13 @@ def launch(name: str, options: StepOptions) -> Job:
 
 
 def _measure_memory(name: str, options: StepOptions) -> memory.Peak:
+    """Of the processes, by a launch of their own."""
     with launch(name, options) as job:
         base = memory.base(job.pids)
         job.call("build", limit=LAUNCH_LIMIT)
         with memory.PeakMeter(job.pids, base) as meter:
-            on_device = job.call("device_peak", MEMORY_STEPS)
-            if None in on_device:
-                job.call("run", MEMORY_STEPS, 0)
-        return meter.peak if None in on_device else memory.Peak(max(on_device), sum(on_device))
+            job.call("run", MEMORY_STEPS, 0)
+        return meter.peak
 
 
 def _turns_together(options: StepOptions, names: Sequence[str]) -> Iterator[tuple[str, Job, bool]]:
@@ -135,8 +143,24 @@ def _order(names: Sequence[str], rounds: int) -> Iterator[str]:
 
 def _fits(options: StepOptions, names: Sequence[str]) -> bool:
     """Whether all peers can be alive at once, by a generous estimate."""
-    rank = STATE_BYTES * count_parameters(options.size) + PROCESS_BYTES
-    return len(names) * options.ranks * rank < 0.8 * int(psutil.virtual_memory().available)
+    state = STATE_BYTES * count_parameters(options.size)
+    on_host = names if options.device == "cpu" else [n for n in names if n in offload_peers.PEERS]
+    needed = len(on_host) * options.ranks * (state + PROCESS_BYTES)
+    if needed > FILLED * int(psutil.virtual_memory().available):
+        return False
+    if options.device == "cpu":
+        return True
+    rank = state + CONTEXT_BYTES + activation_bytes(options.size, options.batch * options.length)
+    return len(names) * rank < FILLED * _device_room(options, names)
+
+
+def _device_room(options: StepOptions, names: Sequence[str]) -> int:
+    """Bytes of the device's free memory for each rank of a job, as a launch finds it."""
+    if not names:
+        return 0
+    with launch(names[0], options) as job:
+        room: int = min(job.call("room", limit=LAUNCH_LIMIT))
+        return room
 
 
 def _row(name: str, records: dict[str, Record]) -> dict[str, Any]:

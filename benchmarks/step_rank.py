@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import accelz
+from accelz.accelerator import Accelerator
 from benchmarks import compiled_peers, model, offload_peers, peers
 
 POOL = 4  # batches that a rank trains on in turn: few enough that a working peer's loss falls
@@ -19,10 +21,12 @@ POOL = 4  # batches that a rank trains on in turn: few enough that a working pee
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank did. seconds: of the timed steps. losses: of all steps, warm-up included."""
+    """What one rank did. seconds: of the timed steps. losses: of all steps, warm-up included. peak: bytes of
+    device memory, None where the device is the host."""
 
     seconds: list[float]
     losses: list[float]
+    peak: int | None
 
 
 class StepRank:
@@ -37,15 +41,22 @@ class StepRank:
         self._steps = 0
         peers.prepare(name)
 
+    def room(self) -> int:
+        """Bytes of the device's free memory for each rank that is on it."""
+        accelerator = self._bound()
+        sharing = math.ceil(self._setting.ranks / accelerator.device_count())
+        return accelerator.memory.stats().free // sharing
+
     def build(self) -> None:
         """Make the model, hand it to the peer, and give back what building left behind."""
         rank = int(os.environ["RANK"])
-        accelerator = self._accelerator = accelz.use(self._device)
-        accelerator.bind(int(os.environ["LOCAL_RANK"]))
+        accelerator = self._accelerator = self._bound()
         batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
         self._batches = [(x.to(accelerator.device), y.to(accelerator.device)) for x, y in batches]
         make = (peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS)[self._name]
-        self._peer = make(model.build(self._size, self._length), self._setting)
+        with accelerator.device:  # random numbers for a large model take a host half a minute
+            network = model.build(self._size, self._length)
+        self._peer = make(network, self._setting)
         gc.collect()
         if sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)
@@ -53,6 +64,9 @@ class StepRank:
     def run(self, warm: int, timed: int) -> Turn:
         """`warm` steps, then `timed` more that are timed: one by one, or on an asynchronous device all in
         one, so that the host may run ahead as it does in training."""
+        exact = self._accelerator.capabilities.exact_memory
+        if exact:
+            self._accelerator.memory.reset_peak()
         losses = [self._step() for _ in range(warm)]
         together = self._accelerator.capabilities.asynchronous
         seconds = []
@@ -62,15 +76,13 @@ class StepRank:
             losses += [self._step() for _ in range(count)]
             self._accelerator.streams.synchronize()
             seconds.append((time.perf_counter() - start) / count)
-        return Turn(seconds, [loss.item() for loss in losses])
+        peak = self._accelerator.memory.stats().peak if exact else None
+        return Turn(seconds, [loss.item() for loss in losses], peak)
 
-    def device_peak(self, steps: int) -> int | None:
-        """Peak bytes of device memory during `steps` steps; None where the device is the host."""
-        if not self._accelerator.capabilities.exact_memory:
-            return None
-        self._accelerator.memory.reset_peak()
-        self.run(steps, 0)
-        return self._accelerator.memory.stats().peak
+    def _bound(self) -> Accelerator:
+        accelerator = accelz.use(self._device)
+        accelerator.bind(int(os.environ["LOCAL_RANK"]))
+        return accelerator
 
     def _step(self) -> Tensor:
         inputs, targets = self._batches[self._steps % POOL]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from accelz.discovery import installed
+
 ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("ddp", "fsdp2", "zero3")
 SAME_LOSS = 1e-5  # relative: fp32 sums are taken in another order
@@ -48,6 +50,22 @@ def test_peers_are_timed_and_agree(tmp_path: Path) -> None:
     assert rows["ddp"]["first_loss"] != rows["ddp"]["last_loss"]
     assert rows["fsdp2"]["to_fsdp2"] == 1.0
     assert rows["zero3"]["moved_bytes"] >= 2.5 * 4 * result["settings"]["parameters"], "gathered, reduced"
+
+
+def test_a_device_of_its_own_memory_counts_it(tmp_path: Path) -> None:
+    """The model is made on the device, alike for all; the peaks are those of the turns."""
+    if not installed("sim"):
+        pytest.skip("accelz-sim is not installed")
+    out = tmp_path / "step.json"
+    flags = "--device sim --size tiny --precision fp32 --ranks 1 --rounds 1 --steps 1 --batch 1 --length 16"
+    done = bench("step", *flags.split(), "--peers", "plain,fsdp2-host", "--no-memory", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(out.read_text())["results"]
+    plain, host = result["rows"]
+    assert host["losses"] == pytest.approx(plain["losses"], rel=SAME_LOSS)
+    state = 16 * result["settings"]["parameters"]  # weights, gradients, two moments
+    assert plain["rank_bytes"] > state > host["rank_bytes"]
+    assert plain["node_bytes"] == plain["rank_bytes"]
 
 
 def test_an_unknown_peer_is_refused() -> None:
