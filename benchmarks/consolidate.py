@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from tests.zero.consolidate.deepspeed_layout import Layout, Model, save
@@ -183,12 +184,13 @@ def _is_equal(folder: Path) -> bool:
     for path in (folder / "out").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    with (folder / "bytes").open("rb") as wanted:
-        for _, value in sorted(found.items()):
-            mine = memoryview(value.view(-1).numpy()).cast("B")
-            if wanted.read(mine.nbytes) != mine:
-                return False
-        return bool(found) and not wanted.read(1)
+    wanted, at = np.memmap(folder / "bytes", np.int32, "r"), 0
+    for _, value in sorted(found.items()):
+        mine = value.view(-1).numpy().view(np.int32)
+        if not np.array_equal(mine, wanted[at : at + mine.size]):
+            return False
+        at += mine.size
+    return at == wanted.size
 
 
 def _row(name: str, all_turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def save_universal(folder: Path, model: Model, layout: Layout) -> Path:
 
 
 def optimizer_states(groups: Sequence[State], layout: Layout, rank: int) -> dict[str, Any]:
-    flat = [_shards(group, layout)[rank] for group in groups]
+    flat = [_shard(group, layout, rank) for group in groups]
     moments = {
         i: {"step": torch.tensor(float(layout.step)), "exp_avg": v * 0, "exp_avg_sq": v * 0}
         for i, v in enumerate(flat)
@@ -181,25 +181,22 @@ def _sub_groups(model: Model, layout: Layout) -> list[State]:
     return found
 
 
-def _shards(group: Mapping[str, Tensor], layout: Layout) -> list[Tensor]:
-    """The flat masters of a group, by rank."""
+def _shard(group: Mapping[str, Tensor], layout: Layout, rank: int) -> Tensor:
+    """A rank's part of the flat masters of a group."""
     if layout.stage == 3:
-        return [
-            torch.cat([_share(v, layout.ranks, rank) for v in group.values()]) for rank in range(layout.ranks)
-        ]
+        return torch.cat([_share(v, layout.ranks, rank) for v in group.values()])
     gap = torch.full((layout.gap,), math.nan)
     whole = torch.cat([part for value in group.values() for part in (value.flatten(), gap)])
     size = math.ceil(whole.numel() / (2 * layout.ranks)) * 2  # the last ranks' padding is not saved
-    return [whole[rank * size : (rank + 1) * size].clone() for rank in range(layout.ranks)]
+    return whole[rank * size : (rank + 1) * size].clone()
 
 
 def _share(value: Tensor, ranks: int, rank: int) -> Tensor:
     """One rank's elements; what fills the last is uninitialised memory, so that nobody may look at it."""
     size = math.ceil(value.numel() / ranks)
-    padded = torch.cat(
-        [value.flatten(), torch.full((size * ranks - value.numel(),), math.nan).to(value.dtype)]
-    )
-    return padded[rank * size : (rank + 1) * size].clone()
+    mine = value.flatten()[rank * size : (rank + 1) * size]
+    padding = torch.full((size - mine.numel(),), math.nan).to(value.dtype)
+    return torch.cat([mine, padding])
 
 
 @contextmanager
