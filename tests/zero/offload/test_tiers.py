@@ -153,7 +153,7 @@ def test_tiers_with_every_optimizer(cluster: Clusters, tmp_path: Path, device: s
 
 def placed(offload: zero.Offload, groups: int = 20, item_bytes: int = 4) -> list[Placement]:
     """Of equal groups."""
-    planner = Planner(offload, 12, lambda tier: tier)
+    planner = Planner(offload, 3, lambda tier: tier)
     return [planner.place(100, item_bytes, trainable=True, resident=False) for _ in range(groups)]
 
 

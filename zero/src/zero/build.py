@@ -12,12 +12,13 @@ from torch.nn.parameter import is_lazy
 
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import unshare
-from zero import deferred_init
+from zero import deferred_init, layout
 from zero.communicator import Communicator
 from zero.config import DTYPES, Config
 from zero.errors import ConfigError, ModelError
 from zero.flat_group import FlatGroup
 from zero.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter
+from zero.layout import ParameterSpec
 from zero.room import room_for
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.placement import Placement, Planner
@@ -59,13 +60,13 @@ def build_units(
     plans: Sequence[UnitPlan],
     config: Config,
     stores: Stores,
+    planner: Planner,
     communicator: Communicator,
     param_group_of: dict[nn.Parameter, int],
 ) -> list[ShardedUnit]:
     """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time."""
     communicator.check_equal("the model", _digest(plans, config, param_group_of))
     unshare(parameter for plan in plans for _, parameter in plan.parameters)
-    planner = Planner(config.tiers, 4 * (1 + stores.moments), stores.resolve)
     return [
         _build_unit(index, plan, config, stores, planner, communicator, param_group_of)
         for index, plan in enumerate(plans)
@@ -113,7 +114,8 @@ def _place(
     shards: int,
     resident: bool,
 ) -> Placement:
-    numel = sum(parameter.numel() for _, parameter in named) // shards
+    specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
+    numel = layout.plan(specs, shards, dtype.itemsize).shard_numel
     return planner.place(numel, dtype.itemsize, named[0][1].requires_grad, resident)
 
 

@@ -16,8 +16,10 @@ from zero.engine import Engine
 from zero.errors import ConfigError
 from zero.job import join
 from zero.kernel_rules import rule_for
+from zero.offload_fit import check_offload
 from zero.optimizer import check_optimizer
 from zero.pretrained import keep_promises
+from zero.tiers.placement import Planner
 from zero.tiers.stores import Stores
 from zero.units import find_units
 from zero.whole import spread_buffer
@@ -46,31 +48,17 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     if config.compile is not None and config.stage == 3:
         plans = split_by_use(plans)
     param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
-
-    check_offload(optimizer, config)
+    values = check_offload(model, optimizer, config, accelerator.device)
 
     group, control = join(accelerator, config.timeout)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
     _move_buffers(model, config, accelerator, communicator)
     stores = _make_stores(optimizer, config, accelerator)
-    units = build_units(plans, config, stores, communicator, param_group_of)
+    planner = Planner(config.tiers, values, stores.resolve)
+    units = build_units(plans, config, stores, planner, communicator, param_group_of)
+    planner.warn_of_shortfalls()
     keep_promises(model, units, communicator)
     return Engine(model, optimizer, config, stores, communicator, units, param_group_of)
-
-
-def check_offload(optimizer: Optimizer, config: Config) -> None:
-    """Raise ConfigError where state would be stepped from a disk or ahead, and the optimizer cannot be."""
-    if rule_for(optimizer) is not None:
-        return
-    serves = f"serves Adam, AdamW, SGD and Lion; {type(optimizer).__name__} with these options steps its own"
-    if config.tiers.optimizer == "disk":
-        raise ConfigError(
-            f"Offload(optimizer='disk') {serves} tensors, which have to be in memory: optimizer='host'"
-        )
-    if config.tiers.step == "device":
-        raise ConfigError(f"Offload(step='device') {serves} tensors, all at once: step='host'")
-    if config.tiers.overlap:
-        raise ConfigError(f"Offload(overlap=True) {serves} tensors, all at once: overlap=False")
 
 
 def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:

@@ -81,6 +81,15 @@ class Offload(Validated):
                 raise ValueError(f"the part of {kind} must be a number above 0, and at most 1")
         return Parts(**{kind: float(part) for kind, part in parts.items()})
 
+    @field_validator("path", mode="before")
+    @classmethod
+    def _not_empty(cls, value: Any) -> Any:
+        if value == "":
+            raise ValueError(
+                "no directory is named; write path='/local/disk', or path='.' for the current one"
+            )
+        return value
+
     @model_validator(mode="after")
     def _fits_together(self) -> Offload:
         on_disk = "disk" in (self.optimizer, self.params, self.gradients)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
 from zero.offload import Kind, Offload, Tier
+
+NEAR = 0.1  # of a kind of state, by which rounding to whole groups may miss a fraction without a word
 
 
 @dataclass(frozen=True)
@@ -23,34 +26,48 @@ class Placement:
 
 
 class _Share:
-    """Lets a part of what comes leave the device, spread evenly. part: of 1."""
+    """Lets a part of what comes leave the device, spread evenly. part: of 1.
+
+    limited: something else than the part has kept some of it there.
+    """
 
     def __init__(self, part: float) -> None:
+        self.limited = False
         self._part = part
         self._seen = 0
         self._away = 0
+        self._largest = 0
 
     def see(self, numel: int) -> bool:
         """Whether so many elements more may leave."""
         self._seen += numel
+        self._largest = max(self._largest, numel)
         return self._away + numel <= self._part * self._seen + 0.5
 
     def leave(self, numel: int) -> None:
         """They do."""
         self._away += numel
 
+    def shortfall(self) -> str:
+        """How far whole groups have missed the part; "" for not at all, or not by much."""
+        close = self._away and self._part * self._seen - self._away <= NEAR * self._seen
+        if self.limited or close or not self._seen:
+            return ""
+        away, largest = self._away / self._seen, self._largest / self._seen
+        return f"asked for {self._part:.0%}, {away:.0%} leaves; the largest group has {largest:.0%}"
+
 
 class Planner:
     """Places groups one after another, the same on every rank: shards are of equal sizes.
 
-    record_bytes: fp32 state per element of a trainable shard. resolve: what a tier is on this device; where
-    the host is the device, nothing has a second copy.
+    values: of the master's size that a record has for each element; where there is a host budget. resolve:
+    what a tier is on this device; where the host is the device, nothing has a second copy.
     """
 
-    def __init__(self, offload: Offload, record_bytes: int, resolve: Callable[[Tier], Tier]) -> None:
+    def __init__(self, offload: Offload, values: int, resolve: Callable[[Tier], Tier]) -> None:
         self._offload = offload
         self._resolve = resolve
-        self._record_bytes = record_bytes
+        self._values = values
         self._twins = offload.overlap and resolve("host") == "host"
         self._visits = offload.step == "device"
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
@@ -67,6 +84,21 @@ class Planner:
         stepped = "device" if visits else optimizer
         return Placement(optimizer, params, self._gradient_tier(shard_numel, stepped), visits)
 
+    def warn_of_shortfalls(self) -> None:
+        """Once all groups are placed: tell of fractions that whole groups cannot come near."""
+        found = {kind: share.shortfall() for kind, share in self._shares.items() if self._leaves(kind)}
+        told = "; ".join(f"{kind}: {what}" for kind, what in found.items() if what)
+        if told:
+            warnings.warn(
+                f"Offload(fraction=...) moves whole groups (a unit's parameters of one dtype). {told}. "
+                "Make units smaller with Config(units=...), or let all of it leave",
+                stacklevel=3,
+            )
+
+    def _leaves(self, kind: Kind) -> bool:
+        wanted: Tier | None = getattr(self._offload, kind)
+        return kind != "activations" and wanted is not None and self._resolve(wanted) != "device"
+
     def _tier(self, kind: Kind, wanted: Tier, numel: int) -> Tier:
         if wanted == "device" or not self._shares[kind].see(numel):
             return "device"
@@ -81,7 +113,7 @@ class Planner:
 
     def _host_bytes(self, numel: int, item_bytes: int, params: Tier) -> int:
         """What a group's optimizer state takes on the host; see `Twin`, and `FlatGroup.settle`."""
-        record = numel * self._record_bytes
+        record = numel * self._values * max(item_bytes, 4)
         if self._visits and item_bytes >= 4 and params == "device":
             return record - numel * item_bytes
         if not self._twins:
@@ -95,6 +127,7 @@ class Planner:
             return "device"
         fits = self._fits(nbytes)
         if not fits and wanted == "host":
+            share.limited = True
             return "device"
         share.leave(numel)
         self._on_host += nbytes if fits else 0

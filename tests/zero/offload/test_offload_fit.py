@@ -1,0 +1,206 @@
+"""What a host budget has to know: how much state every optimizer keeps."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from zero.state_size import values_per_element
+
+Make = Callable[[Any], Optimizer]
+
+KEPT: dict[str, tuple[Make, int]] = {
+    "AdamW": (torch.optim.AdamW, 3),
+    "Lion": (zero.Lion, 2),
+    "SGD": (torch.optim.SGD, 1),
+    "SGD with momentum": (lambda p: torch.optim.SGD(p, momentum=0.9), 2),
+    "SGD with dampening": (lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.1), 2),
+    "AdamW amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), 4),
+    "Adam fused": (lambda p: torch.optim.Adam(p, amsgrad=True, fused=True), 4),
+    "Adam with a tensor's rate": (lambda p: torch.optim.Adam(p, lr=torch.tensor(1e-3)), 3),
+    "Adam to be captured": (lambda p: torch.optim.Adam(p, amsgrad=True, capturable=True), 4),
+    "Adam differentiable": (lambda p: torch.optim.Adam(p, differentiable=True), 3),
+    "Adagrad": (torch.optim.Adagrad, 2),
+    "Adadelta": (torch.optim.Adadelta, 3),
+    "Adamax": (torch.optim.Adamax, 3),
+    "ASGD": (torch.optim.ASGD, 2),
+    "NAdam": (torch.optim.NAdam, 3),
+    "RAdam": (torch.optim.RAdam, 3),
+    "RMSprop": (torch.optim.RMSprop, 2),
+    "RMSprop centered": (lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5), 4),
+    "Rprop": (torch.optim.Rprop, 3),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_state_is_counted_and_nothing_is_touched(name: str) -> None:
+    make, expected = KEPT[name]
+    model = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7))
+    optimizer = make(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("the user's hook ran"))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, random = repr(dict(optimizer.state)), torch.get_rng_state()
+    assert values_per_element(optimizer) == expected
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert repr(dict(optimizer.state)) == state
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_the_most_of_any_param_group_counts() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    groups = [{"params": first.parameters()}, {"params": second.parameters(), "amsgrad": True}]
+    assert values_per_element(torch.optim.AdamW(groups)) == 4
+
+
+class Halves(Optimizer):
+    """Keeps 16-bit state, a number that is not elementwise, and a list of its parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1e-3})
+        self.mine = [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.mine:
+            self.state[parameter]["half"] = parameter.to(torch.bfloat16)
+            self.state[parameter]["mean"] = parameter.mean()
+            parameter.add_(1)
+
+
+class Broken(Halves):
+    def step(self, closure: Any = None) -> None:
+        raise NotImplementedError("only with a closure")
+
+
+def test_an_optimizer_of_ones_own_is_counted_by_its_bytes() -> None:
+    weight = nn.Parameter(torch.zeros(100))
+    assert values_per_element(Halves([weight])) == 2  # half a value, rounded up
+    assert not weight.any()
+
+
+def test_what_cannot_be_counted_is_told() -> None:
+    with pytest.raises(zero.OptimizerError, match=r"Broken .*only with a closure.*Leave host_budget=None"):
+        values_per_element(Broken([nn.Parameter(torch.zeros(2))]))
+
+
+WIDTH, LAYERS = 128, 8
+
+
+def within_body(context: Context, dtype: torch.dtype) -> dict[str, tuple[int, int, int]]:
+    """Budget for four of eight layers; bytes on the host after a step, by optimizer."""
+    found = {}
+    for name in ("AdamW", "AdamW amsgrad", "Adagrad", "RMSprop centered"):
+        make, values = KEPT[name]
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS)))
+        width = max(4, dtype.itemsize)
+        budget = 4 * values * width * WIDTH * WIDTH // context.size
+        offload = zero.Offload(optimizer="host", host_budget=budget)
+        optimizer = make(model.parameters())
+        engine = zero.initialize(
+            model, optimizer, zero.Config(offload=offload, units=("Linear",), timeout=20)
+        )
+        x = torch.ones(4, WIDTH, device=engine.accelerator.device, dtype=dtype)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        tiers = [g.kept.tier for u in engine.units for g in u.groups]
+        found[name] = budget, sum(map(_nbytes, _on_host(optimizer))), tiers.count("host")
+        gc.collect()
+    return found
+
+
+def _on_host(optimizer: Optimizer) -> list[Tensor]:
+    """Masters and their state."""
+    masters = [p for g in optimizer.param_groups for p in g["params"] if p.device.type == "cpu"]
+    state = [v for p in masters for k, v in optimizer.state[p].items() if k != "step" and v.dim()]
+    return [*masters, *state]
+
+
+def _nbytes(value: Tensor) -> int:
+    return value.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_host_budget_holds_for_any_optimizer(cluster: Clusters, device: str, dtype: torch.dtype) -> None:
+    if device != "sim":
+        pytest.skip("needs a device beside the host")
+    for found in cluster(2).run(within_body, dtype=dtype, limit=60):
+        for name, (budget, held, groups) in found.items():
+            assert held <= budget, name
+            assert groups == 4, name
+
+
+class One(nn.Module):
+    """One unit, and so one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def coarse_body(context: Context) -> dict[str, list[str]]:
+    """What is told of fractions of one unit, and of eight."""
+    told = {}
+    everything = {"optimizer": "host", "params": "host", "gradients": "host"}
+    for name, tiers, part in (("all", everything, 0.9), ("optimizer", {"optimizer": "host"}, 0.5)):
+        offload = zero.Offload(**tiers, fraction=dict.fromkeys(tiers, part))
+        for model in (One(), nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                config = zero.Config(offload=offload, units="auto" if isinstance(model, One) else ("Linear",))
+                zero.initialize(model, torch.optim.AdamW(model.parameters()), config)
+            found = [str(w.message) for w in caught if "fraction" in str(w.message)]
+            told[f"{name} of {type(model).__name__}"] = found
+            assert all(w.filename == __file__ for w in caught if "fraction" in str(w.message))
+    return told
+
+
+def test_a_fraction_that_rounds_to_nothing_is_told(cluster: Clusters, device: str) -> None:
+    if device != "sim":
+        pytest.skip("needs a device beside the host")
+    for told in cluster(2).run(coarse_body):
+        (message,) = told["all of One"]
+        for kind in ("optimizer", "params", "gradients"):
+            assert f"{kind}: asked for 90%, 0% leaves; the largest group has 100%" in message
+        assert "Make units smaller" in message
+        assert len(told["optimizer of One"]) == 1
+        assert told["optimizer of Sequential"] == []
+
+
+def test_options_without_effect_are_refused(tmp_path: Any) -> None:
+    model = nn.Linear(4, 4)
+    compact = zero.Offload(optimizer="disk", path=tmp_path, compact=True)
+    with pytest.raises(
+        zero.ConfigError, match=r"bf16 parameters, and the model has none: .*precision='bf16'"
+    ):
+        zero.initialize(model, torch.optim.AdamW(model.parameters()), zero.Config(offload=compact))
+    with pytest.raises(
+        zero.ConfigError, match=r"path = '': no directory is named.*path='\.' for the current"
+    ):
+        zero.Offload(optimizer="disk", path="")
+    assert type(model.weight) is nn.Parameter
+
+
+def auto_body(context: Context) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = nn.Linear(4, 4)
+        zero.initialize(model, torch.optim.AdamW(model.parameters()), zero.Config(offload="auto"))
+    return [str(w.message) for w in caught if "auto" in str(w.message)]
+
+
+def test_auto_says_where_it_has_nothing_to_do(cluster: Clusters, device: str) -> None:
+    for told in cluster(1).run(auto_body):
+        assert ["nothing to move" in message for message in told] == ([True] if device == "cpu" else [])
