@@ -43,6 +43,25 @@ def test_work_waits_for_what_it_was_told_to(accelerator: Accelerator) -> None:
 
 
 @on_sim
+def test_one_stream_alone_is_late(accelerator: Accelerator) -> None:
+    from accelz_sim import faults
+
+    streams = accelerator.streams
+    late, other = streams.new(), streams.new()
+    with faults.late_stream(late.native):  # type: ignore[attr-defined]
+        with streams.use(late):
+            values = torch.ones(10, device=accelerator.device)
+            ready = late.record()
+        with streams.use(other):
+            too_early = values.clone()
+            other.wait(ready)
+            in_time = values.clone()
+        assert other.record().done()
+    assert too_early.isnan().all()
+    assert in_time.sum().item() == 10
+
+
+@on_sim
 def test_what_a_blocking_read_on_the_stream_itself_needs_is_done(accelerator: Accelerator) -> None:
     streams = accelerator.streams
     with streams.use(streams.new()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -171,28 +171,32 @@ class _Wrapped(nn.Module):
 
 
 def relative_error(got: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference of two series."""
+    """Largest relative difference of two series; infinite where one is not a number."""
     assert len(got) == len(expected)
-    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(got, expected, strict=True))
+    return _worst(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(got, expected, strict=True))
 
 
 def scaled_error(got: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest difference of two series of losses, relative to the first expected one."""
+    """Largest difference of two series of losses, relative to the first expected one; infinite as above."""
     assert len(got) == len(expected)
-    return max(abs(a - b) for a, b in zip(got, expected, strict=True)) / abs(expected[0])
+    return _worst(abs(a - b) for a, b in zip(got, expected, strict=True)) / abs(expected[0])
 
 
 def state_error(got: dict[str, Any], expected: dict[str, Any]) -> float:
     """Largest difference of two state dicts, relative to each tensor's largest magnitude."""
     assert list(got) == list(expected)
-    worst = 0.0
+    errors = [0.0]
     for name, value in expected.items():
         assert got[name].shape == value.shape, name
         if value.numel():
             difference = (got[name].double() - value.double()).abs().max()
-            error = float(difference / value.double().abs().max().clamp(min=1e-3))
-            worst = max(worst, math.inf if math.isnan(error) else error)
-    return worst
+            errors.append(float(difference / value.double().abs().max().clamp(min=1e-3)))
+    return _worst(errors)
+
+
+def _worst(errors: Iterable[float]) -> float:
+    """The largest; `max` would pass over what is not a number."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def same_bits(first: Run, second: Run) -> bool:

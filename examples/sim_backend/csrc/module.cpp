@@ -25,5 +25,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("fail_allocation", &sim::fail_allocation);
 
   m.def("set_delays", &sim::set_delays, Unlocked());
+  m.def("set_late", &sim::set_late, Unlocked());
   m.def("synchronize", [] { sim::synchronize(); }, Unlocked());
 }

@@ -24,11 +24,17 @@ struct State {
   std::atomic<int64_t> unfinished{0};
   std::atomic<c10::StreamId> last_stream{0};
   std::atomic<bool> delays{true};
+  std::atomic<c10::StreamId> only{0};  // the one late stream, where there is one
 };
 
 State& state() {
   static auto* only = new State;  // never destroyed: tensors outlive static destructors
   return *only;
+}
+
+bool late(c10::StreamId stream) {
+  const c10::StreamId only = state().only;
+  return stream != 0 && state().delays && (only == 0 || only == stream);
 }
 
 thread_local std::array<c10::StreamId, kDevices> current{};
@@ -94,11 +100,16 @@ c10::StreamId exchange_stream(c10::DeviceIndex device, c10::StreamId stream) {
 
 c10::StreamId new_stream() { return ++state().last_stream; }
 
-bool delayed(c10::DeviceIndex device) { return state().delays && current_stream(device) != 0; }
+bool delayed(c10::DeviceIndex device) { return late(current_stream(device)); }
 
 void set_delays(bool on) {
   if (!on) synchronize();
   state().delays = on;
+}
+
+void set_late(c10::StreamId only) {
+  synchronize();
+  state().only = only;
 }
 
 void submit(c10::DeviceIndex device, Work work) {
@@ -131,7 +142,7 @@ EventPtr record(c10::StreamId stream) {
 
 void wait(c10::StreamId stream, const EventPtr& event) {
   if (event->passed || event->stream == stream) return;
-  if (stream == 0 || !state().delays) {
+  if (!late(stream)) {
     synchronize(event);
   } else {
     push(stream, [event] { synchronize(event); });

@@ -31,6 +31,8 @@ c10::StreamId new_stream();
 bool delayed(c10::DeviceIndex device);
 // False makes every stream run its work at once.
 void set_delays(bool on);
+// Only this stream's work waits in a queue; 0: that of every stream but 0.
+void set_late(c10::StreamId only);
 
 // Run the work on the device's current stream: at once, or when the stream is drained.
 void submit(c10::DeviceIndex device, Work work);

@@ -4,6 +4,7 @@ with faults.out_of_memory(3): ...              # the third allocation from here 
 with faults.collective("fails", 2): ...        # the second collective from here raises at wait()
 with faults.collective("stalls", 1): ...       # the next one is never joined by this rank
 with faults.prompt_streams(): ...              # side streams run at once: is it a missing wait?
+with faults.late_stream(stream): ...           # only this one runs late: does all else wait for it?
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
+
+from torch import Stream
 
 from accelz_sim import _C
 
@@ -56,6 +59,19 @@ def prompt_streams() -> Iterator[None]:
         yield
     finally:
         _C.set_delays(True)
+
+
+@contextmanager
+def late_stream(stream: Stream) -> Iterator[None]:
+    """Run work on all streams but this one at once. What was queued before runs first.
+
+    Where all side streams are late, one that lacks a wait may come after what it needs all the same.
+    """
+    _C.set_late(stream.stream_id)
+    try:
+        yield
+    finally:
+        _C.set_late(0)
 
 
 class _Armed:

@@ -1,0 +1,77 @@
+"""Training on a stream that the simulated device runs late, and no other: what does not wait for it shows.
+
+The other tests have it the other way round, with computation at once and the engine's own streams late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.compiled.models import fresh, tokens
+from tests.zero.compiled.test_activations import LENGTH, build
+from tests.zero.offload import test_ahead, test_tiers, test_visits
+
+Body = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def _a_stream_can_be_late(device: str) -> None:
+    if device != "sim":
+        pytest.skip("only a simulated device says which of its streams is late")
+
+
+def on_a_late_stream(context: Context, inner: Body, **arguments: Any) -> dict[str, Any]:
+    from accelz_sim import faults
+
+    streams = context.accelerator.streams
+    late = streams.new()
+    with streams.use(late), faults.late_stream(late.native):  # type: ignore[attr-defined]
+        return inner(context, **arguments)
+
+
+def run_late(cluster: Clusters, size: int, body: Body, **arguments: Any) -> list[dict[str, Any]]:
+    return cluster(size).run(on_a_late_stream, inner=body, limit=180, **arguments)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_tier(cluster: Clusters, tmp_path: Path, device: str, precision: str) -> None:
+    for found in run_late(cluster, 2, test_tiers.tiers_body, path=str(tmp_path), precision=precision):
+        test_tiers.check(found, device, 1e-5 if precision == "fp32" else 3e-2)
+
+
+def test_every_setting(cluster: Clusters, tmp_path: Path, device: str) -> None:
+    for found in run_late(cluster, 2, test_tiers.settings_body, path=str(tmp_path)):
+        test_tiers.check(found, device, 3e-2)
+
+
+def test_steps_ahead(cluster: Clusters, tmp_path: Path) -> None:
+    for found in run_late(cluster, 2, test_ahead.settings_body, path=str(tmp_path)):
+        test_ahead.check(found, wasted=False)
+
+
+def test_state_that_visits(cluster: Clusters) -> None:
+    for found in run_late(cluster, 2, test_visits.parity_body):
+        assert [name for name, equal in found.items() if not equal] == []
+
+
+def activations_body(context: Context) -> dict[str, Any]:
+    losses = {}
+    for where in ("host", "device"):
+        engine = build(fresh(), where)
+        losses[where] = []
+        for step in range(3):
+            loss = engine(tokens(step, context.rank, engine.module, LENGTH))
+            engine.backward(loss)
+            engine.step()
+            losses[where].append(loss.item())
+    return losses
+
+
+def test_compiled_activations(cluster: Clusters) -> None:
+    for found in run_late(cluster, 1, activations_body):
+        assert found["host"] == found["device"]
