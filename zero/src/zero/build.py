@@ -17,7 +17,7 @@ from zero.communicator import Communicator
 from zero.config import DTYPES, Config
 from zero.errors import ConfigError, ModelError
 from zero.flat_group import FlatGroup
-from zero.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter
+from zero.guard import LOST, NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter, is_lost
 from zero.layout import ParameterSpec
 from zero.room import room_for
 from zero.sharded_unit import ShardedUnit
@@ -56,6 +56,16 @@ def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> 
         )
 
 
+def check_equal(
+    plans: Sequence[UnitPlan],
+    config: Config,
+    communicator: Communicator,
+    param_group_of: dict[nn.Parameter, int],
+) -> None:
+    """Collective. Raise RankMismatchError where ranks bring different models. Changes nothing."""
+    communicator.check_equal("the model", _digest(plans, config, param_group_of))
+
+
 def build_units(
     plans: Sequence[UnitPlan],
     config: Config,
@@ -65,7 +75,6 @@ def build_units(
     param_group_of: dict[nn.Parameter, int],
 ) -> list[ShardedUnit]:
     """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time."""
-    communicator.check_equal("the model", _digest(plans, config, param_group_of))
     unshare(parameter for plan in plans for _, parameter in plan.parameters)
     return [
         _build_unit(index, plan, config, stores, planner, communicator, param_group_of)
@@ -152,6 +161,8 @@ def _digest(plans: Sequence[UnitPlan], config: Config, param_group_of: dict[nn.P
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if is_lazy(parameter):
         raise ModelError(f"parameter {name!r} is lazy and has no shape yet; run the model once first")
+    if is_lost(parameter):
+        raise ModelError(f"this model cannot be used any more: see parameter {name!r}, {LOST}")
     if isinstance(parameter, ShardedParameter) or NAME_ATTRIBUTE in parameter.__dict__:
         if not deferred_init.is_deferred(parameter):
             raise ModelError(f"parameter {name!r} belongs to an engine already; one model has one engine")

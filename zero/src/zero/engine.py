@@ -69,8 +69,9 @@ class Engine:
         self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores)
         visits = self._shards.visits
         self._parking = Parking(self.units, self._shards)
-        self._loss_scale = LossScale.of(config, accelerator.device)
+        self._loss_scale = LossScale.of(config, accelerator)
         self._whole = WholeValues(units, communicator)
+        self._whole.check = self._parking.check
         self._optimizer_state = OptimizerState(self._whole, self._shards)
         parts = EngineParts(
             module,
@@ -87,13 +88,14 @@ class Engine:
             parameter.__dict__[WHOLE_ATTRIBUTE] = self._whole
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
         self._reducer = reducer = self._passes.reducer
-        self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator.device)
+        self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator)
         overlap = config.tiers.overlap
         reducer.follower = self._shards.step_ahead(self._factor.expected) if overlap else visits
         self._tracer = MemoryTracer(accelerator, units, reducer, self._shards)
         self._balancer: Balancer | None = None
         if config.offload == "auto":
             self._balancer = Balancer(stores, communicator, self._tracer, self._shards, reducer.all)
+            self._passes.try_twice(self._balancer.second_try)
         self._passes.phase.on_unit = self._trace
         self._passes.on_forward = self._tracer.begin
 
@@ -126,12 +128,9 @@ class Engine:
         usable.
         """
         self._check_backward(loss)
-        scaled = loss / self.config.gradient_accumulation_steps if self._accumulates else loss
-        if self._loss_scale is not None:
-            scaled = scaled * self._loss_scale.scale.to(scaled.device)
         try:
             with self._passes.backward(last=self._micro_steps + 1 == self.config.gradient_accumulation_steps):
-                scaled.backward()
+                self._scaled(loss).backward()
         except torch.OutOfMemoryError as error:
             self._recover()
             self._make_room(error)
@@ -154,13 +153,7 @@ class Engine:
         if not self.is_boundary:
             return False
         self._shards.check_groups()
-        scale, skip = self._factor.complete()
-        self._update(scale, skip)
-        if self._loss_scale is not None and skip is not None:
-            self._loss_scale.update(skip)
-        self.zero_grad()
-        self._refresh()
-        self.steps += 1
+        self._change_weights(*self._factor.complete())
         self.accelerator.flush()
         self._tracer.end()
         if self._balancer is not None:
@@ -188,7 +181,7 @@ class Engine:
     def grad_norm(self) -> Tensor | None:
         """The global L2 norm before clipping at the last step, 0-dim fp32; None unless clip_norm or fp16 asks
         for it. Reading it as a number waits for the device."""
-        return self._factor.norm
+        return None if self._factor.norm is None else self._factor.norm.clone()
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -231,6 +224,7 @@ class Engine:
 
         Raises StateError, on every rank and before anything changes, for names or shapes that do not fit.
         """
+        self._parking.check()
         model_state.load(self.module, self._whole, state, strict)
 
     def full_master(self, name: str) -> Tensor:
@@ -329,6 +323,7 @@ class Engine:
         optimizer's state and the step count stay as they are. Raises, on every rank, what that does, before
         anything changes; after an error in reading the engine refuses to go on until a checkpoint is loaded.
         """
+        self._parking.check()
         before = self._interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
         fill_engine(self.module, self._whole, request, self._begin_load)
@@ -343,8 +338,9 @@ class Engine:
     def offload_states(self) -> None:
         """Move parameters and optimizer state to host memory, and give the device's memory to others.
 
-        For a while in which something else runs on the device: generation, evaluation. Call
-        `reload_states()` before training goes on. Between optimizer steps only.
+        For a while in which something else runs on the device: generation, evaluation. Until
+        `reload_states()` checkpoints and whole values can be had, and what uses or changes parameters raises
+        UsageError. Between optimizer steps only.
         """
         if self._micro_steps:
             raise UsageError("offload_states between backward() and step(): there are gradients; step first")
@@ -396,19 +392,37 @@ class Engine:
         self._interrupted = True
         self._whole.begin_write()
 
-    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        """Step the optimizer. Interrupted half-way it cannot be repeated: some parameters are updated."""
+    def _change_weights(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        """Everything that an optimizer step changes. Interrupted half-way it cannot be repeated: some values
+        are new then, others old, so that the engine refuses to go on."""
         self._whole.begin_write()
         try:
-            self._shards.step(self._reducer.all, scale, skip)
+            self._update(scale, skip)
+            if self._loss_scale is not None and skip is not None:
+                self._loss_scale.update(skip)
+            self.zero_grad()
+            self._refresh()
+            self.steps += 1
         except BaseException:
             self._interrupted = True
             self.zero_grad()
             raise
+
+    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        try:
+            self._shards.step(self._reducer.all, scale, skip)
         finally:
             self._stores.join()  # weights are under way to shards, also where a later group failed
 
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """The part of the loss that this micro-batch is of the step's, times the loss scale."""
+        scaled = loss / self.config.gradient_accumulation_steps if self._accumulates else loss
+        if self._loss_scale is not None:
+            scaled = scaled * self._loss_scale.scale.to(scaled.device)
+        return scaled
+
     def _check_backward(self, loss: Tensor) -> None:
+        self._parking.check()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"backward() needs a tensor of one element, the loss; got {what}")

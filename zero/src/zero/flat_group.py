@@ -190,19 +190,37 @@ class FlatGroup:
 
     def buffer(self, cast: torch.dtype | None) -> FlatBuffer:
         """The buffer to gather into: `home`, or the cast buffer of an fp32 group under autocast."""
-        if cast is None or self.dtype is not torch.float32:
+        dtype = self.dtype_in(cast)
+        if dtype is self.dtype:
             return self.home
-        if cast not in self._cast_buffers:
-            self._cast_buffers[cast] = self._accelerator.flat_buffers.empty_like(self.home, cast)
-        return self._cast_buffers[cast]
+        if dtype not in self._cast_buffers:
+            self._cast_buffers[dtype] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
+        return self._cast_buffers[dtype]
+
+    def release(self, cast: torch.dtype | None) -> None:
+        """Drop the bytes of `buffer`. One that there has never been is not made for it: out of memory may be
+        why."""
+        dtype = self.dtype_in(cast)
+        buffer = self.home if dtype is self.dtype else self._cast_buffers.get(dtype)
+        if buffer is not None:
+            buffer.release()
+
+    def dtype_in(self, cast: torch.dtype | None) -> torch.dtype:
+        """What the group is gathered in; each dtype has its buffer."""
+        return cast if cast is not None and self.dtype is torch.float32 else self.dtype
+
+    def _open(self, cast: torch.dtype | None) -> FlatBuffer:
+        buffer = self.buffer(cast)
+        buffer.materialize()
+        return buffer
 
     def start_gather(self, communicator: Communicator, cast: torch.dtype | None) -> NamedHandle | None:
         """Begin to fill the buffer from all ranks' shards; the cast happens before anything travels.
 
         None where nobody else has a shard.
         """
-        buffer = self.buffer(cast)
-        allocate(self._stores, "to gather", self.unit, buffer.nbytes, buffer.materialize)
+        nbytes = self.layout.numel * self.dtype_in(cast).itemsize
+        buffer = allocate(self._stores, "to gather", self.unit, nbytes, lambda: self._open(cast))
         shard = self._mine_in(buffer)
         return None if self.shards == 1 else communicator.all_gather(self.unit, buffer.data, shard)
 
@@ -211,7 +229,9 @@ class FlatGroup:
         mine = buffer.data[self.window]
         with self._in_memory() as shard:
             if buffer is not self.home:
-                self._accelerator.kernels.scale_cast(mine, shard.to(mine.device, non_blocking=True))
+                near = partial(shard.to, mine.device, non_blocking=True)
+                there = allocate(self._stores, "to gather", self.unit, shard.nbytes, near)
+                self._accelerator.kernels.scale_cast(mine, there)
             elif shard.device == mine.device and self.shards > 1 and not isinstance(self.shard, Section):
                 return shard
             else:

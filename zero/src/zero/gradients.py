@@ -22,6 +22,7 @@ from torch import Tensor
 from accelz.flat_buffer import HOST, FlatBuffer
 from zero.communicator import Communicator, NamedHandle
 from zero.group_gradients import GradientPolicy, GroupGradients
+from zero.room import allocate
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values, fetch
@@ -144,7 +145,16 @@ class GradientReducer:
         self._agree_on_usage()
 
     def norm_and_nonfinite(self) -> Tensor:
-        """Of this rank's slices: (2,) fp32 on the device, sum of squares and whether one is not finite."""
+        """Of this rank's slices: (2,) fp32 on the device, sum of squares and whether one is not finite.
+
+        Raises OutOfMemoryError, having changed nothing.
+        """
+        chunk = self._stores.accelerator.kernels.chunk
+        largest = max((gradients.group.layout.shard_numel for gradients in self.all), default=0)
+        wanted = 4 * min(largest, chunk)  # what the references take to widen 16 bits
+        return allocate(self._stores, "for the norm of the gradients", None, wanted, self._norm)
+
+    def _norm(self) -> Tensor:
         near: list[Values] = []
         far: list[Values] = []
         for gradients in self.all:

@@ -72,6 +72,18 @@ def guard(parameters: Iterable[nn.Parameter]) -> None:
         parameter.__class__ = ShardedParameter
 
 
+def abandon(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Guard parameters for good, with their names: nobody will bring their values back."""
+    for name, parameter in named:
+        parameter.__dict__ |= {NAME_ATTRIBUTE: name, REASON_ATTRIBUTE: LOST}
+        parameter.__class__ = ShardedParameter
+
+
+def is_lost(parameter: nn.Parameter) -> bool:
+    """Whether it was abandoned."""
+    return parameter.__dict__.get(REASON_ATTRIBUTE) == LOST
+
+
 def unguard(parameters: Iterable[nn.Parameter], classes: Iterable[type[nn.Parameter]]) -> None:
     for parameter, cls in zip(parameters, classes, strict=True):
         parameter.__class__ = cls
@@ -108,6 +120,8 @@ SHARDED = (
     "which is sharded over the ranks now. Call its module (not module.forward), or read it inside "
     "`with zero.gathered(parameter):`; engine.state_dict() has the whole model"
 )
+ANEW = "free model and optimizer, and build them anew"
+LOST = f"which a zero.initialize that failed has left in pieces: {ANEW}"
 UNBORN = (
     "which was made under zero.init() and has no values yet. zero.initialize() fills its shards; "
     "read it inside `with zero.gathered(parameter):` after that"

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 from torch.optim import Optimizer
 
 import accelz
-from zero.build import build_units, check_dtypes, check_model
+from zero.build import build_units, check_dtypes, check_equal, check_model
 from zero.communicator import Communicator
 from zero.compiled.split import split_by_use
 from zero.config import Config
 from zero.engine import Engine
 from zero.errors import ConfigError
+from zero.guard import ANEW, abandon
 from zero.job import join
 from zero.kernel_rules import rule_for
 from zero.offload_fit import check_offload
 from zero.optimizer import check_optimizer
 from zero.pretrained import keep_promises
+from zero.room import OutOfMemoryError, room_for
 from zero.tiers.placement import Planner
 from zero.tiers.stores import Stores
 from zero.units import find_units
@@ -35,8 +39,9 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     so schedulers and references to modules and parameters stay valid; the optimizer's param_groups then
     hold this rank's slices.
 
-    Raises ConfigError, ModelError or OptimizerError before anything is changed, RankMismatchError where
-    ranks bring different models, and CheckpointError where pretrained weights cannot be read any more.
+    Raises ConfigError, ModelError or OptimizerError, and RankMismatchError where ranks bring different
+    models, before anything is changed. After OutOfMemoryError, CommunicationError, and CheckpointError where
+    pretrained weights cannot be read any more, model and optimizer have to be built anew.
     """
     config = Config() if config is None else config
     if not isinstance(config, Config):
@@ -52,13 +57,28 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
 
     group, control = join(accelerator, config.timeout)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
+    check_equal(plans, config, communicator, param_group_of)
     _move_buffers(model, config, accelerator, communicator)
     stores = _make_stores(optimizer, config, accelerator)
     planner = Planner(config.tiers, values, stores.resolve)
-    units = build_units(plans, config, stores, planner, communicator, param_group_of)
-    planner.warn_of_shortfalls()
-    keep_promises(model, units, communicator)
-    return Engine(model, optimizer, config, stores, communicator, units, param_group_of)
+    with _taking_over(model):
+        units = build_units(plans, config, stores, planner, communicator, param_group_of)
+        planner.warn_of_shortfalls()
+        keep_promises(model, units, communicator)
+        return Engine(model, optimizer, config, stores, communicator, units, param_group_of)
+
+
+@contextmanager
+def _taking_over(model: nn.Module) -> Iterator[None]:
+    """Around all that changes parameters. Half-way some have values on other ranks only, or none: after an
+    error they say so whenever they are used."""
+    try:
+        yield
+    except BaseException as error:
+        abandon(model.named_parameters())
+        if isinstance(error, OutOfMemoryError):
+            raise OutOfMemoryError(f"{error}. The model is in pieces now: {ANEW}") from error
+        raise
 
 
 def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:
@@ -76,5 +96,7 @@ def _move_buffers(
             if buffer is None:
                 continue
             cast = config.dtype if config.cast_buffers and buffer.is_floating_point() else None
-            module._buffers[name] = buffer.to(accelerator.device, cast)
-            spread_buffer(communicator, f"buffer {module_name}.{name}", module._buffers[name])
+            what = f"buffer {module_name}.{name}"
+            with room_for(accelerator, f"for {what}", None, buffer.nbytes):
+                module._buffers[name] = buffer.to(accelerator.device, cast)
+                spread_buffer(communicator, what, module._buffers[name])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accelz.accelerator import Accelerator
 from zero.config import Config
+from zero.room import scalars
 
 INITIAL_SCALE = 2.0**16
 
@@ -17,29 +19,34 @@ INITIAL_SCALE = 2.0**16
 class LossScale:
     """scale: 0-dim fp32 on the device, multiplied onto the loss. window: good steps before it doubles.
 
-    `fixed` keeps the given scale for ever.
+    good_steps: 0-dim, since the scale changed last. `fixed` keeps the given scale for ever.
     """
 
-    def __init__(self, device: torch.device, initial: float, window: int, fixed: bool) -> None:
-        self.scale = torch.full((), initial, dtype=torch.float32, device=device)
-        self.good_steps = torch.zeros((), dtype=torch.float32, device=device)
+    def __init__(self, accelerator: Accelerator, initial: float, window: int, fixed: bool) -> None:
+        self.scale, self.good_steps, self._factor = scalars(accelerator, "for the loss scale", 3)
+        self.scale.fill_(initial)
         self._window = window
         self._fixed = fixed
 
     @classmethod
-    def of(cls, config: Config, device: torch.device) -> LossScale | None:
+    def of(cls, config: Config, accelerator: Accelerator) -> LossScale | None:
         """As the settings say; None without fp16."""
         if config.precision != "fp16":
             return None
         fixed = not isinstance(config.loss_scale, str)
         initial = INITIAL_SCALE if isinstance(config.loss_scale, str) else float(config.loss_scale)
-        return cls(device, initial, config.loss_scale_window, fixed)
+        return cls(accelerator, initial, config.loss_scale_window, fixed)
 
     def update(self, overflow: Tensor) -> None:
-        """Adapt to the step just made. overflow: 0-dim, 1.0 where the step was skipped."""
+        """Adapt to the step just made. overflow: 0-dim, 1.0 where the step was skipped.
+
+        In place, so that it cannot run out of memory: weights have changed already.
+        """
         if self._fixed:
             return
-        self.good_steps.copy_((self.good_steps + 1) * (1 - overflow))
-        grow = (self.good_steps >= self._window).float()
-        self.scale.mul_((1 - 0.5 * overflow) * (1 + grow))
-        self.good_steps.mul_(1 - grow)
+        torch.sub(1, overflow, out=self._factor)
+        self.good_steps.add_(1).mul_(self._factor)
+        self.scale.mul_(self._factor.add_(1).mul_(0.5))
+        torch.lt(self.good_steps, self._window, out=self._factor)
+        self.good_steps.mul_(self._factor)
+        self.scale.mul_(torch.sub(2, self._factor, out=self._factor))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from zero.errors import ZeroError
@@ -16,15 +17,17 @@ T = TypeVar("T")
 
 
 class OutOfMemoryError(ZeroError, torch.OutOfMemoryError):
-    """The device has no room for a unit. Names the unit, the bytes wanted and the bytes free.
+    """The device has no room for a unit. Names the unit, the bytes wanted and the bytes free; what serves
+    all units at once, such as the norm of the gradients, is named instead.
 
-    During init nothing is trained yet: free the model and try a smaller configuration. After an error in
-    forward or backward the engine stays usable. After one in step some parameters are updated and others
-    are not: the engine refuses to go on until a checkpoint is loaded.
+    During init nothing is trained yet: free the model, and build it anew for a smaller configuration. After
+    an error in forward or backward the engine stays usable. After one in step either nothing has changed,
+    and the step may be repeated, or some parameters are updated and others are not: the engine then refuses
+    to go on until a checkpoint is loaded.
     """
 
 
-def allocate(stores: Stores, purpose: str, unit: str, nbytes: int, allocation: Callable[[], T]) -> T:
+def allocate(stores: Stores, purpose: str, unit: str | None, nbytes: int, allocation: Callable[[], T]) -> T:
     """What `allocation` returns; tried once more where state could be moved off the device. See room_for."""
     with room_for(stores.accelerator, purpose, unit, nbytes):
         try:
@@ -36,10 +39,11 @@ def allocate(stores: Stores, purpose: str, unit: str, nbytes: int, allocation: C
 
 
 @contextmanager
-def room_for(accelerator: Accelerator, purpose: str, unit: str, nbytes: int) -> Iterator[None]:
+def room_for(accelerator: Accelerator, purpose: str, unit: str | None, nbytes: int) -> Iterator[None]:
     """Turn torch's out-of-memory error into one that names the unit.
 
-    purpose: what the memory is for, e.g. "to gather". nbytes: what the unit wanted for it.
+    purpose: what the memory is for, e.g. "to gather". unit: None for what is of no unit. nbytes: what was
+    wanted for it.
     """
     try:
         yield
@@ -47,7 +51,14 @@ def room_for(accelerator: Accelerator, purpose: str, unit: str, nbytes: int) -> 
         raise
     except torch.OutOfMemoryError as error:
         stats = accelerator.memory.stats()
+        what = purpose if unit is None else f"{purpose} unit {unit!r}"
         raise OutOfMemoryError(
-            f"no room {purpose} unit {unit!r}: {nbytes} bytes wanted, {stats.free} free of "
-            f"{stats.capacity}. Try smaller batches or units, a 16-bit precision, a higher stage, more ranks"
+            f"no room {what}: {nbytes} bytes wanted, {stats.free} free of {stats.capacity}. Try smaller "
+            "batches or units, a 16-bit precision, a higher stage, more ranks"
         ) from error
+
+
+def scalars(accelerator: Accelerator, purpose: str, count: int) -> tuple[Tensor, ...]:
+    """Zeros, each 0-dim fp32 on the device: made once, so that no step has to find room for them."""
+    with room_for(accelerator, purpose, None, 4 * count):
+        return torch.zeros(count, dtype=torch.float32, device=accelerator.device).unbind()

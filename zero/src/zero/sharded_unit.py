@@ -122,11 +122,11 @@ class ShardedUnit:
             for handle in handles:
                 handle.wait()
         stay = set() if self._stale else self.persistent & self._gathered
-        kept = {group.buffer(cast) for cast in stay for group in self.groups}
-        for cast in (*self._pending, *self._gathered):
-            for group in self.groups:
-                if group.buffer(cast) not in kept:
-                    group.buffer(cast).release()
+        for group in self.groups:
+            kept = {group.dtype_in(cast) for cast in stay}
+            for cast in (*self._pending, *self._gathered):
+                if group.dtype_in(cast) not in kept:
+                    group.release(cast)
         self._pending.clear()
         self._gathered = stay
         self._stale = False
