@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -90,3 +91,44 @@ def between_body(context: Context) -> str:
 def test_gradients_are_not_left_behind(cluster: Clusters) -> None:
     for message in cluster(1).run(between_body):
         assert "between backward() and step()" in message
+
+
+def refused_body(context: Context) -> dict[str, bool]:
+    """Calls that need what is away are refused, change nothing, and do their work when it is back."""
+    found = {}
+    for stage in (0, 1, 2, 3):
+        runs = []
+        for away in (False, True):
+            engine = zero.initialize(model := fresh(), adamw(model), zero.Config(stage=stage, timeout=20))
+            loss = language_loss(model, 0, context.rank)
+            state = engine.state_dict()
+            if away:
+                _refuse_everything(engine, loss, state)
+            engine.backward(loss)
+            engine.step()
+            with zero.gathered(model.blocks[0].up.weight, write_rank=0), torch.no_grad():
+                model.blocks[0].up.weight.mul_(2)
+            runs.append(Run(state=engine.state_dict(master=True)))
+        found[f"stage {stage}"] = same_bits(*runs)
+    return found
+
+
+def _refuse_everything(engine: zero.Engine, loss: Tensor, state: dict[str, Any]) -> None:
+    weight = engine.module.blocks[0].up.weight
+    engine.offload_states()
+    calls = {
+        "backward": lambda: engine.backward(loss),
+        "load_state_dict": lambda: engine.load_state_dict(state),
+        "load_pretrained": lambda: engine.load_pretrained("nowhere"),
+        "gathered": lambda: zero.gathered(weight, write_rank=0).__enter__(),
+    }
+    for call in calls.values():
+        with pytest.raises(zero.UsageError, match="reload_states"):
+            call()
+    assert engine.full_master("blocks.0.up.weight").shape == weight.shape
+    engine.reload_states()
+
+
+def test_what_needs_the_state_waits_for_it(cluster: Clusters) -> None:
+    for found in cluster(2).run(refused_body, limit=60):
+        assert all(found.values()), found

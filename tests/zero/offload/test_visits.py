@@ -185,11 +185,13 @@ def shown_body(context: Context) -> dict[str, Any]:
     for each in (engine, other):
         backward(each, 0)
         each.step()
-    mine, theirs = engine.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"]
+    mine, theirs = ([*each.optimizer.state.values()] for each in (engine, other))
     device = context.accelerator.device
     pieces = [p for group in engine.optimizer.param_groups for p in group["params"]]
     return {
-        "same": all(torch.equal(v.cpu(), theirs[i][k].cpu()) for i, s in mine.items() for k, v in s.items()),
+        "same": all(
+            torch.equal(v.cpu(), t[k].cpu()) for m, t in zip(mine, theirs, strict=True) for k, v in m.items()
+        ),
         "on host": all(p.device.type == "cpu" for p in pieces),
         "locked": all(p.is_pinned() for p in pieces) or device.type == "cpu",
     }

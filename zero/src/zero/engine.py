@@ -69,7 +69,7 @@ class Engine:
         self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores)
         visits = self._shards.visits
         self._parking = Parking(self.units, self._shards)
-        self._loss_scale = LossScale.of(config, accelerator)
+        self._loss_scale = LossScale.of(config, accelerator.device)
         self._whole = WholeValues(units, communicator)
         self._whole.check = self._parking.check
         self._optimizer_state = OptimizerState(self._whole, self._shards)
@@ -88,14 +88,13 @@ class Engine:
             parameter.__dict__[WHOLE_ATTRIBUTE] = self._whole
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
         self._reducer = reducer = self._passes.reducer
-        self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator)
+        self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator.device)
         overlap = config.tiers.overlap
         reducer.follower = self._shards.step_ahead(self._factor.expected) if overlap else visits
         self._tracer = MemoryTracer(accelerator, units, reducer, self._shards)
         self._balancer: Balancer | None = None
         if config.offload == "auto":
             self._balancer = Balancer(stores, communicator, self._tracer, self._shards, reducer.all)
-            self._passes.try_twice(self._balancer.second_try)
         self._passes.phase.on_unit = self._trace
         self._passes.on_forward = self._tracer.begin
 
@@ -128,9 +127,12 @@ class Engine:
         usable.
         """
         self._check_backward(loss)
+        scaled = loss / self.config.gradient_accumulation_steps if self._accumulates else loss
+        if self._loss_scale is not None:
+            scaled = scaled * self._loss_scale.scale.to(scaled.device)
         try:
             with self._passes.backward(last=self._micro_steps + 1 == self.config.gradient_accumulation_steps):
-                self._scaled(loss).backward()
+                scaled.backward()
         except torch.OutOfMemoryError as error:
             self._recover()
             self._make_room(error)
@@ -153,7 +155,13 @@ class Engine:
         if not self.is_boundary:
             return False
         self._shards.check_groups()
-        self._change_weights(*self._factor.complete())
+        scale, skip = self._factor.complete()
+        self._update(scale, skip)
+        if self._loss_scale is not None and skip is not None:
+            self._loss_scale.update(skip)
+        self.zero_grad()
+        self._refresh()
+        self.steps += 1
         self.accelerator.flush()
         self._tracer.end()
         if self._balancer is not None:
@@ -181,7 +189,7 @@ class Engine:
     def grad_norm(self) -> Tensor | None:
         """The global L2 norm before clipping at the last step, 0-dim fp32; None unless clip_norm or fp16 asks
         for it. Reading it as a number waits for the device."""
-        return None if self._factor.norm is None else self._factor.norm.clone()
+        return self._factor.norm
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -392,34 +400,17 @@ class Engine:
         self._interrupted = True
         self._whole.begin_write()
 
-    def _change_weights(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        """Everything that an optimizer step changes. Interrupted half-way it cannot be repeated: some values
-        are new then, others old, so that the engine refuses to go on."""
+    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        """Step the optimizer. Interrupted half-way it cannot be repeated: some parameters are updated."""
         self._whole.begin_write()
         try:
-            self._update(scale, skip)
-            if self._loss_scale is not None and skip is not None:
-                self._loss_scale.update(skip)
-            self.zero_grad()
-            self._refresh()
-            self.steps += 1
+            self._shards.step(self._reducer.all, scale, skip)
         except BaseException:
             self._interrupted = True
             self.zero_grad()
             raise
-
-    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        try:
-            self._shards.step(self._reducer.all, scale, skip)
         finally:
             self._stores.join()  # weights are under way to shards, also where a later group failed
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        """The part of the loss that this micro-batch is of the step's, times the loss scale."""
-        scaled = loss / self.config.gradient_accumulation_steps if self._accumulates else loss
-        if self._loss_scale is not None:
-            scaled = scaled * self._loss_scale.scale.to(scaled.device)
-        return scaled
 
     def _check_backward(self, loss: Tensor) -> None:
         self._parking.check()

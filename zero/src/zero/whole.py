@@ -5,7 +5,7 @@ Everything here that takes or returns whole values is collective: every rank cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,10 @@ Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and ind
 
 
 class WholeValues:
-    """The sharded units as a set of named parameters."""
+    """The sharded units as a set of named parameters. check(): raises where they cannot be gathered now."""
 
     def __init__(self, units: Sequence[ShardedUnit], communicator: Communicator) -> None:
+        self.check: Callable[[], None] = lambda: None
         self.units = tuple(units)
         self.communicator = communicator
         self._places: dict[str, Place] = {
@@ -102,6 +103,7 @@ class WholeValues:
 
     def hold(self, names: Sequence[str]) -> None:
         """Keep the units of these parameters gathered until unhold()."""
+        self.check()
         for unit in self._units_of(names):
             unit.holds += 1
             unit.gather(None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from accelz.flat_buffer import HOST
+from zero.errors import UsageError
 
 
 class Stored(ABC):
@@ -17,6 +19,12 @@ class Stored(ABC):
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._numel = numel
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise UsageError(
+            "values on disk cannot be pickled or copied: engine.save_checkpoint saves them, and "
+            "engine.full_optimizer_state(name) returns those of a parameter"
+        )
 
     def numel(self) -> int:
         return self._numel

@@ -1,0 +1,89 @@
+"""The user's optimizer under an engine: what goes on working, and what says where to turn."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.test_parity import fresh, language_loss
+from tests.zero.training import adamw
+
+
+def build(offload: Any) -> zero.Engine:
+    model = fresh()
+    return zero.initialize(model, adamw(model), zero.Config(timeout=20, precision="bf16", offload=offload))
+
+
+def one_step(context: Context, engine: zero.Engine, step: int) -> None:
+    engine.backward(language_loss(engine.module, step, context.rank))
+    engine.step()
+
+
+def state_dict_body(context: Context, path: str) -> list[tuple[str, str]]:
+    """Refused before and after a step, on every tier; what is there stays, and schedulers go on."""
+    told = []
+    for offload in (None, zero.Offload(optimizer="host"), zero.Offload(optimizer="disk", path=path)):
+        theirs = adamw(fresh()).state_dict()
+        engine = build(offload)
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=0.5)
+        one_step(context, engine, 0)
+        scheduler.step()
+        before = engine.full_optimizer_state("blocks.0.up.weight")
+        with pytest.raises(zero.UsageError) as saving:
+            engine.optimizer.state_dict()
+        with pytest.raises(zero.UsageError) as loading:
+            engine.optimizer.load_state_dict(theirs)
+        after = engine.full_optimizer_state("blocks.0.up.weight")
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
+        scheduler.load_state_dict(scheduler.state_dict())
+        one_step(context, engine, 1)
+        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.005, 0.005]
+        told.append((str(saving.value), str(loading.value)))
+    return told
+
+
+def test_state_dicts_of_slices_are_refused(cluster: Clusters, tmp_path: Path) -> None:
+    for told in cluster(2).run(state_dict_body, path=str(tmp_path)):
+        for saving, loading in told:
+            assert "engine.save_checkpoint" in saving
+            assert "full_optimizer_state" in saving
+            assert "engine.load_checkpoint" in loading
+
+
+def pickle_body(context: Context, path: str) -> None:
+    """State on disk: no raw error of a lock somewhere inside."""
+    engine = build(zero.Offload(optimizer="disk", path=path))
+    one_step(context, engine, 0)
+    with pytest.raises(zero.UsageError, match=r"cannot be pickled or copied: engine\.save_checkpoint"):
+        torch.save(dict(engine.optimizer.state), io.BytesIO())
+    with pytest.raises(zero.UsageError, match="cannot be pickled or copied"):
+        copy.deepcopy(engine.optimizer.state)
+
+
+def test_state_on_disk_is_not_pickled(cluster: Clusters, tmp_path: Path) -> None:
+    cluster(1).run(pickle_body, path=str(tmp_path))
+
+
+def hooks_body(context: Context) -> list[str]:
+    """The user's hooks, of before the engine and after, are called around its step."""
+    called: list[str] = []
+    model = fresh()
+    optimizer = adamw(model)
+    optimizer.register_step_pre_hook(lambda *_: called.append("before, early"))
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=20))
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    one_step(context, engine, 0)
+    return called
+
+
+def test_step_hooks_are_called(cluster: Clusters) -> None:
+    for called in cluster(2).run(hooks_body):
+        assert called == ["before, early", "before", "after"]

@@ -1,0 +1,32 @@
+"""The optimizer's own state dicts: refused, because they would be of one rank's slices only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from zero.errors import UsageError
+
+
+def refuse_state_dicts(optimizer: Optimizer) -> None:
+    """From now on `optimizer.state_dict()` and `load_state_dict()` raise UsageError, before anybody else's
+    hooks of them."""
+    optimizer.register_state_dict_pre_hook(_refuse_to_save, prepend=True)
+    optimizer.register_load_state_dict_pre_hook(_refuse_to_load, prepend=True)
+
+
+def _refuse_to_save(optimizer: Optimizer) -> None:
+    raise UsageError(
+        "optimizer.state_dict() would hold this rank's slices alone: engine.save_checkpoint saves the "
+        "optimizer's whole state, engine.full_optimizer_state(name) returns that of a parameter, and "
+        "optimizer.param_groups has the hyper-parameters"
+    )
+
+
+def _refuse_to_load(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    raise UsageError(
+        "optimizer.load_state_dict() would not change the state that the engine steps: load what "
+        "engine.save_checkpoint saved with engine.load_checkpoint, and set hyper-parameters in "
+        "optimizer.param_groups"
+    )
