@@ -69,7 +69,7 @@ class Engine:
         self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores)
         visits = self._shards.visits
         self._parking = Parking(self.units, self._shards)
-        self._loss_scale = LossScale.of(config, accelerator.device)
+        self._loss_scale = LossScale.of(config, accelerator)
         self._whole = WholeValues(units, communicator)
         self._whole.check = self._parking.check
         self._optimizer_state = OptimizerState(self._whole, self._shards)
@@ -88,13 +88,14 @@ class Engine:
             parameter.__dict__[WHOLE_ATTRIBUTE] = self._whole
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
         self._reducer = reducer = self._passes.reducer
-        self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator.device)
+        self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator)
         overlap = config.tiers.overlap
         reducer.follower = self._shards.step_ahead(self._factor.expected) if overlap else visits
         self._tracer = MemoryTracer(accelerator, units, reducer, self._shards)
         self._balancer: Balancer | None = None
         if config.offload == "auto":
             self._balancer = Balancer(stores, communicator, self._tracer, self._shards, reducer.all)
+            self._passes.try_twice(self._balancer.second_try)
         self._passes.phase.on_unit = self._trace
         self._passes.on_forward = self._tracer.begin
 
@@ -127,12 +128,9 @@ class Engine:
         usable.
         """
         self._check_backward(loss)
-        scaled = loss / self.config.gradient_accumulation_steps if self._accumulates else loss
-        if self._loss_scale is not None:
-            scaled = scaled * self._loss_scale.scale.to(scaled.device)
         try:
             with self._passes.backward(last=self._micro_steps + 1 == self.config.gradient_accumulation_steps):
-                scaled.backward()
+                self._scaled(loss).backward()
         except torch.OutOfMemoryError as error:
             self._recover()
             self._make_room(error)
@@ -155,13 +153,7 @@ class Engine:
         if not self.is_boundary:
             return False
         self._shards.check_groups()
-        scale, skip = self._factor.complete()
-        self._update(scale, skip)
-        if self._loss_scale is not None and skip is not None:
-            self._loss_scale.update(skip)
-        self.zero_grad()
-        self._refresh()
-        self.steps += 1
+        self._change_weights(*self._factor.complete())
         self.accelerator.flush()
         self._tracer.end()
         if self._balancer is not None:
@@ -189,7 +181,7 @@ class Engine:
     def grad_norm(self) -> Tensor | None:
         """The global L2 norm before clipping at the last step, 0-dim fp32; None unless clip_norm or fp16 asks
         for it. Reading it as a number waits for the device."""
-        return self._factor.norm
+        return None if self._factor.norm is None else self._factor.norm.clone()
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -400,17 +392,34 @@ class Engine:
         self._interrupted = True
         self._whole.begin_write()
 
-    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        """Step the optimizer. Interrupted half-way it cannot be repeated: some parameters are updated."""
+    def _change_weights(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        """Everything that an optimizer step changes. Interrupted half-way it cannot be repeated: some values
+        are new then, others old, so that the engine refuses to go on."""
         self._whole.begin_write()
         try:
-            self._shards.step(self._reducer.all, scale, skip)
+            self._update(scale, skip)
+            if self._loss_scale is not None and skip is not None:
+                self._loss_scale.update(skip)
+            self.zero_grad()
+            self._refresh()
+            self.steps += 1
         except BaseException:
             self._interrupted = True
             self.zero_grad()
             raise
+
+    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        try:
+            self._shards.step(self._reducer.all, scale, skip)
         finally:
             self._stores.join()  # weights are under way to shards, also where a later group failed
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """The part of the loss that this micro-batch is of the step's, times the loss scale."""
+        scaled = loss / self.config.gradient_accumulation_steps if self._accumulates else loss
+        if self._loss_scale is not None:
+            scaled = scaled * self._loss_scale.scale.to(scaled.device)
+        return scaled
 
     def _check_backward(self, loss: Tensor) -> None:
         self._parking.check()

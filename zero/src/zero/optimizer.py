@@ -28,7 +28,7 @@ from zero.group_gradients import GroupGradients
 from zero.group_step import Factors, GroupStep, plan_step
 from zero.kernel_rules import Rule, rule_for
 from zero.offload import Tier
-from zero.owned import OwnedGroup, StepCount
+from zero.owned import OwnedGroup, OwnedPiece, StepCount
 from zero.piece_state import is_elementwise
 from zero.pieces import own, piece_of_master, shaped, sliced
 from zero.room import room_for
@@ -210,17 +210,24 @@ class ShardedOptimizer:
             new = self._stores.moved(old, tier, group.shard, visits)
             if new.tier == old.tier and new.master is old.master:
                 return
-            group.record = new
-            if owned.count is not None:
-                device = self._accelerator.device if visits else new.opened().master.device
-                owned.count.steps = owned.count.steps.to(device)
+            there = new.opened().master.device
+            device = self._accelerator.device if visits else there
+            steps = None if owned.count is None else owned.count.steps.to(device)
+            kept = [(p.parameter, {k: v.to(there) for k, v in self._kept_for(p)}) for p in owned.pieces]
+        group.record = new  # nothing of it before there is room for all of it
+        if owned.count is not None and steps is not None:
+            owned.count.steps = steps
         self._show(owned)
+        for parameter, state in kept:
+            if state:
+                self.optimizer.state[parameter].update(state)
 
     def _show(self, owned: OwnedGroup) -> None:
         """Make the optimizer's pieces and their state views of the group's record as it is now."""
         for index, piece in enumerate(owned.pieces):
             rebind(piece.parameter, piece_of_master(owned.group, piece.piece))
-            self._move_state(owned, index)
+            if self._rule is not None:
+                self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, self._rule))
 
     def moments_bytes(self, group: FlatGroup) -> int:
         """Bytes of a group's state beside the master, wherever it is."""
@@ -229,11 +236,14 @@ class ShardedOptimizer:
         return sum(v.numel() * v.element_size() for v in self._elementwise(group))
 
     def _elementwise(self, group: FlatGroup) -> Iterator[Tensor]:
-        """State that the user's optimizer keeps for a group, one value per element."""
         for piece in self.owned[group].pieces:
-            for key, value in self.optimizer.state.get(piece.parameter, {}).items():
-                if isinstance(value, Tensor) and is_elementwise(key, value, piece.parameter):
-                    yield value
+            yield from (value for _, value in self._kept_for(piece))
+
+    def _kept_for(self, piece: OwnedPiece) -> Iterator[tuple[str, Tensor]]:
+        """State of one value per element that the user's optimizer itself keeps."""
+        for key, value in self.optimizer.state.get(piece.parameter, {}).items() if self._rule is None else ():
+            if isinstance(value, Tensor) and is_elementwise(key, value, piece.parameter):
+                yield key, value
 
     def own_state_bytes(self) -> int:
         """Bytes of the device in use for state beside the groups' records: for visits, and for what the
@@ -243,16 +253,6 @@ class ShardedOptimizer:
         values = [v for group in self.owned for v in self._elementwise(group)]
         device = self._accelerator.device
         return sum(v.numel() * v.element_size() for v in values if v.device == device)
-
-    def _move_state(self, owned: OwnedGroup, index: int) -> None:
-        parameter = owned.pieces[index].parameter
-        if self._rule is not None:
-            self.optimizer.state[parameter].update(self._state_of_piece(owned, index, self._rule))
-            return
-        state = self.optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if isinstance(value, Tensor) and is_elementwise(key, value, parameter):
-                state[key] = value.to(parameter.device)
 
     def _install(self) -> None:
         """Put the pieces in the places of the parameters they are parts of."""
@@ -324,13 +324,17 @@ class ShardedOptimizer:
         if skip is not None and bool(skip):  # this optimizer decides on the host
             return
         present = [have for have in gradients if have.slice.present]
-        for have in present:
-            with self._room("for the fp32 gradients of", have.group):
-                self._set_piece_gradients(self.owned[have.group], have, scale)
-        self.optimizer.step()
-        for owned in self.owned.values():
-            for piece in owned.pieces:
-                piece.parameter.grad = None
+        pieces = [piece.parameter for owned in self.owned.values() for piece in owned.pieces]
+        purpose, nbytes = f"for the step of {type(self.optimizer).__name__}", sum(p.nbytes for p in pieces)
+        try:
+            for have in present:
+                with self._room("for the fp32 gradients of", have.group):
+                    self._set_piece_gradients(self.owned[have.group], have, scale)
+            with room_for(self._accelerator, purpose, None, nbytes):
+                self.optimizer.step()
+        finally:
+            for parameter in pieces:
+                parameter.grad = None
         for have in present:
             self._stores.outlet(have.group.shard, have.group.kept.opened().master).deliver_master()
 
