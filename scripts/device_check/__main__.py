@@ -1,61 +1,135 @@
-"""`scripts/device-check`: conformance, kernels, the engine, and what they reach, on the device at hand."""
+"""Conformance, kernels, the engine's tests and what they reach, on the device at hand.
+
+Runs the working tree as it is, with this Python's torch and without an installation or a package index. It
+needs pytest and pytest-timeout, and what zero depends on; `--wheels` brings what is missing. Writes
+device-check.json, device-check.md and device-check.log.
+
+Where a machine is to be had for minutes at a time, divide the steps and give each call a limit under them:
+  scripts/device-check cuda --limit 570 --steps info,shared,conformance,kernels,bandwidth --out runs/1
+  scripts/device-check cuda --limit 570 --steps shared,engine --out runs/2
+  scripts/device-check cuda --limit 570 --steps step,offload --out runs/3
+  scripts/device-check --join runs/*/device-check.json --out runs/all
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from scripts.device_check import report, tree
-from scripts.device_check.steps import STEPS, Outcome, Plan, attempt
+from scripts.device_check import native, report, tree
+from scripts.device_check.outcome import Outcome
+from scripts.device_check.plan import Plan
+from scripts.device_check.steps import STEPS, attempt
 
+HARDWARE_SECONDS = 120
 HARDWARE = """
 import platform, torch, accelz
 kind = accelz.use({0!r}).device.type
 name = getattr(torch.get_device_module(kind), "get_device_name", platform.processor)
 print(name() or platform.machine())
 """
+DEFAULTS = {"ACCELZ_CUDA_SHARED_DEVICE": "1", "NCCL_DEBUG": "WARN"}
+"""Ranks share the one GPU there is, and what goes wrong between them is in the log."""
+PYTEST = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+"""No plugins but those that a step names: what others do to a run is not the device's business."""
 
 
-def main() -> int:
-    options = _arguments().parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _arguments().parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="device-check-") as site:
-        environment = tree.assemble(Path(site), options.wheels)
-        environment["ACCELZ_CUDA_SHARED_DEVICE"] = "1"  # ranks share the one GPU there is
-        plan = Plan(options.device, options.out, environment, options.quick, options.ranks)
-        about = report.context(options.device, _hardware(plan))
-        outcomes: list[Outcome] = []
-        for name in options.steps.split(","):
-            outcomes.append(attempt(name, plan))
-            _show(outcomes[-1])
-            (options.out / "device-check.json").write_text(report.as_json(about, outcomes))
-            (options.out / "device-check.md").write_text(report.as_markdown(about, outcomes))
+    try:
+        if options.join:
+            about, outcomes = report.join(options.join)
+            report.write(options.out, about, outcomes)
+        else:
+            outcomes = _run(options, time.monotonic() + options.limit)
+    except (tree.WheelError, report.JoinError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0 if all(o.ok and not o.misses for o in outcomes) else 1
 
 
+def _run(options: argparse.Namespace, deadline: float) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="device-check-") as folder:
+        site, scratch = Path(folder, "site"), Path(folder, "scratch")
+        scratch.mkdir()
+        environment = {**DEFAULTS, **tree.assemble(site, options.wheels), **PYTEST}
+        library = native.provide(
+            site / tree.NATIVE, tree.ROOT / tree.NATIVE, scratch / "build", options.native
+        )
+        plan = Plan(
+            options.device,
+            options.out,
+            scratch,
+            environment,
+            options.quick,
+            options.ranks,
+            tuple(options.tests),
+            options.k,
+            deadline,
+        )
+        about = report.context(options.device, _hardware(plan), library)
+        for name in options.steps:
+            outcomes.append(attempt(name, plan))
+            _show(outcomes[-1])
+            report.write(options.out, about, outcomes)
+            if name == "shared" and not outcomes[-1].ok and plan.ranks > 1:
+                print(f"{'':<12} ranks cannot share the device: the rest runs at one rank", flush=True)
+                plan = replace(plan, ranks=1)
+    return outcomes
+
+
 def _arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="scripts/device-check", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="scripts/device-check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("device", nargs="?", default="cuda", help="the accelz backend (default: cuda)")
     parser.add_argument("--out", type=Path, default=Path("runs/device-check"), help="folder for the results")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what this Python lacks")
+    parser.add_argument(
+        "--native",
+        type=Path,
+        help="a built libaccelz_cpu.so, for state on the host (default: the one installed in this Python, or "
+        "built here; elsewhere: cmake -S accelz_cpu -B build && cmake --build build)",
+    )
     parser.add_argument("--quick", action="store_true", help="a small part of everything")
     parser.add_argument("--ranks", type=int, default=2, help="the most ranks that share the device (2)")
-    parser.add_argument("--steps", default=",".join(STEPS), help=f"some of {','.join(STEPS)}")
+    parser.add_argument("--steps", type=_steps, default=list(STEPS), help=f"some of {','.join(STEPS)}")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for everything")
+    parser.add_argument(
+        "--tests", nargs="+", default=[], help="for the step engine: files or folders of tests"
+    )
+    parser.add_argument("-k", default="", help="for the step engine: an expression for pytest's -k")
+    parser.add_argument(
+        "--join", type=Path, nargs="+", metavar="JSON", help="run nothing: make one result of several"
+    )
     return parser
+
+
+def _steps(names: str) -> list[str]:
+    chosen = names.split(",")
+    unknown = [name for name in chosen if name not in STEPS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; the steps are {', '.join(STEPS)}")
+    return chosen
 
 
 def _hardware(plan: Plan) -> str:
     """The device's own name; of the host where it has none."""
-    done = subprocess.run(
-        [sys.executable, "-c", HARDWARE.format(plan.device)],
-        env=plan.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = plan.run("hardware", HARDWARE_SECONDS, "-c", HARDWARE.format(plan.device))
+    except subprocess.TimeoutExpired:
+        return "hardware that does not answer"
     return done.stdout.strip().rpartition("\n")[2] or "unknown hardware"
 
 

@@ -4,37 +4,72 @@ from __future__ import annotations
 
 import json
 import platform
+import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-from scripts.device_check.steps import Outcome
+from scripts.device_check.outcome import Outcome
 
-LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "cuda-core", "cuda-bindings")
+LIBRARIES = (
+    "torch", "triton", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "cuda-core", "cuda-bindings",
+)  # fmt: skip
+NAME = "device-check"
 
 
-def context(device: str, hardware: str) -> dict[str, Any]:
-    """Where and when. hardware: the device's own name."""
+class JoinError(Exception):
+    """Results do not belong together; the message says why."""
+
+
+def context(device: str, hardware: str, host_library: str) -> dict[str, Any]:
+    """Where and when. hardware: the device's own name. host_library: where accelz_cpu's came from."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "backend": device,
         "hardware": hardware,
         "versions": {"python": platform.python_version(), **_versions()},
+        "host_library": host_library,
     }
 
 
-def as_json(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
-    return json.dumps({**about, "steps": [o.plain() for o in outcomes]}, indent=1) + "\n"
+def write(folder: Path, about: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
+    """Both files, as far as things are; a table that cannot be made costs no result."""
+    plain = {**about, "steps": [o.plain() for o in outcomes]}
+    (folder / f"{NAME}.json").write_text(json.dumps(plain, indent=1, default=str) + "\n")
+    try:
+        text = as_markdown(about, outcomes)
+    except Exception:
+        text = f"# Device check\n\nThe tables could not be made; `{NAME}.json` has all results.\n\n"
+        text += f"```\n{traceback.format_exc()}```\n"
+    (folder / f"{NAME}.md").write_text(text)
+
+
+def join(files: Sequence[Path]) -> tuple[dict[str, Any], list[Outcome]]:
+    """What several runs on one kind of machine found; of a step in two of them, the later file's.
+
+    Raises JoinError where device or versions differ.
+    """
+    runs = [json.loads(file.read_text()) for file in files]
+    outcomes: dict[str, Outcome] = {}
+    for file, run in zip(files, runs, strict=True):
+        for key in ("backend", "hardware", "versions"):
+            if run[key] != runs[0][key]:
+                raise JoinError(f"{file} and {files[0]} differ in {key}: {run[key]} and {runs[0][key]}")
+        outcomes |= {step["name"]: Outcome(**step) for step in run["steps"]}
+    about = {key: value for key, value in runs[-1].items() if key != "steps"}
+    return about, list(outcomes.values())
 
 
 def as_markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     lines = [f"# Device check: {about['backend']} on {about['hardware']}", "", f"{about['date']}; {versions}"]
+    lines += ["", f"Library of the host's kernels: {about['host_library']}"]
     lines += ["", "| step | result | | seconds |", "| --- | --- | --- | ---: |"]
     for o in outcomes:
         state = "failed" if not o.ok else f"{len(o.misses)} below target" if o.misses else "ok"
-        lines.append(f"| {o.name} | {state} | {o.summary} | {o.seconds} |")
+        lines.append(f"| {o.name} | {state} | {_in_cell(o.summary)} | {o.seconds} |")
     for o in outcomes:
         lines += _details(o)
     return "\n".join(lines) + "\n"
@@ -42,16 +77,17 @@ def as_markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
 
 def _details(outcome: Outcome) -> list[str]:
     lines = [f"- {miss}" for miss in outcome.misses]
-    if outcome.name == "bandwidth" and outcome.detail:
-        lines += _table(
-            outcome.detail, ("kernel", "dtypes", "origin", "bytes_per_second", "of_copy", "launch")
-        )
-    if outcome.name in ("step", "offload") and outcome.detail:
+    detail = outcome.detail or {}
+    if isinstance(detail, list):
+        lines += _table(detail, ("kernel", "dtypes", "origin", "bytes_per_second", "of_copy", "launch"))
+    elif "traceback" in detail:
+        lines += ["```", detail["traceback"], "```"]
+    elif "rows" in detail:
         ratio = "to_plain" if outcome.name == "step" else "to_fsdp2-host"
         keys = ("peer", "median", ratio, "rank_bytes", "last_loss", "loss_error")
-        lines += _table(outcome.detail["rows"], keys)
-    if outcome.name in ("conformance", "engine") and outcome.detail:
-        lines += [_failure(f) for f in outcome.detail["failures"]]
+        lines += [f"Launches: {detail['settings']['launches']}.", *_table(detail["rows"], keys)]
+    elif "failures" in detail:
+        lines += [_failure(f) for f in detail["failures"]]
     return ["", f"## {outcome.name}", "", *lines] if lines else []
 
 
@@ -61,14 +97,18 @@ def _table(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else _in_cell(str(value))
 
 
-def _failure(failure: dict[str, Any]) -> str:
-    lines = [
-        line.strip() for line in (failure.get("message") or failure["text"]).splitlines() if line.strip()
-    ]
-    said = lines[0 if failure.get("message") else -1] if lines else ""
+def _in_cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _failure(failure: dict[str, str]) -> str:
+    """The line that says what is wrong: the last of an error, the first of the kit's message."""
+    lines = [line.strip() for line in failure["text"].splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("E ")]
+    said = errors[0] if errors else lines[0] if lines else ""
     return f"- `{failure['test']}`: {said[:300]}"
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 import time
-import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, dataclass, field
+import traceback
 from pathlib import Path
 from typing import Any
 
+from scripts.device_check import progress
+from scripts.device_check.outcome import Outcome
+from scripts.device_check.plan import LOG, Plan
+
+LONGEST = 560.0
+"""Seconds: the limit of a step that may take minutes."""
 OF_COPY = 0.90
 """Target: a streaming kernel's bandwidth, of a device copy's."""
 TO_PLAIN = 1.02
@@ -18,98 +23,74 @@ TO_PLAIN = 1.02
 TO_FSDP2 = 1.0
 """Target: the engine's step with as much on the host as FSDP2 has there, in FSDP2's."""
 
+OWN_KERNELS = {
+    "cuda": ("adamw", "norm_and_nonfinite", "scale_cast", "accumulate", "quantise", "dequantise"),
+}
+"""By backend: the operations that it has kernels for, which the references must not serve there."""
+KERNEL_TESTS = {"cuda": "tests/backends/test_cuda_device.py"}
+"""By backend: tests of its kernels that need the device."""
+ENGINE_TESTS = ("tests/zero",)
+WITHOUT_A_DEVICE = (
+    "tests/zero/consolidate",
+    "tests/zero/checkpoint/test_crashes.py",
+    "tests/zero/checkpoint/test_damage.py",
+    "tests/zero/checkpoint/test_kills.py",
+)
+"""Minutes of tests of files, the same on any device."""
+HOST_OPTIMIZER = "accelz_cpu.native_kernels.NativeKernels"
+
 FULL_STEP = "--size huge --length 2048 --batch 2 --rounds 7 --peers plain,fsdp2,zero3,zero2"
-HOST_PEERS = "fsdp2-host,zero3-host,zero3-host-overlap,zero3-host-params"
-FULL_HOST_STEP = f"--size huge --length 2048 --batch 2 --rounds 3 --steps 2 --peers {HOST_PEERS}"
-QUICK_HOST_STEP = f"--size tiny --length 16 --batch 1 --rounds 1 --no-memory --peers {HOST_PEERS}"
-QUICK_STEP = "--size tiny --length 16 --batch 1 --rounds 1 --peers plain,zero3 --no-memory"
-
-
-@dataclass
-class Outcome:
-    """How a step ended. ok: nothing failed. misses: targets that were not met. detail: its own result."""
-
-    name: str
-    ok: bool
-    summary: str
-    seconds: float = 0.0
-    misses: list[str] = field(default_factory=list)
-    detail: Any = None
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """quick: a small part of everything, to see that it runs. ranks: the most that share the device."""
-
-    device: str
-    out: Path
-    environment: dict[str, str]
-    quick: bool
-    ranks: int
-
-    def run(self, name: str, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """`python ARGUMENTS`, its output in out/NAME.log. Raises TimeoutExpired after `limit` seconds."""
-        with (self.out / f"{name}.log").open("w") as log:
-            return subprocess.run(
-                [sys.executable, *arguments],
-                env=self.environment,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                timeout=limit,
-                check=False,
-                text=True,
-            )
+FULL_HOST_STEP = (
+    "--size huge --length 2048 --batch 2 --rounds 3 --steps 2 "
+    "--peers fsdp2-host,zero3-host,zero3-host-overlap,zero3-host-params"
+)
+QUICK_STEP = "--size tiny --length 16 --batch 1 --rounds 1 --no-memory --peers plain,zero3"
+QUICK_HOST_STEP = (
+    "--size tiny --length 16 --batch 1 --rounds 1 --no-memory --peers fsdp2-host,zero3-host-params"
+)
 
 
 def info(plan: Plan) -> Outcome:
-    """What the device is, and who implements what."""
-    done = plan.run("info", 120, "-m", "accelz.cli", "info", plan.device, "--json")
-    facts = _json(done.stdout)
+    """What the device is, and who implements what; also on the host, where state may live."""
+    facts = _facts(plan, plan.device)
     if facts is None:
-        return Outcome("info", False, f"accelz info {plan.device} failed; see info.log")
-    return Outcome("info", True, f"{facts['device_count']} device(s), torch {facts['torch']}", detail=facts)
+        return Outcome("info", False, f"accelz info {plan.device} failed; see {LOG}")
+    references = [
+        name for name in OWN_KERNELS.get(plan.device, ()) if facts["kernels"][name] == "torch reference"
+    ]
+    facts["host_optimizer"] = facts["kernels"]["adamw"] if plan.device == "cpu" else _host_optimizer(plan)
+    wrong = [f"torch references serve instead of kernels: {', '.join(references)}"] if references else []
+    wrong += _what_is_wrong_with(facts["host_optimizer"])
+    said = f"{facts['device_count']} device(s), torch {facts['torch']}"
+    return Outcome("info", not wrong, "; ".join([said, *wrong]), detail=facts)
+
+
+def shared(plan: Plan) -> Outcome:
+    """Whether ranks can share the device, collectives included."""
+    return _kit(plan, "shared", 120, "share_a_device")
 
 
 def conformance(plan: Plan) -> Outcome:
     """The kit: what the backend declares, proved."""
-    only = ["-k", "rng or norm or peak"] if plan.quick else []
-    done = plan.run("conformance", 300, "-m", "accelz.cli", "check", plan.device, "--json", *only)
-    summary = _json(done.stdout)
-    if summary is None:
-        return Outcome("conformance", False, "the kit did not run; see conformance.log")
-    counts = ", ".join(f"{summary[k]} {k}" for k in ("passed", "failed", "skipped"))
-    return Outcome("conformance", summary["ok"], counts, detail=summary)
+    return _kit(plan, "conformance", 300, "rng or norm or peak" if plan.quick else "")
 
 
-def engine(plan: Plan) -> Outcome:
-    """zero's own tests on the device: one rank, and several that share it."""
-    report = plan.out / "engine.xml"
-    command = ["-m", "pytest", "tests/zero", "--device", plan.device, "--max-ranks", str(plan.ranks)]
-    command += ["--junitxml", str(report), "-p", "no:cacheprovider"]
-    command += ["-k", "test_units or clip"] if plan.quick else []
-    done = plan.run("engine", 420, *command)
-    (plan.out / "engine.txt").write_text(done.stdout)
-    if not report.exists():
-        return Outcome("engine", False, "pytest wrote no report; see engine.txt")
-    counts, failures = _junit(report)
-    report.unlink()
-    text = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-    return Outcome("engine", done.returncode == 0, text, detail={"counts": counts, "failures": failures})
+def kernels(plan: Plan) -> Outcome:
+    """The backend's kernels against float64, and what only a device shows of them."""
+    if plan.device not in KERNEL_TESTS:
+        return Outcome("kernels", True, f"{plan.device} has no tests of its own besides the kit")
+    return _pytest(plan, "kernels", 300, [KERNEL_TESTS[plan.device]])
 
 
 def bandwidth(plan: Plan) -> Outcome:
     """Every kernel against a copy on the device."""
-    size = 1 << 16 if plan.quick else 1 << 27
-    target = plan.out / "bandwidth.json"
+    size = 1 << 16 if plan.quick else 1 << 28
+    target = plan.scratch / "bandwidth.json"
     arguments = ["--device", plan.device, "--elements", str(size), "--rounds", "3" if plan.quick else "15"]
-    done = plan.run("bandwidth", 180, "-m", "benchmarks", "bandwidth", *arguments, "--json", str(target))
+    done = plan.run("bandwidth", 240, "-m", "benchmarks", "bandwidth", *arguments, "--json", str(target))
     if done.returncode or not target.exists():
-        return Outcome("bandwidth", False, "failed; see bandwidth.log")
+        return Outcome("bandwidth", False, f"failed; see {LOG}")
     rows = json.loads(target.read_text())["results"][0]["rows"]
-    target.unlink()
     misses = [
         f"{r['kernel']} {r['dtypes']}: {r['of_copy']:.2f} of a copy's bandwidth, target {OF_COPY}"
         for r in rows
@@ -122,7 +103,18 @@ def bandwidth(plan: Plan) -> Outcome:
 
 def step(plan: Plan) -> Outcome:
     """A training step at one rank beside plain PyTorch and FSDP2, in equal precision."""
-    return _compare(plan, "step", QUICK_STEP if plan.quick else FULL_STEP, "to_plain", TO_PLAIN)
+    return _compare(plan, "step", QUICK_STEP if plan.quick else FULL_STEP, "to_plain", TO_PLAIN, "zero")
+
+
+def engine(plan: Plan) -> Outcome:
+    """zero's own tests on the device: one rank, and several that share it."""
+    paths = list(plan.tests or ENGINE_TESTS)
+    options = ["--device", plan.device, "--max-ranks", str(plan.ranks)]
+    options += [] if plan.tests else [f"--ignore={path}" for path in WITHOUT_A_DEVICE]
+    only = plan.only or ("test_units or clip" if plan.quick else "")
+    outcome = _pytest(plan, "engine", LONGEST, paths, *options, *(["-k", only] if only else []))
+    outcome.summary += f"; up to {plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
+    return outcome
 
 
 def offload(plan: Plan) -> Outcome:
@@ -130,19 +122,91 @@ def offload(plan: Plan) -> Outcome:
 
     The target is for what keeps as much there; FSDP2 cannot keep less.
     """
-    options = QUICK_HOST_STEP if plan.quick else FULL_HOST_STEP
-    return _compare(plan, "offload", options, "to_fsdp2-host", TO_FSDP2, only="zero3-host-params")
+    threads = max(1, (os.cpu_count() or 1) // 2)
+    options = f"--threads {threads} {QUICK_HOST_STEP if plan.quick else FULL_HOST_STEP}"
+    wrong = _what_is_wrong_with(_host_optimizer(plan))
+    outcome = _compare(plan, "offload", options, "to_fsdp2-host", TO_FSDP2, "zero3-host-params")
+    outcome.ok = outcome.ok and not wrong
+    outcome.summary = "; ".join([*wrong, outcome.summary])
+    return outcome
 
 
-def _compare(plan: Plan, name: str, options: str, ratio: str, target: float, only: str = "zero") -> Outcome:
+STEPS = {f.__name__: f for f in (info, shared, conformance, kernels, bandwidth, step, engine, offload)}
+"""In the order in which they are worth most where time runs out."""
+
+
+def attempt(name: str, plan: Plan) -> Outcome:
+    """Run a step; one that takes too long, or in which this program itself fails, has failed."""
+    started = time.monotonic()
+    try:
+        if started >= plan.deadline:
+            return Outcome(name, False, "not run: no time was left")
+        outcome = STEPS[name](plan)
+    except subprocess.TimeoutExpired as error:
+        outcome = Outcome(name, False, f"stopped after {error.timeout:.0f} s; see {LOG}")
+    except Exception as error:
+        said = f"device-check failed: {type(error).__name__}: {error}"
+        outcome = Outcome(name, False, said, detail={"traceback": traceback.format_exc()})
+    outcome.seconds = round(time.monotonic() - started, 1)
+    return outcome
+
+
+def _kit(plan: Plan, name: str, limit: float, only: str) -> Outcome:
+    """The conformance kit, or the tests of it that `only` picks."""
+    report = plan.scratch / f"{name}.jsonl"
+    options = [
+        "-c",
+        os.devnull,
+        "--no-summary",
+        "--accelz-device",
+        plan.device,
+        "--accelz-report",
+        str(report),
+    ]
+    options += ["-k", only] if only else []
+    return _run_tests(plan, name, limit, report, *options, "--pyargs", "accelz.conformance")
+
+
+def _pytest(plan: Plan, name: str, limit: float, paths: list[str], *options: str) -> Outcome:
+    """Tests of the working tree."""
+    log = plan.scratch / f"{name}.jsonl"
+    plugin = ["-p", "scripts.device_check.progress", "--test-log", str(log)]
+    return _run_tests(plan, name, limit, log, *plugin, *options, *paths)
+
+
+def _run_tests(plan: Plan, name: str, limit: float, log: Path, *arguments: str) -> Outcome:
+    """pytest with no plugins but what is named here, and all that it wrote to `log` until it ended.
+
+    A test that hangs is interrupted, and before that all its threads are in the log.
+    """
+    plugins = ["-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "accelz.conformance.plugin"]
+    limits = ["--timeout=120", "--timeout-method=signal", "-o", "faulthandler_timeout=90"]
+    stopped, code = "", 0
+    try:
+        code = plan.run(
+            name, limit, "-m", "pytest", *plugins, *limits, "-v", "--tb=short", *arguments
+        ).returncode
+    except subprocess.TimeoutExpired as error:
+        stopped = f"stopped after {error.timeout:.0f} s"
+    found = progress.read(log)
+    if not stopped and not any(found.counts.values()):
+        return Outcome(name, False, f"no test ran; see {LOG}")
+    ended = stopped or (f"pytest ended with {code}" if code not in (0, 1) else "")
+    inside = f" in {found.unfinished}" if ended and found.unfinished else ""
+    detail: dict[str, Any] = {"counts": found.counts, "failures": found.failures}
+    detail |= {"ended": ended + inside, "capabilities": (found.summary or {}).get("capabilities", [])}
+    ok = not ended and code == 0 and found.counts["passed"] > 0
+    return Outcome(name, ok, "; ".join(filter(None, (found.said(), ended + inside))), detail=detail)
+
+
+def _compare(plan: Plan, name: str, options: str, ratio: str, target: float, only: str) -> Outcome:
     """Training steps of several peers. target: of `ratio`, for peers whose names begin with `only`."""
-    report = plan.out / f"{name}.json"
+    report = plan.scratch / f"{name}.json"
     arguments = ["--device", plan.device, "--ranks", "1", "--json", str(report), *options.split()]
-    done = plan.run(name, 300, "-m", "benchmarks", "step", *arguments)
+    done = plan.run(name, LONGEST, "-m", "benchmarks", "step", *arguments)
     if done.returncode or not report.exists():
-        return Outcome(name, False, f"failed; see {name}.log")
+        return Outcome(name, False, f"failed; see {LOG}")
     result = json.loads(report.read_text())["results"][0]
-    report.unlink()
     misses = [
         f"{row['peer']}: {ratio} = {row[ratio]:.3f}, target {target}"
         for row in result["rows"]
@@ -152,40 +216,25 @@ def _compare(plan: Plan, name: str, options: str, ratio: str, target: float, onl
     return Outcome(name, True, text, misses=misses, detail=result)
 
 
-STEPS = {f.__name__: f for f in (info, conformance, bandwidth, step, engine, offload)}
-"""In the order in which they are worth most where time runs out."""
+def _host_optimizer(plan: Plan) -> str:
+    """Who steps state on the host, or ""."""
+    facts = _facts(plan, "cpu")
+    return facts["kernels"]["adamw"] if facts else ""
 
 
-def attempt(name: str, plan: Plan) -> Outcome:
-    """Run a step; one that takes too long has failed."""
-    started = time.monotonic()
+def _what_is_wrong_with(host_optimizer: str) -> list[str]:
+    if host_optimizer == HOST_OPTIMIZER:
+        return []
+    return [
+        f"state on the host is stepped by {host_optimizer or 'nobody'}, not by the native library: pass one "
+        "with --native FILE, or have CMake and a C++ compiler on this machine"
+    ]
+
+
+def _facts(plan: Plan, device: str) -> dict[str, Any] | None:
+    done = plan.run("info", 120, "-m", "accelz.cli", "info", device, "--json")
     try:
-        outcome = STEPS[name](plan)
-    except subprocess.TimeoutExpired as error:
-        outcome = Outcome(name, False, f"stopped after {error.timeout:.0f} s")
-    outcome.seconds = round(time.monotonic() - started, 1)
-    return outcome
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
+        facts: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         return None
-
-
-def _junit(report: Path) -> tuple[dict[str, int], list[dict[str, str]]]:
-    """Counts by outcome, and the failures with the end of their text."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    failures = []
-    for case in ElementTree.parse(report).iter("testcase"):
-        bad = next((c for c in case if c.tag in ("failure", "error")), None)
-        if bad is not None:
-            counts["failed"] += 1
-            name = f"{case.get('classname')}::{case.get('name')}"
-            failures.append({"test": name, "text": (bad.text or "")[-1500:]})
-        elif case.find("skipped") is not None:
-            counts["skipped"] += 1
-        else:
-            counts["passed"] += 1
-    return counts, failures
+    return facts

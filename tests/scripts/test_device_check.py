@@ -3,68 +3,244 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.device_check import tree
-from scripts.device_check.steps import STEPS, Outcome, Plan, attempt
+import pytest
+from scripts.device_check import native, report, tree
+from scripts.device_check.__main__ import PYTEST
+from scripts.device_check.outcome import Outcome
+from scripts.device_check.plan import LOG, Plan
+from scripts.device_check.steps import OWN_KERNELS, STEPS, attempt
 
 ROOT = Path(__file__).resolve().parents[2]
+CALLS = ("info,shared,conformance,kernels,bandwidth", "step,engine,offload")
+"""What is run side by side; each part as it would be in a call of its own."""
+HANGS = """
+import time
+def test_passes(): pass
+def test_fails(): assert "this" == "that"
+def test_hangs(): time.sleep(60)
+"""
+OPTIONS = """
+def pytest_addoption(parser):
+    parser.addoption("--device")
+    parser.addoption("--max-ranks")
+"""
 
 
-def device_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "scripts.device_check", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def device_check(*arguments: str) -> tuple[int, str]:
+    process = start(*arguments)
+    said, _ = process.communicate(timeout=400)
+    return process.returncode, said
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """Of this interpreter's own packages, on the CPU."""
+    (tmp_path / "scratch").mkdir()
+    return Plan("cpu", tmp_path, tmp_path / "scratch", {**os.environ, **PYTEST}, quick=True, ranks=1)
+
+
+@pytest.fixture
+def in_a_step(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> Callable[[Callable[[Plan], Outcome]], Outcome]:
+    """The outcome of a step of one's own."""
+
+    def run(step: Callable[[Plan], Outcome]) -> Outcome:
+        monkeypatch.setitem(STEPS, "mine", step)
+        return attempt("mine", plan)
+
+    return run
 
 
 def test_every_step_runs_and_is_written_down(tmp_path: Path) -> None:
-    done = device_check("cpu", "--quick", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    result: dict[str, Any] = json.loads((tmp_path / "device-check.json").read_text())
+    outs = [tmp_path / str(number) for number in range(len(CALLS))]
+    running = [
+        start("cpu", "--quick", "--steps", steps, "--out", str(out))
+        for steps, out in zip(CALLS, outs, strict=True)
+    ]
+    said = [process.communicate(timeout=400)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    for out in outs:
+        assert sorted(p.name for p in out.iterdir()) == ["device-check.json", LOG, "device-check.md"]
+    whole = tmp_path / "whole"
+    assert device_check("--join", *(str(o / "device-check.json") for o in outs), "--out", str(whole))[0] == 0
+
+    result: dict[str, Any] = json.loads((whole / "device-check.json").read_text())
     steps = {step["name"]: step for step in result["steps"]}
     assert set(steps) == set(STEPS)
     assert all(step["ok"] for step in steps.values())
     assert steps["engine"]["detail"]["counts"]["passed"] > 10
     assert {"adamw", "quantise", "copy"} <= {row["kernel"] for row in steps["bandwidth"]["detail"]}
     assert {"plain", "zero3"} <= {row["peer"] for row in steps["step"]["detail"]["rows"]}
-    assert {"fsdp2-host", "zero3-host"} <= {row["peer"] for row in steps["offload"]["detail"]["rows"]}
+    assert "zero3-host-params" in {row["peer"] for row in steps["offload"]["detail"]["rows"]}
+    assert any(row["name"] == "shared_device" for row in steps["shared"]["detail"]["capabilities"])
     assert result["versions"]["torch"]
-    table = (tmp_path / "device-check.md").read_text()
+    table = (whole / "device-check.md").read_text()
     assert all(f"| {name} | ok |" in table for name in STEPS)
 
 
 def test_a_device_that_is_not_there_fails(tmp_path: Path) -> None:
-    done = device_check("nosuch", "--steps", "info,conformance", "--out", str(tmp_path))
-    assert done.returncode == 1
-    assert done.stdout.count("FAILED") == 2
-    assert "nosuch" in (tmp_path / "info.log").read_text()
+    code, said = device_check("nosuch", "--steps", "info,shared", "--out", str(tmp_path))
+    assert code == 1
+    assert said.count("FAILED") == 2
+    assert "the rest runs at one rank" in said
+    assert "nosuch" in (tmp_path / LOG).read_text()
 
 
-def test_a_step_that_hangs_has_failed(tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_takes_too_long_is_killed_with_all_that_it_started(in_a_step: Any, tmp_path: Path) -> None:
+    """A rank that a rank started would hold the device for the next step, and its time."""
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], sys.argv[2]])"
+    grandchild = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+
     def hangs(plan: Plan) -> Outcome:
-        plan.run("hangs", 0.2, "-c", "import time; time.sleep(60)")
+        plan.run("hangs", 3.0, "-c", program, grandchild, str(tmp_path / "pid"))
         raise AssertionError
 
-    monkeypatch.setitem(STEPS, "hangs", hangs)
-    outcome = attempt("hangs", Plan("cpu", tmp_path, {}, quick=True, ranks=1))
-    assert (outcome.ok, outcome.summary) == (False, "stopped after 0 s")
+    outcome = in_a_step(hangs)
+    assert (outcome.ok, outcome.summary) == (False, f"stopped after 3 s; see {LOG}")
+    deadline = time.monotonic() + 5
+    while _lives(int((tmp_path / "pid").read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(int((tmp_path / "pid").read_text()))
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_a_run_of_tests_that_is_stopped_has_said_what_it_did(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(HANGS)
+    (tmp_path / "conftest.py").write_text(OPTIONS)
+    (tmp_path / "pytest.ini").touch()
+    deadline = time.monotonic() + 6
+    outcome = attempt("engine", replace(plan, tests=(str(tmp_path),), only="test", deadline=deadline))
+    assert not outcome.ok
+    assert outcome.detail["counts"] == {"passed": 1, "failed": 1, "skipped": 0}
+    assert "stopped after 6 s in test_some.py::test_hangs" in outcome.summary
+    table = report.as_markdown(about("any"), [outcome])
+    assert "test_fails`: E   AssertionError: assert 'this' == 'that'" in table
+
+
+def test_when_no_time_is_left_nothing_more_is_begun(plan: Plan) -> None:
+    outcome = attempt("bandwidth", replace(plan, deadline=time.monotonic()))
+    assert (outcome.ok, outcome.summary) == (False, "not run: no time was left")
+
+
+def test_a_mistake_of_ours_costs_one_step(in_a_step: Any, tmp_path: Path) -> None:
+    def odd(plan: Plan) -> Outcome:
+        raise KeyError("of_copy")
+
+    outcome = in_a_step(odd)
+    assert not outcome.ok
+    assert "KeyError" in outcome.detail["traceback"]
+    unprintable = Outcome("step", True, "", detail={"rows": [{}]})
+    report.write(tmp_path, {"versions": {}}, [outcome, unprintable])
+    assert len(json.loads((tmp_path / "device-check.json").read_text())["steps"]) == 2
+    assert "tables could not be made" in (tmp_path / "device-check.md").read_text()
+
+
+@pytest.mark.parametrize("lost", ["norm_and_nonfinite", None])
+def test_kernels_that_do_not_run_are_told(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, lost: str | None
+) -> None:
+    """So is an optimizer on the host without its library."""
+    served = {name: "torch reference" if name == lost else "CudaKernels" for name in OWN_KERNELS["cuda"]}
+
+    def answer(self: Plan, name: str, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+        on_host = {"adamw": "torch reference"}
+        facts = {"kernels": served if "cuda" in arguments else on_host, "device_count": 1, "torch": "2.11"}
+        return subprocess.CompletedProcess([], 0, json.dumps(facts))
+
+    monkeypatch.setattr(Plan, "run", answer)
+    outcome = attempt("info", replace(plan, device="cuda"))
+    assert not outcome.ok
+    assert ("serve instead of kernels: norm_and_nonfinite" in outcome.summary) is (lost is not None)
+    assert "stepped by torch reference, not by the native library: pass one with --native" in outcome.summary
+
+
+def about(hardware: str) -> dict[str, Any]:
+    return {"backend": "cuda", "hardware": hardware, "versions": {}, "host_library": "", "date": ""}
+
+
+def test_results_of_different_machines_are_not_joined(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        report.write(tmp_path / name, about(name), [])
+    files = [str(tmp_path / name / "device-check.json") for name in ("one", "other")]
+    code, said = device_check("--join", *files, "--out", str(tmp_path))
+    assert code == 2
+    assert "differ in hardware: other and one" in said
+
+
+def test_an_unknown_step_is_refused() -> None:
+    code, said = device_check("cpu", "--steps", "info,nosuch")
+    assert code == 2
+    assert "unknown: nosuch; the steps are info, shared" in said
+
+
+def wheel(folder: Path, name: str, content: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", content)
+    return folder
 
 
 def test_the_tree_is_importable_without_an_installation(tmp_path: Path) -> None:
-    """An interpreter that has none of our packages finds them, and what a wheel brings."""
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as archive:
-        archive.writestr("carried.py", "VALUE = 7\n")
-    environment = tree.assemble(tmp_path / "site", wheels)
+    """An interpreter that has none of our packages finds them, what a wheel brings, the native library."""
+    environment = tree.assemble(tmp_path / "site", wheel(tmp_path / "wheels", "carried", "VALUE = 7\n"))
+    library = tmp_path / "built.so"
+    library.touch()
+    package = tmp_path / "site" / tree.NATIVE
+    assert native.provide(package, ROOT / tree.NATIVE, tmp_path / "build", library) == str(library)
     script = (
-        "import carried, importlib.metadata as m\n"
-        "print(carried.VALUE, sorted(e.name for e in m.entry_points(group='accelz.backends')))"
+        "import carried, accelz_cpu, importlib.metadata as m\n"
+        "print(carried.VALUE, sorted(e.name for e in m.entry_points(group='accelz.backends')))\n"
+        "print(accelz_cpu.__path__)"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-c", script], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("7 ['cpu'")
+    assert str([str(package)]) in done.stdout
+    assert (package / native.LIBRARY).exists()
+
+
+def test_a_wheel_of_our_own_is_refused(tmp_path: Path) -> None:
+    wheels = wheel(tmp_path / "wheels", "accelz_zero", "")
+    with pytest.raises(tree.WheelError, match=r"accelz_zero-1\.0.* is a package of the working tree"):
+        tree.assemble(tmp_path / "site", wheels)
+    wheels = wheel(tmp_path / "others", "Other", "")
+    for _ in range(2):
+        tree.assemble(tmp_path / "site", wheels)
+
+
+@pytest.mark.parametrize(
+    ("cmake", "reason"), [(None, "CMake is not on this machine"), ("/bin/false", "cmake -S failed")]
+)
+def test_why_there_is_no_native_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cmake: str | None, reason: str
+) -> None:
+    monkeypatch.setattr(native, "_installed", lambda: None)
+    monkeypatch.setattr("shutil.which", lambda name: cmake)
+    (tmp_path / "cmake").symlink_to("/bin/false")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert reason in native.provide(tmp_path, ROOT / tree.NATIVE, tmp_path / "build", None)
+    assert not (tmp_path / native.LIBRARY).exists()

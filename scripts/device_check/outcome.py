@@ -1,0 +1,21 @@
+"""How a step ended."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Outcome:
+    """ok: nothing failed. misses: targets that were not met. detail: the step's own result."""
+
+    name: str
+    ok: bool
+    summary: str
+    seconds: float = 0.0
+    misses: list[str] = field(default_factory=list)
+    detail: Any = None
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)

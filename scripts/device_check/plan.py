@@ -1,0 +1,61 @@
+"""What is to be run, and how a step's process is: in a session of its own, with a time limit."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LOG = "device-check.log"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """out: the folder of the results. scratch: one for files that nobody keeps. quick: a small part of
+    everything, to see that it runs. ranks: the most that share the device. tests, only: which of the engine's
+    tests, as pytest takes them. deadline: of everything, by time.monotonic()."""
+
+    device: str
+    out: Path
+    scratch: Path
+    environment: dict[str, str]
+    quick: bool = False
+    ranks: int = 2
+    tests: tuple[str, ...] = ()
+    only: str = ""
+    deadline: float = math.inf
+
+    def run(self, name: str, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`python ARGUMENTS`; what it says goes to the log, and its output is returned too.
+
+        After `limit` seconds, or at the deadline, it and all that it started is killed, and TimeoutExpired
+        is raised.
+        """
+        limit = max(0.0, min(limit, self.deadline - time.monotonic()))
+        command = [sys.executable, *arguments]
+        output = self.scratch / f"{name}.out"
+        with (self.out / LOG).open("a") as log, output.open("w") as out:
+            print(f"\n==== {name}: python {' '.join(arguments)}", file=log, flush=True)
+            try:
+                code = _finish(subprocess.Popen(
+                    command, env=self.environment, stdout=out, stderr=log, start_new_session=True
+                ), limit)  # fmt: skip
+            finally:
+                log.write(output.read_text(errors="replace"))
+        return subprocess.CompletedProcess(command, code, output.read_text(errors="replace"))
+
+
+def _finish(process: subprocess.Popen[bytes], limit: float) -> int:
+    """Wait for a process; leave nothing of its session behind, whatever happens."""
+    try:
+        return process.wait(limit)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

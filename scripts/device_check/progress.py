@@ -1,0 +1,96 @@
+"""Tests in a file, line by line as they run, so that a run that is stopped has said what it did until then.
+
+A pytest plugin (`-p scripts.device_check.progress --test-log FILE`) and what reads the file. The conformance
+kit's own report has the same lines.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KEPT = 1500
+"""Characters of a failure's text, its end."""
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption(
+        "--test-log", type=Path, required=True, help="a JSON object for each test's start and end"
+    )
+
+
+def pytest_configure(config: Any) -> None:
+    config.pluginmanager.register(_Writer(config.getoption("test_log")))
+
+
+class _Writer:
+    """A test has one line when it starts; one when it ends, and another where it fails after that."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write(event="start", test=nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or not report.passed:
+            self._result(report)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self._result(report)
+
+    def _result(self, report: Any) -> None:
+        text = report.longreprtext if report.failed else ""
+        self._write(event="result", test=report.nodeid, outcome=report.outcome, detail=text[-KEPT:])
+
+    def _write(self, **event: str) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """counts: tests passed, failed, skipped. failures: of each, the test and its text. unfinished: the test
+    that was running at the end of the file, or "". summary: the kit's own, or None."""
+
+    counts: dict[str, int]
+    failures: list[dict[str, str]]
+    unfinished: str
+    summary: dict[str, Any] | None
+
+    def said(self) -> str:
+        return ", ".join(f"{n} {outcome}" for outcome, n in self.counts.items())
+
+
+def read(path: Path) -> Progress:
+    """What was written until now; nothing where there is no file."""
+    events = [_event(line) for line in path.read_text().splitlines()] if path.exists() else []
+    results: dict[str, dict[str, Any]] = {}
+    running, summary = "", None
+    for event in events:
+        if event["event"] == "start":
+            running = event["test"]
+        elif event["event"] == "result":
+            results[event["test"]] = event
+            running = "" if running == event["test"] else running
+        elif event["event"] == "summary":
+            summary = event
+    outcomes = [result["outcome"] for result in results.values()]
+    counts = {outcome: outcomes.count(outcome) for outcome in ("passed", "failed", "skipped")}
+    failures = [
+        {"test": test, "text": str(result.get("message") or result.get("detail") or "")[-KEPT:]}
+        for test, result in results.items()
+        if result["outcome"] == "failed"
+    ]
+    return Progress(counts, failures, running, summary)
+
+
+def _event(line: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(line)
+    except ValueError:  # the last line of a process that was killed
+        return {"event": "broken"}
+    return found
