@@ -11,6 +11,8 @@ from typing import Any, Literal, NoReturn
 import zero
 from lm_model import Shape
 
+REPORTED_STEP = 3  # of a run: the first that is like all later ones
+
 _OUT = Path("runs/lm")
 
 
@@ -73,6 +75,14 @@ class Settings:
             raise ValueError(
                 f"--batch {self.batch} cannot be shared by {world_size} ranks with --accumulate "
                 f"{self.accumulate}: use a multiple of {shares}"
+            )
+
+    def check_report(self, start: int) -> None:
+        """Raises ValueError where a run that begins after step `start` ends before the step to be drawn."""
+        if self.memory_report and self.last_step - start < REPORTED_STEP:
+            raise ValueError(
+                f"--memory-report draws step {REPORTED_STEP} of a run, and this one has "
+                f"{self.last_step - start}: more --steps, or no --memory-report"
             )
 
     @property

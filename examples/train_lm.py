@@ -13,6 +13,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,7 +28,7 @@ import zero
 from lm_data import load_corpus, shares, training_rows, validation_rows
 from lm_model import LanguageModel
 from lm_report import Report, mebibytes
-from lm_settings import Settings, parse
+from lm_settings import REPORTED_STEP, Settings, parse
 
 WARMUP = 20  # steps
 FINAL_RATE = 0.05  # of the peak learning rate
@@ -59,6 +61,7 @@ class Run:
         self.engine = zero.initialize(self.model, optimizer, config)  # [zero 1]
         self.ranks = Ranks()
         self.start = self.restore() if settings.resume else 0
+        settings.check_report(self.start)
         self.report = Report(settings.out, settings.steps, self.start, self.engine.rank == 0)
 
     def train(self) -> None:
@@ -67,8 +70,8 @@ class Run:
         self.say_hello()
         with self.report:
             for step in range(self.start + 1, stop + 1):
-                self.trace_memory(step)
-                self.train_step(step)
+                with self.traced(step):
+                    self.train_step(step)
                 if due(step, settings.eval_every, stop):
                     self.report.validation(step, self.validate())
                 if due(step, settings.save_every, stop):
@@ -100,12 +103,14 @@ class Run:
         speed = settings.batch * settings.shape.context / (time.perf_counter() - began)
         self.report.step(step, mean, rate, speed, self.ranks.memory())
 
-    def trace_memory(self, step: int) -> None:
-        """The third step is the first that is like all later ones."""
-        page, taken = self.settings.memory_report, step - self.start
-        if page and taken == 3:
+    @contextmanager
+    def traced(self, step: int) -> Iterator[None]:
+        """Around a step: --memory-report draws the device's memory in one of them."""
+        page = self.settings.memory_report if step - self.start == REPORTED_STEP else ""
+        if page:
             self.engine.trace_memory()
-        elif page and taken == 4 and self.engine.rank == 0:
+        yield
+        if page and self.engine.rank == 0:
             Path(page).write_text(self.engine.memory_report().to_html())
 
     def loss(self, rows: Tensor) -> Tensor:

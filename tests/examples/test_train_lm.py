@@ -147,6 +147,17 @@ def test_state_on_disk_gives_the_same_losses(straight: Outcome, tmp_path: Path) 
     assert "<svg" in page.read_text()
 
 
+def test_the_report_is_of_the_third_step_or_refused(tmp_path: Path) -> None:
+    page, short = tmp_path / "memory.html", {"ranks": 1, "sample_bytes": 0}
+    refused = train(tmp_path / "few", "--memory-report", str(page), steps=2, **short)
+    assert refused.status == 2
+    assert "--memory-report draws step 3 of a run, and this one has 2: more --steps" in refused.errors
+    assert not page.exists()
+    drawn = train(tmp_path / "enough", "--memory-report", str(page), steps=3, **short)
+    assert drawn.status == 0, drawn.errors
+    assert "<svg" in page.read_text()
+
+
 def test_the_weights_need_no_zero(straight: Outcome, example_modules: None) -> None:
     from lm_data import load_corpus, validation_rows
     from lm_model import LanguageModel, Shape
