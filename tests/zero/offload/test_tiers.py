@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.models import features
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import Run, adamw, same_bits, scaled_error, state_error, train_zero
 from zero.tiers.placement import Placement, Planner
@@ -132,6 +133,39 @@ def settings_body(context: Context, path: str) -> dict[str, tuple[bool, float]]:
 def test_tiers_with_every_setting(cluster: Clusters, tmp_path: Path, device: str, size: int) -> None:
     for found in cluster(size).run(settings_body, path=str(tmp_path), limit=120):
         check(found, device, 3e-2)
+
+
+def norms_body(context: Context, path: str) -> list[list[float]]:
+    """The norms of a model with enough groups that the order of a sum would show."""
+
+    def norms(offload: zero.Offload | None) -> list[float]:
+        torch.manual_seed(1)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = zero.initialize(model, optimizer, zero.Config(offload=offload, clip_norm=1e-3, timeout=20))
+        found = []
+        for step in range(8):
+            engine.backward(engine(features(step, context.rank, model, 8, 64)).square().mean())
+            engine.step()
+            found.append(float(engine.grad_norm))
+        return found
+
+    half = {"gradients": 0.5}
+    tiers = (
+        zero.Offload(gradients="disk", path=path),
+        zero.Offload(gradients="disk", path=path, fraction=half),
+        zero.Offload(gradients="host"),
+    )
+    return [norms(None), *(norms(offload) for offload in tiers)]
+
+
+def test_the_norm_does_not_depend_on_where_gradients_are(
+    cluster: Clusters, tmp_path: Path, device: str
+) -> None:
+    for plain, *others in cluster(2).run(norms_body, path=str(tmp_path)):
+        for found in others:
+            assert found == plain or device != "cpu"
+            assert scaled_error(found, plain) < 1e-5
 
 
 def optimizers_body(context: Context, path: str) -> dict[str, tuple[bool, float]]:

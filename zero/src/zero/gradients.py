@@ -155,22 +155,32 @@ class GradientReducer:
         return allocate(self._stores, "for the norm of the gradients", None, wanted, self._norm)
 
     def _norm(self) -> Tensor:
-        near: list[Values] = []
+        """On a device one call for what is there; on the host each slice by itself, from whatever tier: where
+        they lie does not change the norm."""
+        device = self._stores.accelerator.device
+        near: list[Tensor] = []
         far: list[Values] = []
         for gradients in self.all:
             if gradients.slice.present:
                 values = gradients.slice.get()
-                (near if _is_on(values, self._stores.accelerator.device) else far).append(values)
-        result = self._norm_of(near)
-        for values in far:  # one after another: what is on disk is not in memory all at once
-            result = result + self._norm_of([fetch(values, HOST)]).to(result.device)
-        return result
+                if device.type != HOST.type and isinstance(values, Tensor) and values.device == device:
+                    near.append(values)
+                else:
+                    far.append(values)
+        if not near:
+            return self._norm_on_host(far).to(device)
+        result = self._stores.kernels(device).norm_and_nonfinite(near)
+        return result + self._norm_on_host(far).to(device) if far else result
 
-    def _norm_of(self, values: Sequence[Values]) -> Tensor:
-        tensors = [v for v in values if isinstance(v, Tensor)]
-        if not tensors:
-            return torch.zeros(2, dtype=torch.float32, device=self._stores.accelerator.device)
-        return self._stores.kernels(tensors[0].device).norm_and_nonfinite(tensors)
+    def _norm_on_host(self, slices: Sequence[Values]) -> Tensor:
+        """One after another: what is on disk is not in memory all at once."""
+        kernels = self._stores.kernels(HOST)
+        total = torch.zeros(2, dtype=torch.float64)
+        for values in slices:
+            total += kernels.norm_and_nonfinite([fetch(values, HOST)])
+        result = total.float()
+        result[1] += ~torch.isfinite(result[0])  # squares that overflow count as infinite
+        return result
 
     def device_bytes(self) -> int:
         """Bytes of the device in use for whole buffers and slices."""
@@ -240,10 +250,6 @@ class GradientReducer:
         if self._communicator.group.size > 1:
             self._communicator.broadcast("gradient order", order, 0)
         self._order = [self.all[i] for i in order.tolist()]
-
-
-def _is_on(values: Values, device: torch.device) -> bool:
-    return isinstance(values, Tensor) and values.device == device
 
 
 def _flags(indices: Iterable[int], count: int) -> Tensor:
