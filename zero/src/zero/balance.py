@@ -3,7 +3,8 @@
 The margin rule (Fang et al., PatrickStar, 2021; ColossalAI's gpu_margin_mem_ratio): what a step needs beside
 optimizer state is measured with all of that on the host; records then move to the device as far as the
 highest point of the step leaves room for them and for their gradients. Ranks take the smallest number that
-any of them can hold. When a later step needs more than was measured, records move back.
+any of them can hold. When a later step needs more than was measured, records move back: after it, or in the
+middle of it, on the rank alone that has run out of memory, and behind the step the ranks are alike again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from zero.group_step import scratch_bytes
 from zero.memory_tracer import MemoryTracer
 from zero.offload import Tier
 from zero.optimizer import ShardedOptimizer
+from zero.second_try import SecondTry
 from zero.sizes import human
 from zero.tiers.stores import Stores
 from zero.tiers.trace import MemoryReport
@@ -32,6 +34,7 @@ class Balancer:
     """Moves records between host and device, between steps and when a step runs out of memory.
 
     predicted_peak: bytes of the device that steps need from now on, by calculation; 0 before the plan.
+    second_try: of operations that have found no room.
     """
 
     def __init__(
@@ -48,8 +51,11 @@ class Balancer:
         self._tracer = tracer
         self._optimizer = optimizer
         self._all = tuple(gradients)
-        self._near: list[GroupGradients] = []  # on the device
+        self._agreed: list[GroupGradients] = []  # to be on the device, by all ranks
+        self._near: list[GroupGradients] = []  # of these, the first ones, that are
         self._steps = 0
+        self._seen: MemoryReport | None = None
+        self.second_try = SecondTry(self._accelerator, self._relieve_all, lambda: bool(self._near))
         self._useful = stores.resolve("host") == "host"
         if self._useful:
             tracer.steps = WARM_UP
@@ -63,13 +69,14 @@ class Balancer:
         if self._steps > WARM_UP:
             self._follow_growth()
             return
-        assert self._tracer.report is not None
+        self._seen = self._tracer.report
+        assert self._seen is not None
         largest = sorted(self._all, key=lambda have: -have.group.layout.shard_numel)
         if self._steps < WARM_UP:
-            self._place(self._fitting(self._tracer.report, largest, probes=1))
+            self._place(self._fitting(self._seen, largest, probes=1))
         else:
-            near = self._fitting(self._tracer.report, largest, probes=len(largest))
-            self.predicted_peak = self._peak_with(self._tracer.report, near)
+            near = self._fitting(self._seen, largest, probes=len(largest))
+            self.predicted_peak = self._peak_with(self._seen, near)
             self._place(near)
         self._accelerator.memory.reset_peak()
 
@@ -82,6 +89,7 @@ class Balancer:
             self._move(have, "host")
         if freed:
             self._accelerator.memory.trim()
+            self._accelerator.memory.reset_peak()  # what follows tells how much may come back
             warnings.warn(
                 f"the device ran out of memory: {human(freed)} of optimizer state moved to the host, so that "
                 "what failed can be repeated. Steps need more than was measured at first",
@@ -89,6 +97,9 @@ class Balancer:
                 stacklevel=2,
             )
         return freed
+
+    def _relieve_all(self) -> int:
+        return self.relieve(self._accelerator.memory.stats().capacity)
 
     def _fitting(
         self, report: MemoryReport, candidates: Sequence[GroupGradients], probes: int
@@ -110,7 +121,7 @@ class Balancer:
         for have in near:
             if have not in self._near:
                 self._move(have, "device")
-        self._near = near
+        self._agreed, self._near = near, list(near)
 
     def _peak_with(self, report: MemoryReport, near: Sequence[GroupGradients]) -> int:
         """The highest point of the measured step, were the records and gradients of `near` on the device."""
@@ -131,18 +142,34 @@ class Balancer:
         return scratch_bytes(have.group.layout.shard_numel, self._accelerator.kernels.chunk)
 
     def _follow_growth(self) -> None:
-        stats = self._accelerator.memory.stats()
-        excess = stats.peak - usable(self._accelerator)
-        if not self._communicator.agree(excess > 0 and bool(self._near)):
-            return
-        going, freed = 0, 0
-        while going < len(self._near) and freed < excess:
-            going += 1
-            freed += self._record_bytes(self._near[-going])
-        for _ in range(min(max(self._communicator.share_all(going)), len(self._near))):
-            self._move(self._near.pop(), "host")
-        self.predicted_peak = stats.peak - freed
-        self._accelerator.memory.reset_peak()
+        """Place again what was agreed on, as far as every rank has room for it, where a step needed more."""
+        peak = self._peak()
+        relieved = len(self._near) < len(self._agreed)
+        if self._communicator.agree(relieved or (bool(self._near) and peak > usable(self._accelerator))):
+            fitting = min(self._communicator.share_all(self._fitting_above(peak)))
+            self.predicted_peak = self._above(peak, fitting)
+            self._place(self._agreed[:fitting])
+            self._accelerator.memory.reset_peak()
+
+    def _peak(self) -> int:
+        """The highest point since records last moved; of a traced step, the tracer has it."""
+        report, self._seen = self._seen, self._tracer.report
+        traced = self._seen.peak if self._seen is not None and self._seen is not report else 0
+        return max(traced, self._accelerator.memory.stats().peak)
+
+    def _fitting_above(self, peak: int) -> int:
+        """How many of the agreed records this rank has room for. peak: of a step with those near."""
+        limit = usable(self._accelerator)
+        fitting = (n for n in range(len(self._agreed), 0, -1) if self._above(peak, n) <= limit)
+        return next(fitting, 0)
+
+    def _above(self, peak: int, count: int) -> int:
+        """`peak`, were the first `count` of the agreed records on the device."""
+        here = len(self._near)
+        come = self._agreed[here:count]
+        scratch = 0 if self._near else max(map(self._scratch_bytes, come), default=0)
+        come_bytes = sum(self._record_bytes(have) + have.slice_bytes for have in come) + scratch
+        return peak + come_bytes - sum(map(self._record_bytes, self._near[count:]))
 
     def _move(self, have: GroupGradients, tier: Tier) -> None:
         self._optimizer.move(have.group, tier)

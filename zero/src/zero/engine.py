@@ -104,10 +104,10 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; the same as calling the model itself.
 
-        With offload="auto", where activations find no room and optimizer state can make some, it is repeated,
-        on one rank; on several, the OutOfMemoryError says that the step may be repeated.
+        With offload="auto", an operation that finds no room is repeated where optimizer state can make some.
+        A compiled model is repeated whole, on one rank; on several, the OutOfMemoryError says what to do.
         """
-        if self._balancer is None:
+        if self._balancer is None or self._passes.compiled is None:
             return self.module(*args, **kwargs)
         before = self.accelerator.rng.get_state()
         try:
@@ -455,6 +455,7 @@ class Engine:
 
 def _asking_to_repeat(what: str) -> OutOfMemoryError:
     return OutOfMemoryError(
-        f"no room for what {what} computes. All optimizer state has moved to the host now: repeat the "
-        "micro-batches of this optimizer step, on all ranks"
+        f"no room for what {what} computes. All optimizer state of this rank has moved to the host now: "
+        "where every rank says so, repeat the micro-batches of this optimizer step on all of them; where "
+        "others went on, they wait for this one in vain: start the job again from a checkpoint"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -19,6 +19,7 @@ from zero.gradients import GradientReducer
 from zero.group_gradients import GradientPolicy, GroupGradients
 from zero.parking import Parking
 from zero.schedule import Schedule
+from zero.second_try import SecondTry
 from zero.sharded_unit import ShardedUnit
 from zero.tensors import map_tensors
 from zero.tiers.stores import Stores
@@ -48,8 +49,10 @@ class Passes:
     ) -> None:
         self.phase = Phase()
         self.on_forward: Callable[[], None] = lambda: None
+        self._module = module
         self._parking = parking
         self._visits = visits
+        self._second_try: SecondTry | None = None
         self._forwards = 0  # with gradients, since the last backward
         self._config = config
         self._units = units
@@ -69,6 +72,13 @@ class Passes:
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
         self.compiled = self._compile(module, config.compile, stores, communicator)
 
+    def try_twice(self, second_try: SecondTry) -> None:
+        """Repeat operations that find no room. Those of compiled models are not seen one by one."""
+        if self.compiled is None:
+            anchors = (anchor for unit in self._units for anchor in unit.anchors)
+            second_try.watch(dict.fromkeys((self._module, *anchors)))
+            self._second_try = second_try
+
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
         """Around autograd's run. last: of the micro-batches of an optimizer step.
@@ -81,7 +91,8 @@ class Passes:
         self.phase.mark("")
         try:
             self.reducer.begin_backward(last)
-            yield
+            with nullcontext() if self._second_try is None else self._second_try.on():
+                yield
             self.reducer.finish_backward()
         finally:
             self.phase.in_backward = self._visits.expected = False
