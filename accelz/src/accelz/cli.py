@@ -18,6 +18,7 @@ from rich.text import Text
 
 import accelz
 from accelz import discovery
+from accelz.conformance import TEST_SECONDS
 from accelz.discovery import BackendRow, Status, list_backends
 from accelz.errors import AccelzError
 
@@ -121,6 +122,7 @@ def check(
     name: Annotated[str, typer.Argument(help="The backend to put to the test.")],
     as_json: AsJson = False,
     only: Annotated[str | None, typer.Option("-k", help="Run the tests that match, as pytest -k.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a test may take.")] = TEST_SECONDS,
 ) -> None:
     """Run the conformance kit: what the backend declares, proved.
 
@@ -128,7 +130,7 @@ def check(
     """
     from accelz.conformance.runner import run
 
-    summary = run(name, only, show=not as_json)
+    summary = run(name, only, show=not as_json, timeout=timeout)
     if as_json:
         _print_json(summary)
     else:

@@ -15,3 +15,6 @@ of their own, overrides or adds tests, and runs pytest there with the same optio
 What a backend declares and fails is a failure. What works although undeclared is a warning
 (`UndeclaredCapabilityWarning`). A test is skipped only for a capability that is not declared.
 """
+
+TEST_SECONDS = 120.0
+"""How long a test may take before it counts as hanging, unless another limit is given."""

@@ -7,6 +7,7 @@ passes, each rank prints its stack, all are killed and the test fails. A hang is
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from accelz import selection
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
+from accelz.conformance import progress
 from accelz.conformance.contract import ContractBroken, checked, unguarded
 
 START_SECONDS = 60.0
@@ -55,6 +57,7 @@ class Outcome:
     """How a body ended on one rank. error: "Type: message"; text: the traceback.
 
     A broken contract says all there is to say: its error is its message, and it has a method but no text.
+    Of a rank that died or hung, method is what it was in.
     """
 
     rank: int
@@ -72,11 +75,13 @@ class ClusterError(AssertionError):
     """
 
     def __init__(self, what: str, size: int, bad: list[Outcome]) -> None:
-        self.method = next((o.method for o in bad if o.method), "")
+        # Ranks hang because another one has raised, rather than the other way round.
+        told = sorted((o for o in bad if o.method), key=lambda o: o.status != "raised")
+        self.method = told[0].method if told else ""
         ranks: dict[tuple[str, str, str], list[int]] = {}
         for o in bad:
             ranks.setdefault((o.status, o.error, o.text), []).append(o.rank)
-        if self.method and len(ranks) == 1 and len(bad) == size:
+        if self.method and len(ranks) == 1 and len(bad) == size and bad[0].status == "raised":
             super().__init__(bad[0].error)
             return
         said = [f"{_ranks(at)} {how}: {error}\n{text}".rstrip() for (how, error, text), at in ranks.items()]
@@ -96,6 +101,7 @@ class Cluster:
     timeout: float = 20.0
     threads: int = 1
     _workers: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+    _notes: list[Any] = field(default_factory=list)
     _store: TCPStore | None = None
 
     def run(self, body: Callable[..., Any], *, limit: float = 60.0, **arguments: Any) -> list[Any]:
@@ -133,6 +139,7 @@ class Cluster:
         for process, _ in self._workers:
             process.join()
         self._workers.clear()
+        self._notes.clear()
         self._store = None
 
     def start(self) -> None:
@@ -144,11 +151,14 @@ class Cluster:
         context = _forkserver()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
+            note = context.RawArray(ctypes.c_char, progress.SIZE)
             setup = (self.device, rank, self.size, self._store.port, self.timeout, self.threads)
-            process = context.Process(target=_serve, args=(theirs, *setup, dict(os.environ)), daemon=True)
+            arguments = (theirs, note, *setup, dict(os.environ))
+            process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+            self._notes.append(note)
         started = self._collect(START_SECONDS, GRACE_SECONDS)
         failed = [o for o in started if o.status != "returned"]
         if failed:
@@ -163,14 +173,32 @@ class Cluster:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self._dump_stacks(list(pending.values()))
-                hung = "still running when the time was up; its stack is on stderr"
-                outcomes.update({r: Outcome(r, "hung", error=hung) for r in pending.values()})
+                outcomes.update({r: self._hung(r) for r in pending.values()})
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                outcome = outcomes[pending[pipe]] = _receive(pipe, pending[pipe])
+                outcome = outcomes[pending[pipe]] = self._receive(pipe, pending[pipe])
                 if outcome.status != "returned":
                     deadline = min(deadline, time.monotonic() + grace)
         return [outcomes[r] for r in range(self.size)]
+
+    def _receive(self, pipe: Connection, rank: int) -> Outcome:
+        try:
+            outcome = pipe.recv()
+        except (EOFError, OSError):
+            method = self._method(rank)
+            died = f"the process ended without an answer{f', in {method}' if method else ''}"
+            return Outcome(rank, "died", error=died, method=method)
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+    def _hung(self, rank: int) -> Outcome:
+        method = self._method(rank)
+        said = f"still {f'in {method}' if method else 'running'} when the time was up; its stack is on stderr"
+        return Outcome(rank, "hung", error=said, method=method)
+
+    def _method(self, rank: int) -> str:
+        """What the rank was doing last."""
+        return str(self._notes[rank].value.decode())
 
     def _dump_stacks(self, ranks: list[int]) -> None:
         for rank in ranks:
@@ -205,17 +233,9 @@ def _forkserver() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
-def _receive(pipe: Connection, rank: int) -> Outcome:
-    try:
-        outcome = pipe.recv()
-    except (EOFError, OSError):
-        return Outcome(rank, "died", error="the process ended without an answer")
-    assert isinstance(outcome, Outcome)
-    return outcome
-
-
 def _serve(
     pipe: Connection,
+    note: Any,
     device: str,
     rank: int,
     size: int,
@@ -227,6 +247,7 @@ def _serve(
     """A worker's life: join the job, then run bodies until the pipe closes."""
     os.environ.clear()
     os.environ.update(environ)
+    progress.keep_in(note)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     os.environ["LOCAL_RANK"] = str(rank)

@@ -20,6 +20,7 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
 from accelz.collectives import Collectives, Handle
+from accelz.conformance import progress
 from accelz.flat_buffer import FlatBuffer, FlatBufferStrategy
 from accelz.kernels import Kernels
 from accelz.memory import Memory
@@ -45,8 +46,9 @@ ATTRIBUTES: dict[type, dict[str, type]] = {
 """What is read of an interface without a call, and its type."""
 
 ORDER = (
-    "accelz_backend", "BackendDescriptor", "Accelerator", "Capabilities", "torch", "Streams", "Stream",
-    "Event", "Memory", "Rng", "FlatBufferStrategy", "FlatBuffer", "Collectives", "Group", "Handle", "Kernels",
+    "accelz_backend", "BackendDescriptor", "Accelerator", "Capabilities", "torch", "Event", "Stream",
+    "Streams", "Memory", "Rng", "FlatBufferStrategy", "FlatBuffer", "Collectives", "Group", "Handle",
+    "Kernels",
 )  # fmt: skip
 """In which order a backend is best written: what comes later is tested with what comes before."""
 
@@ -177,7 +179,10 @@ class _CheckedContext:
 
 def _guarded(method: str, call: Callable[[], Any]) -> Any:
     try:
-        return call()
+        with progress.running(method):
+            return call()
+    except ContractBroken:  # the watchdog's
+        raise
     except NotImplementedError as error:
         raise ContractBroken(
             method, "not implemented yet", _raised_at(error), str(error).split("\n")[0]

@@ -1,14 +1,17 @@
-"""The pytest plugin of the kit: two options, and everything else only where `--accelz-device` is given.
+"""The pytest plugin of the kit: its options, and everything else only where `--accelz-device` is given.
 
 pytest loads this in every run of an environment that has accelz, so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+
+from accelz.conformance import TEST_SECONDS
 
 MARKERS = (
     "accelz_about(*methods): the interface methods whose contract the test is about",
@@ -21,6 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("accelz", "accelz conformance kit")
     group.addoption("--accelz-device", metavar="NAME", help="the accelz backend to put to the test")
     group.addoption("--accelz-report", metavar="FILE", help="write results there, one JSON object a line")
+    group.addoption("--accelz-progress", metavar="FILE", help="note there which method of the backend runs")
+    group.addoption(
+        "--accelz-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=TEST_SECONDS,
+        help=f"how long a test may take ({TEST_SECONDS:g})",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,21 +39,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
     name = config.getoption("accelz_device")
     if name:
-        _require(name)
+        _require(config, name)
         os.environ["ACCELZ_DEVICE"] = name  # the ranks that tests start must choose the same
         _register(config, name)
 
 
 def _register(config: pytest.Config, name: str) -> None:
-    from accelz.conformance import fixtures
+    from accelz.conformance import fixtures, progress, watchdog
     from accelz.conformance.report import Report
 
-    target = config.getoption("accelz_report")
+    target, notes = config.getoption("accelz_report"), config.getoption("accelz_progress")
+    if notes:
+        progress.keep_in_file(Path(notes))
+    config.pluginmanager.register(watchdog.Watchdog(config.getoption("accelz_timeout")), "accelz-watchdog")
     config.pluginmanager.register(fixtures, "accelz-fixtures")
     config.pluginmanager.register(Report(name, Path(target) if target else None), "accelz-report")
 
 
-def _require(name: str) -> None:
+def _require(config: pytest.Config, name: str) -> None:
     """Stop where the backend is not there at all; a broken one is the kit's business."""
     from accelz.discovery import Status, list_backends
 
@@ -50,6 +64,14 @@ def _require(name: str) -> None:
     row = next((r for r in rows if r.name == name), None)
     if row is None:
         names = ", ".join(r.name for r in rows) or "none"
-        raise pytest.UsageError(f"--accelz-device: no backend called {name!r} is installed (there: {names})")
-    if row.status in (Status.UNAVAILABLE, Status.DISABLED):
-        raise pytest.UsageError(f"--accelz-device: {name!r} cannot be tested here: {row.reason}")
+        _refuse(config, f"no backend called {name!r} is installed (there: {names})")
+    elif row.status in (Status.UNAVAILABLE, Status.DISABLED):
+        _refuse(config, f"{name!r} cannot be tested here: {row.reason}")
+
+
+def _refuse(config: pytest.Config, reason: str) -> None:
+    target = config.getoption("accelz_report")
+    if not target:
+        raise pytest.UsageError(f"--accelz-device: {reason}")
+    Path(target).write_text(json.dumps({"event": "refused", "reason": reason}) + "\n")
+    raise pytest.UsageError  # without a word: whoever reads the file says why

@@ -4,43 +4,86 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from accelz.conformance import TEST_SECONDS, progress
 from accelz.discovery import disabled_names, installed
 from accelz.errors import AccelzError, BackendNotFoundError, BackendUnavailableError
 
-TEST_SECONDS = 120
 NO_TESTS, USAGE = 5, 4  # pytest's exit codes
+LOOK_SECONDS = 0.1
+START_SECONDS = 60.0
+END_SECONDS = 5.0
 
 
-def run(name: str, only: str | None, show: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Ended:
+    """How the kit's process ended. output: what it printed into a pipe. silent: it was ended for it."""
+
+    code: int
+    output: str
+    silent: bool
+
+    @property
+    def how(self) -> str:
+        if self.silent:
+            return "said nothing for so long that it was aborted"
+        return f"ended by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
+
+
+def run(name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS) -> dict[str, Any]:
     """Run the kit on the backend `name` and return its summary, with `ok` and `exit_code` added.
 
-    only: an expression for pytest's -k. show: let pytest's output through to stderr. Raises AccelzError
-    where nothing could be run: the backend or pytest is missing, or the device cannot be used here.
+    only: an expression for pytest's -k. show: let pytest's output through to stderr. timeout: seconds that a
+    test may take; where it cannot be interrupted, the kit's process is ended after twice as long.
+    Raises AccelzError where nothing could be run: the backend or pytest is missing, or the device cannot be
+    used here.
     """
     _require(name)
     with tempfile.TemporaryDirectory(prefix="accelz-check-") as folder:
-        report = Path(folder, "report.jsonl")
-        done = subprocess.run(
-            _command(name, only, report),
+        report, notes = Path(folder, "report.jsonl"), Path(folder, "notes")
+        process = subprocess.Popen(
+            _command(name, only, timeout, report, notes),
             stdout=sys.stderr if show else subprocess.PIPE,
             stderr=None if show else subprocess.STDOUT,
             cwd=folder,
             env=_environment(),
-            check=False,
             text=True,
         )
-        if done.returncode == NO_TESTS:
+        ended = supervise(process, report, 2 * timeout)
+        if ended.code == NO_TESTS:
             raise AccelzError(f"no test of the kit matches {only!r}; -k takes parts of names, as pytest's")
-        if done.returncode == USAGE:
-            raise AccelzError(f"the kit did not run: {(done.stdout or '').strip() or 'see above'}")
-        return _summary(name, report, done.returncode, done.stdout or "")
+        events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+        if ended.code == USAGE:
+            refused = next((e["reason"] for e in events if e["event"] == "refused"), None)
+            raise AccelzError(refused or f"the kit did not run: {ended.output.strip() or 'see above'}")
+        return _summary(name, events, ended, progress.read(notes))
+
+
+def supervise(process: subprocess.Popen[str], report: Path, limit: float) -> Ended:
+    """Wait for the kit's process to end.
+
+    Once nothing was written to `report` for `limit` seconds it is told to abort, so that it prints its stacks
+    (pytest turns faulthandler on), and killed if it does not.
+    """
+    started, over = time.time() + START_SECONDS, 0.0
+    while True:
+        try:
+            output = process.communicate(timeout=LOOK_SECONDS)[0]
+            return Ended(process.returncode, output or "", over > 0)
+        except subprocess.TimeoutExpired:
+            last = report.stat().st_mtime if report.exists() else started
+        over = time.time() - last - limit
+        if over > 0:
+            process.send_signal(signal.SIGKILL if over > END_SECONDS else signal.SIGABRT)
 
 
 def _require(name: str) -> None:
@@ -55,18 +98,20 @@ def _require(name: str) -> None:
         )
 
 
-def _command(name: str, only: str | None, report: Path) -> list[str]:
+def _command(name: str, only: str | None, timeout: float, report: Path, notes: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", "-q", "--tb=short"]
     command += ["--no-summary", "-p", "accelz.conformance.plugin"]  # the summary is the caller's to print
-    if find_spec("pytest_timeout"):
-        command += ["-p", "pytest_timeout", f"--timeout={TEST_SECONDS}"]
     command += ["-k", only] if only else []
     return [
         *command,
         "--accelz-device",
         name,
+        "--accelz-timeout",
+        str(timeout),
         "--accelz-report",
         str(report),
+        "--accelz-progress",
+        str(notes),
         "--pyargs",
         "accelz.conformance",
     ]
@@ -83,28 +128,27 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **isolated}
 
 
-def _summary(name: str, report: Path, code: int, output: str) -> dict[str, Any]:
-    events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+def _summary(name: str, events: list[dict[str, Any]], ended: Ended, method: str) -> dict[str, Any]:
     summary = next((e for e in events if e["event"] == "summary"), None)
     if summary is None:
-        summary = _crashed(name, events, code, output)
+        summary = _crashed(name, events, ended, method)
     summary.pop("event", None)
-    return {**summary, "ok": code == 0, "exit_code": code}
+    return {**summary, "ok": ended.code == 0, "exit_code": ended.code}
 
 
-def _crashed(name: str, events: list[dict[str, Any]], code: int, output: str) -> dict[str, Any]:
-    """The kit's process ended inside a test: that test is the failure."""
+def _crashed(name: str, events: list[dict[str, Any]], ended: Ended, method: str) -> dict[str, Any]:
+    """The kit's process ended inside a test: that test is the failure. method: what it was in, or ""."""
     results = [e for e in events if e["event"] == "result"]
     test = next((e["test"] for e in reversed(events) if e["event"] == "start"), "before the first test")
-    how = f"by signal {-code}" if code < 0 else f"with code {code}"
-    detail = f"the process ended {how} in {test}\n{output[-2000:]}"
+    where = f"{method}: must return\n  came: " if method else ""
+    message = f"{where}the process {ended.how} in {test}"
     failure: dict[str, Any] = {
         "test": test,
-        "methods": [],
+        "methods": [method] if method else [],
         "contract": "the process must survive",
-        "broken": "",
-        "message": detail,
-        "detail": detail,
+        "broken": method,
+        "message": f"{message}\n{ended.output[-2000:]}",
+        "detail": f"{message}\n{ended.output[-20_000:]}",
         "proves": [],
         "needs": [],
     }
