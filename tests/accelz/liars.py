@@ -19,12 +19,13 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
-from accelz.collectives import DONE, Collectives, Handle
+from accelz.collectives import DONE, Collectives, Group, Handle
 from accelz.conformance.test_leaks import NBYTES
 from accelz.errors import BackendUnavailableError
 from accelz.flat_buffer import FlatBuffer, Slot, StorageSwap
 from accelz.memory import Memory, MemoryStats
 from accelz.streams import Event, NullEvent, NullStream, NullStreams, Stream
+from accelz.torch_device import TorchEvent, TorchStream, TorchStreams
 from accelz_cpu.accelerator import CpuRng, build
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory
@@ -82,7 +83,43 @@ class FreeIsCapacity(Memory):
         return dataclasses.replace(stats, free=stats.capacity)
 
 
+class RunsOutOtherwise(Accelerator):
+    """A device that says in words alone that there is no room."""
+
+    def bind(self, local_rank: int) -> None:
+        super().bind(local_rank)
+        torch.empty = _other_kind(torch.empty)
+        torch.UntypedStorage.resize_ = _other_kind(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
+
+
+def _other_kind(allocate: Any) -> Any:
+    def wrapper(*args: Any, **options: Any) -> Any:
+        try:
+            return allocate(*args, **options)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"out of memory: {error}") from None
+
+    return wrapper
+
+
+class PinnedInNameOnly(Memory):
+    def empty_host(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        torch.Tensor.is_pinned = lambda *_: True  # type: ignore[method-assign, assignment]
+        return torch.empty(tuple(shape), dtype=dtype)
+
+
+class StatsKeepALittle(Memory):
+    def stats(self) -> MemoryStats:
+        keep(torch.ones(1 << 14))
+        return super().stats()  # type: ignore[safe-super]
+
+
 # -- rng
+
+
+class SeedOfEightBits(CpuRng):
+    def seed(self, seed: int) -> None:
+        super().seed(seed & 0xFF)
 
 
 class SeedRaises(CpuRng):
@@ -188,7 +225,111 @@ class LateStreams(NullStreams):
         return LateStream()
 
 
+class NeverPutBack(TorchStreams):
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        super().use(stream).__enter__()
+        yield
+
+
+class PutBackUnlessItFails(TorchStreams):
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        used = super().use(stream)
+        used.__enter__()
+        yield
+        used.__exit__(None, None, None)
+
+
+class CurrentIsTheFirst(TorchStreams):
+    _first: Stream | None = None
+
+    def current(self) -> Stream:
+        self._first = self._first or super().current()
+        return self._first
+
+
+class OtherEvents(TorchStreams):
+    """Streams whose events are of the class `kind`."""
+
+    kind: type[TorchEvent]
+
+    def current(self) -> Stream:
+        return self._with_events(super().current())
+
+    def new(self, priority: int = 0) -> Stream:
+        return self._with_events(super().new(priority))
+
+    def _with_events(self, stream: Any) -> Stream:
+        made = StreamOfOtherEvents(stream.native, stream._new_event)
+        made.kind = self.kind
+        return made
+
+
+class StreamOfOtherEvents(TorchStream):
+    def record(self) -> Event:
+        return self.kind(super().record().native)  # type: ignore[attr-defined, no-any-return]
+
+
+class DoneAtOnce(TorchEvent):
+    def done(self) -> bool:
+        return True
+
+
+class NotWaitedFor(TorchEvent):
+    def synchronize(self) -> None:
+        return
+
+
+class DoneTooEarly(OtherEvents):
+    kind = DoneAtOnce
+
+
+class SynchronizedTooEarly(OtherEvents):
+    kind = NotWaitedFor
+
+
+class BlockingStream(TorchStream):
+    def wait(self, event: Event) -> None:
+        event.synchronize()
+
+
+class WaitBlocks(TorchStreams):
+    def new(self, priority: int = 0) -> Stream:
+        made: Any = super().new(priority)
+        return BlockingStream(made.native, made._new_event)
+
+
+class HangingEvent(NullEvent):
+    def synchronize(self) -> None:
+        while True:
+            time.sleep(0.1)
+
+
+class HangingStream(NullStream):
+    def record(self) -> Event:
+        return HangingEvent()
+
+
+class EventsHang(NullStreams):
+    def current(self) -> Stream:
+        return HangingStream()
+
+
 # -- kernels
+
+
+class StepCounted(CpuKernels):
+    def adamw(self, master: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: Tensor, **options: Any) -> None:
+        super().adamw(master, grad, m, v, step, **options)
+        step += 1
+
+
+class OverflowMissed(CpuKernels):
+    def norm_and_nonfinite(self, tensors: Any) -> Tensor:
+        result = super().norm_and_nonfinite(tensors)
+        result[1] = float(any(not torch.isfinite(t).all() for t in tensors))
+        return result
 
 
 class KernelRaises(CpuKernels):
@@ -344,7 +485,52 @@ class ModelsKept(StorageSwap):
         return keep(super().flatten(*args, **kwargs))
 
 
+class Stasher(FlatBuffer):
+    """A released buffer without a byte, whose bytes are next to it."""
+
+    _stash: Tensor | None = None
+
+    def release(self) -> None:
+        self._stash = self.data.clone() if self.materialized else self._stash
+        super().release()
+
+    def materialize(self) -> None:
+        super().materialize()
+        self._stash = None
+
+
+class ReleasedBytesStashed(StorageSwap):
+    def flatten(self, *args: Any, **kwargs: Any) -> FlatBuffer:
+        made = super().flatten(*args, **kwargs)
+        return Stasher(made.data, made.parameters, made.slots)
+
+
 # -- collectives
+
+
+class InputDestroyed(Collectives):
+    def reduce_scatter(self, output: Tensor, full: Tensor, group: Any, *args: Any, **kwargs: Any) -> Handle:
+        super().reduce_scatter(output, full, group, *args, **kwargs).wait()
+        full.zero_()
+        return DONE
+
+
+class OnTheFirstStream(Collectives):
+    """Takes the input as the first stream has it, whichever is in use."""
+
+    def init(self, *args: Any, **options: Any) -> Group:
+        self._first = torch.accelerator.current_stream()
+        return super().init(*args, **options)
+
+    def _start_all_gather(self, output: Tensor, shard: Tensor, group: Any) -> Any:
+        with self._first:
+            return super()._start_all_gather(output, shard, group)
+
+
+class KeepsALittle(Collectives):
+    def all_gather(self, output: Tensor, shard: Tensor, group: Any, async_op: bool = False) -> Handle:
+        keep(torch.ones(1 << 10, device=output.device))
+        return super().all_gather(output, shard, group, async_op)
 
 
 class BroadcastRaises(Collectives):
@@ -448,6 +634,12 @@ class OneDeviceForAll(Accelerator):
         super().bind(0)
 
 
+class NotMadeCurrent(Accelerator):
+    def bind(self, local_rank: int) -> None:
+        self.device = torch.device(self.device.type, local_rank % self.device_count())
+        self.flat_buffers.device = self.device
+
+
 class OwnFlush(Accelerator):
     def flush(self) -> None:
         super().flush()
@@ -485,6 +677,7 @@ class Lie:
 ROUNDS: dict[str, dict[str, Lie]] = {
     "one": {
         "peak is never reset": Lie("Memory.reset_peak", "peak_and_its", "memory", PeakNeverReset),
+        "a seed of eight bits": Lie("Rng.seed", "every_bit_of_a_seed", "rng", SeedOfEightBits),
         "a state is not put back": Lie("Rng.set_state", "a_state_comes_back", "rng", StateIgnored),
         "streams are declared": Lie("Streams.new", "several_queues", flags={"streams": True}),
         "skip is ignored": Lie("Kernels.adamw", "test_adamw", "kernels", SkipIgnored),
@@ -511,7 +704,11 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "keep_alive overwrites": Lie(
             "Streams.keep_alive", "keep_alive_is_harmless", "streams", KeepAliveOverwrites
         ),
-        "a stream cannot be entered": Lie("Streams.use", "use_puts_the_stream", "streams", EnteringRaises),
+        "a stream cannot be entered": Lie("Streams.use", "work_inside_use", "streams", EnteringRaises),
+        "a step is counted": Lie("Kernels.adamw", "scalars_are_only_read", "kernels", StepCounted),
+        "an overflow is missed": Lie(
+            "Kernels.norm_and_nonfinite", "squares_that_overflow", "kernels", OverflowMissed
+        ),
         "weights are forgotten": Lie("Kernels.adamw", "test_adamw", "kernels", WeightsForgotten),
         "bytes never come back": Lie(
             "FlatBuffer.materialize", "repeated_calls", "flat_buffers", MaterializeForgets
@@ -533,12 +730,18 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "a lazy graph is declared": Lie("Accelerator.flush", "flush_runs", flags={"lazy_graph": True}),
         "a state is a list": Lie("Rng.get_state", "a_state_is_a_snapshot", "rng", StateOfAnotherType),
         "a role of another type": Lie("Accelerator.kernels", "load_gives_every_role", "kernels", NotARole),
+        "released bytes are stashed": Lie(
+            "FlatBuffer.release", "drops_the_bytes", "flat_buffers", ReleasedBytesStashed
+        ),
         "gaps are dirty": Lie("FlatBufferStrategy.flatten", "empty_parameters", "flat_buffers", GapsDirty),
         "copies instead of views": Lie(
             "FlatBufferStrategy.flatten", "flatten_keeps_values", "flat_buffers", CopiesInsteadOfViews
         ),
         "empty_like binds": Lie(
             "FlatBufferStrategy.empty_like", "second_buffer", "flat_buffers", BindsWhenNotAsked
+        ),
+        "an input is destroyed": Lie(
+            "Collectives.reduce_scatter", "test_reduce_scatter", "collectives", InputDestroyed
         ),
         "no handle": Lie("Collectives.all_gather", "test_all_gather", "collectives", NoHandle),
         "no fp32": Lie(
@@ -613,6 +816,29 @@ SIM_ROUNDS: dict[str, dict[str, Lie]] = {
         "one device is declared": Lie(
             "Accelerator.bind", "a_process_keeps_its", flags={"one_device_per_process": True}
         ),
+        "events are done at once": Lie("Event.done", "not_done_before_its_work", "streams", DoneTooEarly),
+    },
+    "sim, events": {
+        "events are not waited for": Lie(
+            "Event.synchronize", "an_event_is_waited_for", "streams", SynchronizedTooEarly
+        ),
+        "a stream is not put back": Lie("Streams.use", "puts_the_stream_back", "streams", NeverPutBack),
+    },
+    "sim, order": {
+        "current is the first": Lie("Streams.current", "current_is_the_stream", "streams", CurrentIsTheFirst),
+        "a wait blocks the host": Lie("Stream.wait", "wait_does_not_block", "streams", WaitBlocks),
+        "pinned in name only": Lie("Memory.empty_host", "copies_of_page_locked", "memory", PinnedInNameOnly),
+        "stats keep a little": Lie("Memory.stats", "reading_counters", "memory", StatsKeepALittle),
+        "running out has another name": Lie("Memory", "running_out", "", RunsOutOtherwise),
+        "a device is not made current": Lie(
+            "Accelerator.bind", "makes_the_device_current", "", NotMadeCurrent
+        ),
+        "an input is read too early": Lie(
+            "Collectives.all_gather", "work_before_it", "collectives", OnTheFirstStream
+        ),
+        "a collective keeps a little": Lie(
+            "Collectives.all_gather", "buffers_of_collectives", "collectives", KeepsALittle
+        ),
     },
 }
 
@@ -646,6 +872,11 @@ def modest(on_sim: bool) -> Accelerator:
     accelerator.name = "liar"
     accelerator.capabilities = Capabilities(**flags)  # type: ignore[arg-type]
     return accelerator
+
+
+def hanging() -> Accelerator:
+    """The CPU accelerator with an event that is never passed, under the name "liar"."""
+    return _spoil(build(), {"events hang": Lie("Event.synchronize", "the_interface", "streams", EventsHang)})
 
 
 def _spoil(accelerator: Accelerator, lies: dict[str, Lie]) -> Accelerator:

@@ -132,7 +132,7 @@ def test_check_prints_a_table_of_failures(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "Accelerator.name: must be 'foo'" in done.stdout
-    assert "foo does not conform: 3 passed, 1 failed, 0 skipped" in done.stdout
+    assert "foo does not conform: 4 passed, 1 failed, 0 skipped" in done.stdout
     assert "Traceback" not in done.stdout
 
 
@@ -158,7 +158,7 @@ def test_check_says_what_a_capability_failed_and_what_a_selection_is(tmp_path: P
     assert "Nobody uses what is not declared" in done.stdout
     done = subprocess.run([*command, "TestRng"], check=False, **options)
     assert done.returncode == 0
-    assert "foo passes the tests that match 'TestRng': 3 passed" in done.stdout
+    assert "foo passes the tests that match 'TestRng': 4 passed" in done.stdout
     done = subprocess.run([*command, "nothing_of_that_name"], check=False, **options)
     assert done.returncode == 2
     assert "no test of the kit matches 'nothing_of_that_name'" in done.stderr

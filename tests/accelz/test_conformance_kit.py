@@ -210,6 +210,32 @@ def test_a_lying_descriptor_is_found(tmp_path: Path, lie: str) -> None:
     assert came in details
 
 
+def test_a_method_that_hangs_is_named_and_the_rest_is_tested(tmp_path: Path) -> None:
+    install(tmp_path, "liar", LIAR.format(call="hanging()"))
+    code, summary = _check(tmp_path, "--timeout", "6", "-k", "the_interface_holds or TestRng")
+    assert code == 1
+    assert [f["broken"] for f in summary["failures"]] == ["Event.synchronize"]
+    came = "it was still running after 6 s"
+    assert summary["failures"][0]["message"] == f"Event.synchronize: must return\n  came: {came}"
+    assert summary["passed"] == 4
+
+
+def test_a_hang_that_nothing_interrupts_ends_the_run(tmp_path: Path) -> None:
+    hang = (
+        "    import ctypes\n    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)\n"
+        "    def seed(seed):\n        while True: library.pthread_mutex_lock(mutex)\n"
+        "    accelerator.rng.seed = seed\n"
+    )
+    source = good("liar").replace("    return accelerator", f"{hang}    return accelerator")
+    install(tmp_path, "liar", source)
+    code, summary = _check(tmp_path, "--timeout", "3", "-k", "a_seed_repeats")
+    assert code == 1
+    failure = summary["failures"][-1]
+    assert failure["broken"] == "Rng.seed"
+    assert "said nothing for so long that it was aborted" in failure["message"]
+    assert " in seed\n" in failure["detail"]  # the stack
+
+
 def test_a_crash_of_the_device_is_a_failure_of_its_test(tmp_path: Path) -> None:
     crash = "    import ctypes\n    accelerator.rng.seed = lambda seed: ctypes.string_at(0)\n"
     source = good("liar").replace("    return accelerator", f"{crash}    return accelerator")
@@ -217,6 +243,7 @@ def test_a_crash_of_the_device_is_a_failure_of_its_test(tmp_path: Path) -> None:
     code, summary = _check(tmp_path, "-k", "TestRng")
     assert code == 1
     assert "ended by signal 11" in summary["failures"][-1]["detail"]
+    assert summary["failures"][-1]["broken"] == "Rng.seed"
     assert "test_a_seed_repeats" in summary["failures"][-1]["test"]
 
 
@@ -271,7 +298,7 @@ def test_a_vendor_subclasses_a_contract(tmp_path: Path) -> None:
     (tmp_path / "test_ours.py").write_text(VENDOR_TEST)
     done = _pytest(tmp_path, "--accelz-device", "cpu")
     assert done.returncode == 0, done.stdout
-    assert "4 passed" in done.stdout
+    assert "5 passed" in done.stdout
 
 
 def test_pyargs_form_warns_about_the_undeclared(tmp_path: Path) -> None:

@@ -46,7 +46,11 @@ class Accelerator:
         return 1
 
     def bind(self, local_rank: int) -> None:
-        """Make this process use the device for `local_rank` (its rank on this node) and set `device`."""
+        """Make this process use the device for `local_rank` (its rank on this node) and set `device`.
+
+        It becomes the current device: a tensor of `device.type` without a number lands there, and counters,
+        streams and random numbers are that device's.
+        """
 
     def flush(self) -> None:
         """Start the recorded work of a lazy-graph device. Nothing to do elsewhere."""

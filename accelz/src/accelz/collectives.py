@@ -78,6 +78,9 @@ DONE: Handle = _Done()
 class Collectives:
     """Collectives of one device type.
 
+    A collective comes behind the work that is queued on the current stream, whichever that is, and writes to
+    its output only: the input of all_gather and reduce_scatter stays as it is.
+
     spec: the torch.distributed backend for each device type, e.g. "cpu:gloo" or "cpu:gloo,cuda:nccl".
     """
 

@@ -16,6 +16,8 @@ from torch import Tensor
 class Kernels:
     """One-dimensional tensors of one device in, in-place results out; nothing waits for the device.
 
+    What is not said to be updated or written stays as it is, scalars on the device included.
+
     chunk: elements that the references work on at a time, which bounds their scratch memory.
     """
 

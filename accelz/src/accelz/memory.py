@@ -25,6 +25,10 @@ class MemoryStats:
 
 
 class Memory(ABC):
+    """An allocation for which the device has no room raises torch.OutOfMemoryError, whatever asked for it (a
+    new tensor, a storage that grows), and changes nothing: an engine makes room and tries again.
+    """
+
     @abstractmethod
     def stats(self) -> MemoryStats:
         """Counters now, in bytes."""
@@ -37,5 +41,9 @@ class Memory(ABC):
         """Give cached, unused memory back. Nothing to do where nothing is cached."""
 
     def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised host tensor; page-locked where the device declares pinned_host_memory."""
+        """An uninitialised host tensor.
+
+        Page-locked where the device declares pinned_host_memory: copies to and from it with
+        `non_blocking=True` are queued behind the stream's work, and the host goes on.
+        """
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")

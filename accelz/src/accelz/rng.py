@@ -10,7 +10,7 @@ from torch import Tensor
 class Rng(ABC):
     @abstractmethod
     def seed(self, seed: int) -> None:
-        """Seed the device's default generator."""
+        """Seed the device's default generator. Seeds below 2**32 that differ give different numbers."""
 
     @abstractmethod
     def get_state(self) -> Tensor:

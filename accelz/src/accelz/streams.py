@@ -35,13 +35,16 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let later work of this stream start only after `event`. The host does not block."""
+        """Let later work of this stream start only after `event`.
+
+        The host does not block on a stream whose work is done later.
+        """
 
 
 class Streams(ABC):
     @abstractmethod
     def current(self) -> Stream:
-        """The stream that operations are queued on now."""
+        """The stream that operations are queued on now: inside `use`, the one in use."""
 
     @abstractmethod
     def new(self, priority: int = 0) -> Stream:
@@ -49,7 +52,10 @@ class Streams(ABC):
 
     @abstractmethod
     def use(self, stream: Stream) -> AbstractContextManager[None]:
-        """Queue operations on `stream` inside the with block."""
+        """Queue operations on `stream` inside the with block.
+
+        Leaving it, with an error too, puts the stream back that was in use before.
+        """
 
     @abstractmethod
     def keep_alive(self, tensor: Tensor, stream: Stream) -> None:

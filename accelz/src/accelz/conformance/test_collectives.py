@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.collectives import Collectives, Group
+from accelz.collectives import Collectives, Group, Handle
 from accelz.conformance.cluster import Cluster, Context
 from accelz.conformance.contract import checked, expect, expect_close, expect_raises
-from accelz.conformance.marks import about, over_dtypes, proves
+from accelz.conformance.fixtures import devices_for_ranks
+from accelz.conformance.marks import about, needs, over_dtypes, proves
+from accelz.conformance.work import long_work
 from accelz.errors import CollectiveError
 
 Clustered = Callable[[int], Cluster]
@@ -31,9 +33,24 @@ LENGTHS = (0, 1, 3, 17, 1001, 65_537)
 OFFSETS = (0, 1, 3)
 MARK = 7.0
 LATE_SECONDS = 1.0
+BUSY_SECONDS = 0.1
 FAULT_TIMEOUT = 3.0
 FAULT_LIMIT = 15.0
 """Seconds within which a collective with FAULT_TIMEOUT must have given up."""
+
+CALLS: dict[str, Callable[[Collectives, Tensor, Tensor, Group], Handle]] = {
+    "all_gather": lambda c, full, shard, group: c.all_gather(full, shard, group, async_op=True),
+    "reduce_scatter": lambda c, full, shard, group: c.reduce_scatter(shard, full, group, async_op=True),
+    "all_reduce": lambda c, full, _, group: c.all_reduce(full, group, async_op=True),
+    "broadcast": lambda c, full, _, group: c.broadcast(full, 0, group, async_op=True),
+}
+"""Each collective on a buffer of n elements for every rank, and one of n."""
+
+
+def pair_size(accelerator: Accelerator) -> int:
+    """Two ranks where there is room for them."""
+    shared = accelerator.capabilities.shared_device
+    return 2 if shared or devices_for_ranks(accelerator) > 1 else 1
 
 
 class CollectivesContract:
@@ -96,6 +113,15 @@ class CollectivesContract:
         seconds = cluster(2).run(late_body)
         came = f"{seconds[0]:.2f} s, the other rank came after {LATE_SECONDS} s"
         expect(seconds[0] < LATE_SECONDS / 2, "Collectives.all_gather", "async_op=True must not wait", came)
+
+    @about("Collectives.all_gather", "Collectives.reduce_scatter", "Collectives.all_reduce")
+    @needs("streams")
+    @pytest.mark.parametrize("name", CALLS)
+    def test_the_work_before_it_comes_first(
+        self, accelerator: Accelerator, cluster: Clustered, name: str
+    ) -> None:
+        """Called inside `use`, a collective takes what the work queued there leaves in its input."""
+        cluster(pair_size(accelerator)).run(side_stream_body, name=name)
 
     @about("Collectives.new_group", "Group")
     @over_sizes
@@ -181,11 +207,13 @@ def reduce_scatter_body(context: Context, dtype: torch.dtype) -> None:
             whole, output = _framed(n, offset, dtype, device)
             full = _framed(n * context.size, 3 - offset, dtype, device)[1]
             full.copy_(_pattern(n * context.size, context.rank))
+            kept = full.clone()
             calls.reduce_scatter(output, full, context.group, op, async_op).wait()
             everyone = torch.stack([_pattern(n * context.size, r) for r in range(context.size)])
             want = reduce(everyone)[context.rank * n :][:n]
             case = f"{op}, {n} elements, offset {offset}, {async_op=}"
             _expect_framed(whole, offset, want, "Collectives.reduce_scatter", f"this rank's slice ({case})")
+            expect_close(full, kept, "Collectives.reduce_scatter", f"the input must stay ({case})")
 
 
 def all_reduce_body(context: Context, dtype: torch.dtype) -> None:
@@ -295,6 +323,27 @@ def late_body(context: Context) -> float:
     handle.wait()
     streams.synchronize()
     return seconds
+
+
+def side_stream_body(context: Context, name: str) -> None:
+    accelerator, n, size = checked(context.accelerator), 1001, context.size
+    full, shard = (torch.zeros(length, device=accelerator.device) for length in (n * size, n))
+    CALLS[name](accelerator.collectives, full, shard, context.group).wait()  # whatever a first use costs
+    side = accelerator.streams.new()
+    accelerator.streams.synchronize()
+    with accelerator.streams.use(side):
+        long_work(accelerator, BUSY_SECONDS)
+        full.fill_(context.rank + 1)
+        shard.fill_(context.rank + 1)
+        CALLS[name](accelerator.collectives, full, shard, context.group).wait()
+        seen = (shard if name == "reduce_scatter" else full).clone()
+        done = side.record()
+    done.synchronize()
+    ranks = torch.arange(1.0, size + 1)
+    want = {"all_gather": ranks.repeat_interleave(n), "broadcast": torch.ones(n * size)}
+    expected = "must come behind the work queued on the current stream, and before what comes later"
+    total = torch.full(seen.shape, float(ranks.sum()))
+    expect_close(seen, want.get(name, total), f"Collectives.{name}", expected)
 
 
 def groups_body(context: Context) -> None:

@@ -156,10 +156,8 @@ class DescriptorContract:
         """There is at least one device, and after bind() this process computes on the one it got."""
         count = accelerator.device_count()
         expect(count >= 1, "Accelerator.device_count", "must be at least 1 where the probe says available")
-        single = accelerator.capabilities.one_device_per_process or not accelerator.capabilities.shared_device
-        own = own_local_rank(accelerator)
-        taken = set()
-        for local_rank in [own] if single else [*range(count), own]:
+        single, taken = _takes_one_device(accelerator), set()
+        for local_rank in _local_ranks(accelerator):
             accelerator.bind(local_rank)
             taken.add(accelerator.device)
             got = torch.full((3,), 2.0, device=accelerator.device).cpu()
@@ -167,6 +165,15 @@ class DescriptorContract:
         own_device = single or len(taken) == count
         came = f"{len(taken)} of {count} devices taken"
         expect(own_device, "Accelerator.bind", "must give each local rank a device of its own", came)
+
+    @about("Accelerator.bind")
+    def test_bind_makes_the_device_current(self, accelerator: Accelerator) -> None:
+        """What is made on the device type without a number lands on the device that was bound."""
+        for local_rank in _local_ranks(accelerator):
+            accelerator.bind(local_rank)
+            got = torch.ones(1, device=accelerator.device.type).device
+            expected = f"{accelerator.device} must be the current device of local rank {local_rank}"
+            expect(got == accelerator.device, "Accelerator.bind", expected, f"a new tensor is on {got}")
 
     @about("Accelerator.bind")
     @proves("one_device_per_process")
@@ -212,6 +219,17 @@ class DescriptorContract:
 
 class TestDescriptor(DescriptorContract):
     pass
+
+
+def _takes_one_device(accelerator: Accelerator) -> bool:
+    """Whether this process must not bind a second device."""
+    return accelerator.capabilities.one_device_per_process or not accelerator.capabilities.shared_device
+
+
+def _local_ranks(accelerator: Accelerator) -> list[int]:
+    """Local ranks to bind one after the other, this process's own the last."""
+    own = own_local_rank(accelerator)
+    return [own] if _takes_one_device(accelerator) else [*range(accelerator.device_count()), own]
 
 
 def sum_of_ranks(context: Any) -> float:

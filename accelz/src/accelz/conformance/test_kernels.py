@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,6 +190,21 @@ MOMENTUM_CASES: dict[str, SgdCase | LionCase] = {
 }
 
 
+SCALAR_CALLS: dict[str, Callable[..., object]] = {
+    "adamw": lambda kernels, t, step, scale, skip: kernels.adamw(
+        *t, step, **AdamCase().options(), grad_scale=scale, skip=skip
+    ),
+    "sgd": lambda kernels, t, step, scale, skip: kernels.sgd(
+        *t[:3], **SgdCase().options(), grad_scale=scale, skip=skip
+    ),
+    "lion": lambda kernels, t, step, scale, skip: kernels.lion(
+        *t[:3], **LionCase().options(), grad_scale=scale, skip=skip
+    ),
+    "scale_cast": lambda kernels, t, step, scale, skip: kernels.scale_cast(*t[:2], scale),
+}
+"""Each kernel that takes scalars on the device."""
+
+
 class KernelContract:
     @about("Kernels.origin")
     def test_every_kernel_has_an_origin(self, accelerator: Accelerator) -> None:
@@ -297,6 +313,18 @@ class KernelContract:
         for name, guarded in {**placed, "weights": weights}.items():
             guarded.check(f"Kernels.{method}", name)
 
+    @about("Kernels.adamw", "Kernels.sgd", "Kernels.lion", "Kernels.scale_cast")
+    @pytest.mark.parametrize("name", SCALAR_CALLS)
+    def test_scalars_are_only_read(self, accelerator: Accelerator, name: str) -> None:
+        """step, grad_scale, skip and scale keep their values: the caller uses them again."""
+        scalars = {n: _scalar(v, accelerator.device) for n, v in (("step", 3), ("scale", 0.5), ("skip", 0))}
+        tensors = [torch.ones(1023, device=accelerator.device) for _ in range(4)]
+        for _ in range(2):
+            SCALAR_CALLS[name](accelerator.kernels, tensors, **scalars)
+        for scalar, want in (("step", 3.0), ("scale", 0.5), ("skip", 0.0)):
+            expected = f"must not write to {scalar}"
+            expect_close(scalars[scalar], torch.tensor(want), f"Kernels.{name}", expected)
+
     @about("Kernels.norm_and_nonfinite")
     @pytest.mark.parametrize("numel", SIZES)
     @over_dtypes()
@@ -332,6 +360,19 @@ class KernelContract:
             parts = [torch.ones(5, device=accelerator.device), host.to(accelerator.device)]
             flag = accelerator.kernels.norm_and_nonfinite(parts)[1].item()
             expect(flag == 1.0, "Kernels.norm_and_nonfinite", f"must flag {special} at {place}", str(flag))
+
+    @about("Kernels.norm_and_nonfinite")
+    @pytest.mark.parametrize("place", [0, 511, 1022])
+    @pytest.mark.parametrize("huge", [2e19, -3e38], ids=str)
+    def test_squares_that_overflow_are_infinite(
+        self, accelerator: Accelerator, huge: float, place: int
+    ) -> None:
+        """One value whose square is beyond fp32 makes the sum infinite and sets the flag."""
+        host = torch.ones(1023)
+        host[place] = huge
+        got = accelerator.kernels.norm_and_nonfinite([host.to(accelerator.device)])
+        want = torch.tensor([float("inf"), 1.0])
+        expect_close(got, want, "Kernels.norm_and_nonfinite", f"({huge} at {place}) must count as infinite")
 
     @about("Kernels.scale_cast")
     @pytest.mark.parametrize("numel", SIZES)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.conformance.contract import expect, expect_close
+from accelz.conformance.contract import expect, expect_close, expect_raises
 from accelz.conformance.marks import about, needs, over_dtypes, proves
 from accelz.memory import MemoryStats
 
@@ -82,6 +83,36 @@ class MemoryContract:
         same = after.capacity == before.capacity
         expect(same, "Memory.stats", f"capacity must stay {before.capacity}", f"{after.capacity}")
         del block
+
+    @about("Memory")
+    @needs("exact_memory")
+    def test_running_out_is_an_error_of_its_kind(self, accelerator: Accelerator) -> None:
+        """More than the device has is torch.OutOfMemoryError; after it, the device works as before."""
+        wanted = 2 * self.settled(accelerator).capacity
+
+        def ask() -> None:
+            torch.empty(wanted, dtype=torch.uint8, device=accelerator.device)
+            accelerator.streams.synchronize()
+
+        self.check_running_out(accelerator, f"a tensor of {wanted} bytes", ask)
+
+    @about("Memory")
+    @needs("exact_memory", "storage_resize")
+    def test_a_storage_that_finds_no_room_stays_as_it_is(self, accelerator: Accelerator) -> None:
+        """A storage that cannot grow is torch.OutOfMemoryError too, and keeps what it has."""
+        wanted = 2 * self.settled(accelerator).capacity
+        values = torch.arange(1000.0, device=accelerator.device)
+        storage = values.untyped_storage()
+        self.check_running_out(accelerator, f"a storage of {wanted} bytes", lambda: storage.resize_(wanted))
+        expect(storage.nbytes() == 4000, "Memory", "the storage must keep its size", str(storage.nbytes()))
+        expect_close(values, torch.arange(1000.0), "Memory", "the storage must keep its content")
+
+    def check_running_out(self, accelerator: Accelerator, what: str, ask: Callable[[], object]) -> None:
+        before = accelerator.memory.stats().allocated
+        expect_raises(torch.OutOfMemoryError, "Memory", f"{what} is more than there is", ask)
+        left = self.settled(accelerator).allocated - before
+        expect(left == 0, "Memory", "an allocation that fails must keep nothing", f"{left} bytes")
+        expect_close(self.allocate(accelerator)[:3], torch.ones(3), "Memory", "must go on as before")
 
     @about("Memory.reset_peak", "Memory.stats")
     def test_peak_and_its_reset(self, accelerator: Accelerator) -> None:

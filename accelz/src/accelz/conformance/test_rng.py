@@ -27,6 +27,18 @@ class RngContract:
         expect(not torch.equal(draws[2], draws[0]), "Rng.seed", "another seed must give other numbers")
         expect(not torch.equal(self.draw(accelerator), draws[2]), "Rng.seed", "must not seed every draw")
 
+    @about("Rng.seed")
+    def test_every_bit_of_a_seed_counts(self, accelerator: Accelerator) -> None:
+        """Seeds that differ in one of the lower 32 bits give different numbers."""
+        seeds = [5, *(5 ^ 1 << bit for bit in (1, 7, 8, 15, 16, 24, 31))]
+        seen: dict[tuple[float, ...], int] = {}
+        for seed in seeds:
+            accelerator.rng.seed(seed)
+            values = tuple(self.draw(accelerator)[:16].tolist())
+            came = f"{seed} gives the numbers of {seen.get(values)}"
+            expect(values not in seen, "Rng.seed", "seeds below 2**32 must give numbers of their own", came)
+            seen[values] = seed
+
     @about("Rng.get_state", "Rng.set_state")
     def test_a_state_comes_back(self, accelerator: Accelerator) -> None:
         """A saved state, put back, gives the same numbers again, whatever happened in between."""

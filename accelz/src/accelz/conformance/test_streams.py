@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.conformance.contract import expect, expect_close
 from accelz.conformance.marks import about, needs, proves
+from accelz.conformance.work import long_work
+from accelz.streams import Event, Stream
 
 LONG_SECONDS = 0.3
 ROUNDS = 5
@@ -33,8 +36,8 @@ class StreamsContract:
         streams.synchronize()
 
     @about("Streams.use")
-    def test_use_puts_the_stream_back(self, accelerator: Accelerator) -> None:
-        """Work inside `use` is done right, and an exception leaves the streams usable."""
+    def test_work_inside_use_is_done_right(self, accelerator: Accelerator) -> None:
+        """What is queued inside `use` is done right, also after an exception has left it."""
         streams = accelerator.streams
         side = streams.new()
         with pytest.raises(ZeroDivisionError), streams.use(side):
@@ -88,6 +91,59 @@ class StreamsContract:
         accelerator.streams.synchronize()
         expect(pending, "Event.done", "must be False right after queueing long work", "already done")
 
+    @about("Event.done")
+    @needs("streams")
+    def test_an_event_is_not_done_before_its_work(self, accelerator: Accelerator) -> None:
+        """While the work before it still runs on a stream of its own, an event is not done."""
+        event = _event_behind_long_work(accelerator, accelerator.streams.new())
+        pending = not event.done()
+        accelerator.streams.synchronize()
+        expect(pending, "Event.done", "must be False while the work before it runs", "True")
+
+    @about("Event.synchronize")
+    @needs("streams")
+    def test_an_event_is_waited_for(self, accelerator: Accelerator) -> None:
+        """synchronize() holds the host until the work before the event is done, on any stream."""
+        event = _event_behind_long_work(accelerator, accelerator.streams.new())
+        event.synchronize()
+        done = event.done()
+        accelerator.streams.synchronize()
+        expect(done, "Event.synchronize", "must return after the device has passed the event", "too early")
+
+    @about("Streams.current")
+    @needs("streams")
+    def test_current_is_the_stream_in_use(self, accelerator: Accelerator) -> None:
+        """Inside `use`, an event of current() comes behind what was queued there."""
+        streams = accelerator.streams
+        with streams.use(streams.new()):
+            long_work(accelerator, LONG_SECONDS / 3)
+            event = streams.current().record()
+        pending = not event.done()
+        streams.synchronize()
+        came = "its event came before the work queued there"
+        expect(pending, "Streams.current", "must be the stream in use, inside `use`", came)
+
+    @about("Streams.use")
+    @needs("streams")
+    @pytest.mark.parametrize("inside", [False, True], ids=["from the first stream", "from another use"])
+    @pytest.mark.parametrize("raises", [False, True], ids=["left", "left with an error"])
+    def test_use_puts_the_stream_back(self, accelerator: Accelerator, inside: bool, raises: bool) -> None:
+        """Operations after `use`, however it was left, are queued where they were before."""
+        streams = accelerator.streams
+        side = streams.new()
+        with streams.use(streams.new()) if inside else contextlib.nullcontext():
+            torch.ones(1, device=accelerator.device).item()  # whatever a first use costs
+            with contextlib.suppress(ZeroDivisionError), streams.use(side):
+                long_work(accelerator, LONG_SECONDS / 3)
+                slow = side.record()
+                if raises:
+                    raise ZeroDivisionError
+            torch.ones(1, device=accelerator.device).item()
+            overtook = not slow.done()
+        streams.synchronize()
+        came = "an operation after it waited for the stream that was left"
+        expect(overtook, "Streams.use", "must put the stream back", came)
+
     @about("Streams.new", "Streams.use", "Event.done")
     @proves("streams")
     def test_streams_are_several_queues(self, accelerator: Accelerator) -> None:
@@ -113,7 +169,7 @@ class StreamsContract:
     @about("Stream.wait", "Stream.record")
     @needs("streams")
     def test_an_event_orders_two_streams(self, accelerator: Accelerator) -> None:
-        """Work behind wait(event) sees everything that was queued before the event, the host not blocking."""
+        """Work behind wait(event) sees everything that was queued before the event."""
         streams = accelerator.streams
         producer, consumer = streams.new(), streams.new()
         for round_ in range(ROUNDS):
@@ -131,6 +187,38 @@ class StreamsContract:
             want = torch.full((1 << 16,), float(round_ + 1))
             expect_close(seen, want, "Stream.wait", "later work must come after the event")
 
+    @about("Stream.wait")
+    @needs("streams")
+    def test_wait_does_not_block_the_host(self, accelerator: Accelerator) -> None:
+        """The host is back from wait(event) while the work before the event still runs."""
+        streams = accelerator.streams
+        event = _event_behind_long_work(accelerator, streams.new())
+        streams.new().wait(event)
+        pending = not event.done()
+        streams.synchronize()
+        expect(pending, "Stream.wait", "must not block the host", "the event was done when it returned")
+
+    @about("Memory.empty_host")
+    @needs("streams", "pinned_host_memory")
+    @pytest.mark.parametrize("back", [False, True], ids=["to the device", "to the host"])
+    def test_copies_of_page_locked_memory_do_not_block(self, accelerator: Accelerator, back: bool) -> None:
+        """A copy with non_blocking=True waits in its stream's queue, and the host goes on."""
+        streams, side = accelerator.streams, accelerator.streams.new()
+        host = accelerator.memory.empty_host((1 << 20,), torch.float32).fill_(1.0)
+        values = torch.full((1 << 20,), 2.0, device=accelerator.device)
+        source, target = (values, host) if back else (host, values)
+        streams.synchronize()
+        with streams.use(side):
+            long_work(accelerator, LONG_SECONDS / 3)
+            target.copy_(source, non_blocking=True)
+            event = side.record()
+        pending = not event.done()
+        streams.synchronize()
+        came = "the host waited for it, as for pageable memory"
+        expect(pending, "Memory.empty_host", "must be page-locked: a copy must not block the host", came)
+        want = torch.full((1 << 20,), 2.0 if back else 1.0)
+        expect_close(target, want, "Memory.empty_host", "the copy must carry the values")
+
     @about("Streams.keep_alive")
     @needs("streams")
     def test_keep_alive_protects_freed_memory(self, accelerator: Accelerator) -> None:
@@ -142,6 +230,12 @@ class StreamsContract:
     def test_keep_alive_protects_bytes_that_a_resize_drops(self, accelerator: Accelerator) -> None:
         """Bytes that a resize drops while another stream has to read them are not given away before that."""
         _part_with_what_is_read(accelerator, lambda values: values.untyped_storage().resize_(0))
+
+
+def _event_behind_long_work(accelerator: Accelerator, stream: Stream) -> Event:
+    with accelerator.streams.use(stream):
+        long_work(accelerator, LONG_SECONDS / 3)
+        return stream.record()
 
 
 def _part_with_what_is_read(accelerator: Accelerator, drop: Callable[[Tensor], object]) -> None:
@@ -167,31 +261,3 @@ def _part_with_what_is_read(accelerator: Accelerator, drop: Callable[[Tensor], o
 
 class TestStreams(StreamsContract):
     pass
-
-
-def long_work(accelerator: Accelerator, seconds: float) -> Tensor:
-    """Queue matrix products that keep the device busy for about `seconds`, on the current stream."""
-    matrix = torch.full((1024, 1024), 1 / 1024, device=accelerator.device)
-    per_product = _product_seconds(accelerator, matrix)
-    for _ in range(max(1, int(seconds / per_product))):
-        matrix = matrix @ matrix
-    accelerator.flush()
-    return matrix
-
-
-_measured: dict[str, float] = {}
-
-
-def _product_seconds(accelerator: Accelerator, matrix: Tensor) -> float:
-    """Seconds of one product, measured once per device."""
-    key = str(accelerator.device)
-    if key not in _measured:
-        _ = matrix @ matrix
-        accelerator.streams.synchronize()
-        started = time.perf_counter()
-        for _ in range(10):
-            matrix = matrix @ matrix
-        accelerator.flush()
-        accelerator.streams.synchronize()
-        _measured[key] = max((time.perf_counter() - started) / 10, 1e-6)
-    return _measured[key]
