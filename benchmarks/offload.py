@@ -37,6 +37,16 @@ takes the best."""
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One optimizer step. moved: bytes that were asked to be read and written; transferred: that the kernel's
+    I/O statistics say went from and to the disk meanwhile."""
+
+    seconds: float
+    moved: int = 0
+    transferred: int = 0
+
+
+@dataclass(frozen=True)
 class OffloadOptions:
     """parameters: of the model, in layers of 4 Mi. folder: on the disk to measure."""
 
@@ -85,30 +95,38 @@ def _ways(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, ...]
     return ways
 
 
-def _measure(jobs: dict[str, Job], rounds: int) -> dict[str, list[tuple[float, int]]]:
-    turns: dict[str, list[tuple[float, int]]] = {name: [] for name in jobs}
+def _measure(jobs: dict[str, Job], rounds: int) -> dict[str, list[Turn]]:
+    turns: dict[str, list[Turn]] = {name: [] for name in jobs}
     for round_ in range(rounds + 1):
         for name, job in jobs.items():
-            turn = min(_together(job, *arguments) for arguments in (PATTERNS if name == RAW else [()]))
+            patterns = PATTERNS if name == RAW else [()]
+            turn = min((_together(job, *arguments) for arguments in patterns), key=lambda t: t.seconds)
             if round_:  # the first one is warm-up
                 turns[name].append(turn)
     return turns
 
 
-def _together(job: Job, *arguments: Any) -> tuple[float, int]:
+def _together(job: Job, *arguments: Any) -> Turn:
     """Seconds of the slowest rank and bytes of all."""
-    results = job.call("turn", *arguments)
-    return max(r[0] for r in results), sum(r[1] for r in results)
+    turns: list[Turn] = job.call("turn", *arguments)
+    return Turn(max(t.seconds for t in turns), sum(t.moved for t in turns), sum(t.transferred for t in turns))
 
 
 def _row(
     name: str,
-    mine: list[tuple[float, int]],
-    turns: dict[str, list[tuple[float, int]]],
+    mine: list[Turn],
+    turns: dict[str, list[Turn]],
     options: OffloadOptions,
 ) -> dict[str, Any]:
-    seconds = [turn for turn, _ in mine]
-    row: dict[str, Any] = dict.fromkeys(("bytes_per_parameter", "bytes_per_second", "of_raw", "to_deepspeed"))
+    seconds = [turn.seconds for turn in mine]
+    empty = (
+        "bytes_per_parameter",
+        "kernel_bytes_per_parameter",
+        "bytes_per_second",
+        "of_raw",
+        "to_deepspeed",
+    )
+    row: dict[str, Any] = dict.fromkeys(empty)
     row |= {
         "by": name,
         "median": median(seconds),
@@ -116,16 +134,23 @@ def _row(
         "max": max(seconds),
         "rounds": seconds,
     }
-    if mine[0][1]:
-        rates = [nbytes / turn for turn, nbytes in mine]
-        raw = [nbytes / turn for turn, nbytes in turns[RAW]]
-        row["bytes_per_parameter"] = mine[0][1] / options.parameters
+    if mine[0].moved:
+        rates = [turn.moved / turn.seconds for turn in mine]
+        raw = [turn.moved / turn.seconds for turn in turns[RAW]]
+        row["bytes_per_parameter"] = mine[0].moved / options.parameters
+        row["kernel_bytes_per_parameter"] = median(t.transferred for t in mine) / options.parameters
         row["bytes_per_second"] = median(rates)
         row["of_raw"] = median(a / b for a, b in zip(rates, raw, strict=True))
     if name == "zero host" and "deepspeed cpu" in turns:
-        theirs = [turn for turn, _ in turns["deepspeed cpu"]]
+        theirs = [turn.seconds for turn in turns["deepspeed cpu"]]
         row["to_deepspeed"] = median(a / b for a, b in zip(seconds, theirs, strict=True))
     return row
+
+
+def _transferred() -> int:
+    """Bytes that this process has had the kernel read from disks and write to them so far."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]) + int(lines["write_bytes"])
 
 
 def model_of(parameters: int) -> nn.Module:
@@ -149,15 +174,16 @@ class Zero:
         config = zero.Config(precision="bf16", units=("Linear",), offload=zero.Offload(**offload))
         self._engine = zero.initialize(model, optimizer, config)
 
-    def turn(self) -> tuple[float, int]:
+    def turn(self) -> Turn:
         engine = self._engine
         engine.backward(engine(batch_of(engine.module)).float().square().mean())
         file = engine._stores.swap_file if engine.config.tiers.path else None
-        before = file.bytes_read + file.bytes_written if file else 0
+        moved, transferred = (file.bytes_read + file.bytes_written if file else 0), _transferred()
         begun = time.perf_counter()
         engine.step()
         seconds = time.perf_counter() - begun
-        return seconds, (file.bytes_read + file.bytes_written - before if file else 0)
+        moved = (file.bytes_read + file.bytes_written if file else 0) - moved
+        return Turn(seconds, moved, _transferred() - transferred)
 
 
 class Probe:
@@ -173,8 +199,8 @@ class Probe:
             _buffers(2 * THREADS) for _ in range(2)
         )  # not one buffer for both at once
 
-    def turn(self, depth: int, stretch: int, apart: bool) -> tuple[float, int]:
-        begun = time.perf_counter()
+    def turn(self, depth: int, stretch: int, apart: bool) -> Turn:
+        transferred, begun = _transferred(), time.perf_counter()
         moves: list[Future[int]] = []
         for first in range(0, self._blocks + stretch, stretch):
             reads = range(first, min(first + stretch, self._blocks))
@@ -183,7 +209,8 @@ class Probe:
                 wait(moves)
         for move in moves:
             move.result()
-        return time.perf_counter() - begun, 2 * self._blocks * BLOCK
+        seconds = time.perf_counter() - begun
+        return Turn(seconds, 2 * self._blocks * BLOCK, _transferred() - transferred)
 
     def _move(self, depth: int, reads: range, writes: range) -> Iterator[Future[int]]:
         """Begin to read these blocks and to write those, in turn."""
@@ -225,9 +252,9 @@ class DeepSpeed:
         }
         self._engine = deepspeed.initialize(model=model, config=settings)[0]
 
-    def turn(self) -> tuple[float, int]:
+    def turn(self) -> Turn:
         engine = self._engine
         engine.backward(engine(batch_of(engine.module)).float().square().mean())
         begun = time.perf_counter()
         engine.step()
-        return time.perf_counter() - begun, 0
+        return Turn(time.perf_counter() - begun)

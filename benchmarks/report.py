@@ -97,6 +97,7 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         Column("by", "optimizer step"),
         *TIMES,
         Column("bytes_per_parameter", "B per parameter", _times),
+        Column("kernel_bytes_per_parameter", "by the kernel", _times),
         Column("bytes_per_second", "GB/s", _gigabytes),
         Column("of_raw", "of raw disk", _times),
         Column("to_deepspeed", "× deepspeed cpu", _times),
@@ -166,7 +167,7 @@ LEGENDS: dict[Kind, str] = {
     "offload": (
         "Of the slowest rank, bf16 AdamW, gradients there already; ratios are taken within each round. raw "
         "disk: as many bytes, in the fastest pattern of the moment. B: read and written by all "
-        "ranks."
+        "ranks, as asked for, and by the kernel's I/O statistics of the processes (/proc/self/io)."
     ),
     "optimizer": "MB: what the case itself reads and writes. error: against torch, after the first step.",
     "bandwidth": (
