@@ -140,12 +140,12 @@ def norms_body(context: Context, path: str) -> list[list[float]]:
 
     def norms(offload: zero.Offload | None) -> list[float]:
         torch.manual_seed(1)
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = zero.initialize(model, optimizer, zero.Config(offload=offload, clip_norm=1e-3, timeout=20))
         found = []
         for step in range(8):
-            engine.backward(engine(features(step, context.rank, model, 8, 64)).square().mean())
+            engine.backward(engine(features(step, context.rank, model, 8, 256)).square().mean())
             engine.step()
             found.append(float(engine.grad_norm))
         return found
