@@ -1,0 +1,204 @@
+"""The engine when a fault strikes: every allocation of a step in turn, and collectives of every phase."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.training import collected
+
+LAYERS = 2
+WIDTH = 8  # square layers are cut in the middle: all ranks allocate alike, and fail alike
+PHASES = ("init", "forward", "backward", "step")
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int
+    precision: str  # as in zero.Config, or "autocast": fp32 under torch.autocast
+    clip: float | None
+    optimizer: str
+
+    @property
+    def config(self) -> zero.Config:
+        precision: Any = "fp32" if self.precision == "autocast" else self.precision
+        return zero.Config(
+            stage=self.stage, precision=precision, clip_norm=self.clip, units=(nn.Linear,), timeout=5
+        )
+
+
+# Every stage in every precision, and every pair of settings.
+CASES = [
+    Case(stage, precision, (None, 1e-3)[(stage + place) // 2 % 2], ("AdamW", "RMSprop")[(stage + place) % 2])
+    for stage in (1, 2, 3)
+    for place, precision in enumerate(("fp32", "bf16", "fp16", "autocast"))
+]
+
+
+class Run:
+    """A model trained for one step, phase by phase."""
+
+    def __init__(self, context: Context, case: Case) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+        self.case = case
+        self.model = nn.Sequential(*layers)
+        self.optimizer = getattr(torch.optim, case.optimizer)(self.model.parameters(), lr=1e-2)
+        self.x = torch.full((2, WIDTH), 0.1, device=context.accelerator.device)
+        self.engine: zero.Engine
+        self.loss: Tensor
+
+    def init(self) -> None:
+        self.engine = zero.initialize(self.model, self.optimizer, self.case.config)
+
+    def forward(self) -> None:
+        on = self.case.precision == "autocast"
+        with torch.autocast(self.x.device.type, dtype=torch.bfloat16, enabled=on):
+            self.loss = self.engine(self.x).float().square().mean()
+
+    def backward(self) -> None:
+        self.engine.backward(self.loss)
+
+    def step(self) -> None:
+        assert self.engine.step()
+
+    def until(self, phase: str) -> Run:
+        for name in PHASES[: PHASES.index(phase)]:
+            getattr(self, name)()
+        return self
+
+    def result(self) -> list[Tensor]:
+        """What a step changes."""
+        state = self.engine.state_dict(master=True)
+        scale = self.engine.loss_scale
+        return [*state.values(), *([] if scale is None else [scale.cpu()])]
+
+
+@dataclass
+class Found:
+    """What out of memory was like in one phase of one case. told: what there was no room for, by allocation;
+    "" where the model's own computation found none. wrong: what should not have been."""
+
+    told: list[str] = field(default_factory=list)
+    repeated: int = 0
+    refused: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def sweep_body(context: Context) -> dict[Case, dict[str, Found]]:
+    found = {}
+    with collected():
+        for case in CASES:
+            run = Run(context, case).until("step")
+            before = run.result()
+            run.step()
+            result = run.result()
+            assert context.rank or not same(result, before), "a step that changes nothing shows nothing"
+            del run
+            gc.collect()
+            found[case] = {phase: sweep(context, case, phase, result) for phase in PHASES}
+    return found
+
+
+def sweep(context: Context, case: Case, phase: str, result: list[Tensor]) -> Found:
+    """Let the first allocation of a phase fail, then the second, until no more are made. result: a step's."""
+    from accelz_sim import faults
+
+    found = Found()
+    for nth in itertools.count(1):
+        before = context.accelerator.memory.stats().allocated
+        run = Run(context, case).until(phase)
+        try:
+            with faults.out_of_memory(nth):
+                getattr(run, phase)()
+            break
+        except zero.OutOfMemoryError as error:
+            found.told.append(re.sub(r": \d+ bytes wanted, \d+ free of \d+\. Try .*", "", str(error)))
+        except torch.OutOfMemoryError:
+            found.told.append("")
+        try:
+            if phase == "init":
+                check_lost(context, run, before)
+            else:
+                check_one_step(run, phase, result, found)
+        except (AssertionError, zero.ZeroError) as error:
+            found.wrong.append(f"allocation {nth}, {found.told[-1]!r}: {type(error).__name__}: {error}")
+    return found
+
+
+def check_lost(context: Context, run: Run, before: int) -> None:
+    """The model says that it is in pieces, and leaves nothing behind."""
+    with pytest.raises(zero.ModelError, match="build them anew"):
+        run.init()
+    with pytest.raises(zero.ShardedParameterError, match="build them anew"):
+        run.model[0].weight.sum()
+    vars(run).clear()
+    gc.collect()
+    left = context.accelerator.memory.stats().allocated - before
+    assert left == 0, f"{left} bytes left"
+
+
+def check_one_step(run: Run, phase: str, result: list[Tensor], found: Found) -> None:
+    """Either what failed may be repeated, and one step comes of it, or the engine goes no further."""
+    try:
+        for name in [phase] if phase == "step" else PHASES[1:]:
+            getattr(run, name)()
+    except zero.UsageError as error:
+        found.refused += 1
+        if phase != "step" or "step() without backward()" not in str(error):
+            raise
+        run.forward()
+        with pytest.raises(zero.UsageError, match="was interrupted"):
+            run.backward()
+        return
+    found.repeated += 1
+    assert same(run.result(), result), "not the weights of one step"
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def expected_words(case: Case, phase: str, size: int) -> set[str]:
+    """What there may be no room for, beside what the model itself computes."""
+    of_units = {
+        "init": ["to shard", *(["for the optimizer state of"] if case.optimizer == "AdamW" else [])],
+        "forward": ["to gather"] if case.stage == 3 and size > 1 else [],
+        "backward": ["for gradients of", *(["to gather"] if case.stage == 3 and size > 1 else [])],
+        "step": ["for the step of"] if case.optimizer == "AdamW" else [],
+    }[phase]
+    words = {f"no room {purpose} unit '{unit}'" for purpose in of_units for unit in range(LAYERS)}
+    scaled = case.precision == "fp16" or case.clip is not None
+    if phase == "init":
+        words.add("no room for the factor of the gradients")
+        words |= {"no room for the loss scale"} if case.precision == "fp16" else set()
+    if phase == "step" and scaled:
+        words.add("no room for the norm of the gradients")
+    if phase == "step" and case.optimizer != "AdamW":
+        words.add(f"no room for the step of {case.optimizer}")
+        if scaled or size > 1 or case.precision == "bf16":
+            words |= {f"no room for the fp32 gradients of unit '{unit}'" for unit in range(LAYERS)}
+    return words
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_any_allocation_may_fail(sim: Clusters, size: int) -> None:
+    """The error says what there was no room for; afterwards a step has happened once, or not at all."""
+    for found in sim(size).run(sweep_body, limit=240):
+        for case, phases in found.items():
+            for phase, seen in phases.items():
+                assert not seen.wrong, (case, phase, seen.wrong)
+                assert set(seen.told) - {""} == expected_words(case, phase, size), (case, phase)
+                assert "" not in seen.told or phase in ("forward", "backward"), (case, phase)
+                if phase != "init":
+                    assert seen.repeated + seen.refused == len(seen.told), (case, phase)
+                    assert not seen.refused or phase == "step", (case, phase)
