@@ -15,6 +15,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=12, help="how often a job that saves is killed")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On another device than the host, leave out what does not touch it: the tests on the host have it."""
+    if config.getoption("--device") == "cpu":
+        return
+    touching = [item for item in items if {"device", "cluster"} & set(getattr(item, "fixturenames", ()))]
+    config.hook.pytest_deselected(items=[item for item in items if item not in touching])
+    items[:] = touching
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     """Name of the backend under test."""
