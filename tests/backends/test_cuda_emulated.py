@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +23,10 @@ from accelz_cuda.cuda_kernels import CudaKernels
 from accelz_cuda.kernels import Entry
 from accelz_cuda.kernels.driver import DriverError
 
+from .cuda_operations import ADAM, OPERATIONS, operation
 from .emulated_cuda import EmulatedLauncher, build
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
-ADAM: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -56,40 +55,15 @@ def _ones(dtype: torch.dtype, numel: int = 70) -> Tensor:
     return torch.ones(numel, dtype=dtype)
 
 
-def _call(served: Kernels, entry: Entry) -> None:
-    """The operation that `entry` is for, on its dtypes."""
-    dtype = {name: dtype for dtype, name in kernels.NAMES.items()}
-    operation, first, second = entry.name.rsplit("_", 2)
-    if operation == "adamw":
-        weights = None if second == "none" else _ones(dtype[second])
-        served.adamw(
-            _ones(F32),
-            _ones(dtype[first]),
-            _ones(F32),
-            _ones(F32),
-            torch.tensor(1.0),
-            weights=weights,
-            **ADAM,
-        )
-    elif operation == "quantise":
-        served.quantise(_ones(F32).to(dtype[first]), _ones(F32, 2), _ones(dtype[second]), 64)
-    elif operation == "dequantise":
-        served.dequantise(_ones(dtype[first]), _ones(F32).to(dtype[second]), _ones(F32, 2), 64)
-    elif operation == "scale_cast":
-        served.scale_cast(_ones(dtype[first]), _ones(dtype[second]), torch.tensor(2.0))
-    else:
-        served.accumulate(_ones(dtype[first]), _ones(dtype[second]))
-
-
-PAIRED = [entry for entry in kernels.ENTRIES if entry.source != "norm"]
-
-
-@pytest.mark.parametrize("entry", PAIRED, ids=lambda entry: entry.name)
-def test_each_pair_of_dtypes_has_its_kernel(
-    served: CudaKernels, launcher: EmulatedLauncher, entry: Entry
-) -> None:
-    _call(served, entry)
-    assert launcher.launched == [entry.name]
+@pytest.mark.parametrize("entry", OPERATIONS, ids=lambda entry: entry.name)
+def test_each_operation_has_its_kernel(served: CudaKernels, launcher: EmulatedLauncher, entry: Entry) -> None:
+    """For each pair of dtypes, and with the reference's values."""
+    written = operation(entry, torch.device("cpu"))(served)
+    second = ["norm_total"] if entry is kernels.NORM_PARTIALS else []
+    assert launcher.launched == [entry.name, *second]
+    wanted = operation(entry, torch.device("cpu"))(Kernels())
+    for mine, its in zip(written, wanted, strict=True):
+        assert torch.allclose(mine.float(), its.float(), rtol=torch.finfo(BF16).eps)
 
 
 @pytest.mark.parametrize("entry", kernels.ENTRIES, ids=lambda entry: entry.name)

@@ -1,0 +1,113 @@
+"""The operation that each CUDA kernel is for, on tensors of its dtypes; for a GPU and for the emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelz.kernels import Kernels
+from accelz_cuda import kernels
+from accelz_cuda.kernels import Entry
+
+F32 = torch.float32
+BLOCK = 64
+ADAM: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+DTYPES = {name: dtype for dtype, name in kernels.NAMES.items()}
+
+OPERATIONS = tuple(entry for entry in kernels.ENTRIES if entry is not kernels.NORM_TOTAL)
+"""An entry for every operation; the norm's second kernel belongs to its first."""
+
+Call = Callable[[Kernels], tuple[Tensor, ...]]
+"""Does the operation and returns all that it wrote."""
+
+
+def operation(entry: Entry, device: torch.device, numel: int = 70) -> Call:
+    """What `entry` is for, on random values of `numel` elements."""
+    name, *dtypes = entry.name.rsplit("_", 2) if entry.source != "norm" else ("norm",)
+    return _MAKERS[name](device, numel, *(DTYPES.get(dtype) for dtype in dtypes))
+
+
+def random(device: torch.device, numel: int, dtype: torch.dtype | None) -> Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    return (torch.rand(numel, generator=generator) + 0.5).to(device, dtype)
+
+
+def _adamw(
+    device: torch.device, numel: int, grad_dtype: torch.dtype, weights_dtype: torch.dtype | None
+) -> Call:
+    master, average, square = (random(device, numel, F32) for _ in range(3))
+    grad, step = random(device, numel, grad_dtype), torch.tensor(3.0, device=device)
+    scale, skip = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
+    weights = None if weights_dtype is None else random(device, numel, weights_dtype)
+
+    def call(served: Kernels) -> tuple[Tensor, ...]:
+        served.adamw(
+            master, grad, average, square, step, grad_scale=scale, skip=skip, weights=weights, **ADAM
+        )
+        return (master, average, square, *([] if weights is None else [weights]))
+
+    return call
+
+
+def _norm(device: torch.device, numel: int) -> Call:
+    tensors = [random(device, numel + i, dtype) for i, dtype in enumerate(kernels.FLOATS)]
+    return lambda served: (served.norm_and_nonfinite(tensors),)
+
+
+def _scale_cast(device: torch.device, numel: int, to: torch.dtype, source: torch.dtype) -> Call:
+    output, values, scale = (
+        random(device, numel, to),
+        random(device, numel, source),
+        torch.tensor(2.0, device=device),
+    )
+
+    def call(served: Kernels) -> tuple[Tensor, ...]:
+        served.scale_cast(output, values, scale)
+        return (output,)
+
+    return call
+
+
+def _accumulate(device: torch.device, numel: int, total: torch.dtype, addend: torch.dtype) -> Call:
+    sums, values = random(device, numel, total), random(device, numel, addend)
+
+    def call(served: Kernels) -> tuple[Tensor, ...]:
+        served.accumulate(sums, values)
+        return (sums,)
+
+    return call
+
+
+def _quantise(device: torch.device, numel: int, codes: torch.dtype, source: torch.dtype) -> Call:
+    output, scales = random(device, numel, codes), random(device, -(-numel // BLOCK), F32)
+    values = random(device, numel, source)
+
+    def call(served: Kernels) -> tuple[Tensor, ...]:
+        served.quantise(output, scales, values, BLOCK)
+        return (output, scales)
+
+    return call
+
+
+def _dequantise(device: torch.device, numel: int, to: torch.dtype, codes: torch.dtype) -> Call:
+    output, scales = random(device, numel, to), random(device, -(-numel // BLOCK), F32)
+    values = (100 * random(device, numel, F32)).to(codes)
+
+    def call(served: Kernels) -> tuple[Tensor, ...]:
+        served.dequantise(output, values, scales, BLOCK)
+        return (output,)
+
+    return call
+
+
+_MAKERS: dict[str, Callable[..., Call]] = {
+    "adamw": _adamw,
+    "norm": _norm,
+    "scale_cast": _scale_cast,
+    "accumulate": _accumulate,
+    "quantise": _quantise,
+    "dequantise": _dequantise,
+}
