@@ -198,6 +198,34 @@ def test_no_extension_is_no_word() -> None:
         assert not use_ipex()
 
 
+# -- the engine ------------------------------------------------------------------------------------
+
+
+@on_xpu(**ONE)
+def test_the_engine_trains() -> None:
+    """Eager, with state on the device and with state on the host: the losses of plain torch."""
+    import zero
+
+    load().bind(0)
+    for offload in (None, zero.Offload(optimizer="host", params="host")):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+        model.load_state_dict(plain.state_dict())
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        config = zero.Config(stage=3, offload=offload)
+        engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), config)
+        for batch in torch.randn(4, 4, 8):
+            want = plain(batch).square().mean()
+            want.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ours = engine(batch.to("xpu")).square().mean()
+            engine.backward(ours)
+            engine.step()
+            torch.testing.assert_close(ours.cpu(), want, rtol=1e-5, atol=0)
+
+
 # -- the kit ---------------------------------------------------------------------------------------
 
 

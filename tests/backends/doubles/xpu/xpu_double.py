@@ -137,6 +137,16 @@ def set_rng_state(new_state, device="xpu"):
     torch.default_generator.set_state(new_state)
 
 
+class ProcessGroupXCCL:
+    """Made as torch makes xccl's, with the tensors' real place served: by gloo."""
+
+    class Options:
+        pass  # torch sets global_ranks_in_group, group_name and _timeout
+
+    def __new__(cls, store, rank, size, options):
+        return torch.distributed.ProcessGroupGloo(store, rank, size, options._timeout)
+
+
 def install():
     """Put these functions in the place of torch's, and host tensors in that of xpu's."""
     global mode
@@ -145,3 +155,6 @@ def install():
         setattr(torch.xpu, name, globals()[name])
     mode = stand_in.StandIn("xpu", "cpu", lambda: None, drop=("pin_memory",))  # page-locking is only counted
     mode.install()
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d.ProcessGroupXCCL, distributed_c10d._XCCL_AVAILABLE = ProcessGroupXCCL, True
