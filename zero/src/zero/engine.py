@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,7 @@ class Engine:
             self._passes.try_twice(self._balancer.second_try)
         self._passes.phase.on_unit = self._trace
         self._passes.on_forward = self._tracer.begin
+        self._shards.on_group = partial(self._tracer.mark, "step")
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class Engine:
             self._recover()
             raise
         self._micro_steps += 1
-        self._tracer.mark("backward", "")
+        self._tracer.settle()
         self.accelerator.flush()
 
     def step(self) -> bool:
@@ -153,6 +155,7 @@ class Engine:
         if not self.is_boundary:
             return False
         self._shards.check_groups()
+        self._tracer.mark("step", "")
         self._change_weights(*self._factor.complete())
         self.accelerator.flush()
         self._tracer.end()

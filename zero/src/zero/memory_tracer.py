@@ -32,16 +32,29 @@ class MemoryTracer:
         self._begun = 0.0
         self._samples: list[Sample] = []
         self._leaving = 0  # gradients that have left, or will have when the optimizer begins
+        self._before = 0  # that was in use, and not the engine's, before the forwards without a backward
+        self._settled = True  # there is no such forward
+        self._activations = 0
 
     def begin(self) -> None:
-        """A step begins, with the first forward after the last one."""
-        if self.steps and not self._samples:
+        """A forward begins; a step, with the first one after the last step."""
+        if not self.steps:
+            return
+        if not self._samples:
             self._begun = time.perf_counter()
             self._memory.reset_peak()
-            self.mark("forward", "")
+        if self._settled:
+            self._before = self._memory.stats().allocated - self.held().total
+            self._settled = False
+        self.mark("forward", "")
+
+    def settle(self) -> None:
+        """A backward is over: what its forwards have left is gone, but for what their caller holds."""
+        self.mark("backward", "")
+        self._settled = True
 
     def mark(self, phase: PhaseName, unit: str) -> None:
-        """A unit comes or goes."""
+        """A unit comes or goes, or has been stepped."""
         if not self.steps:
             return
         stats = self._memory.stats()
@@ -50,7 +63,12 @@ class MemoryTracer:
         if phase != "step":  # at whose end there are none any more
             self._leaving = self._bits(lambda g: g.slice.present and g.group.placement.gradients != "device")
         away = self._leaving if phase == "step" else self._bits(lambda g: g.slice.away)
-        self._samples.append(Sample(phase, unit, seconds, self.held(), stats.allocated, stats.peak, away))
+        held = self.held()
+        left = max(stats.allocated - held.total - self._before, 0)
+        self._activations = min(left, self._activations) if phase == "step" else left
+        self._samples.append(
+            Sample(phase, unit, seconds, held, self._activations, stats.allocated, stats.peak, away)
+        )
 
     def _bits(self, is_set: Callable[[GroupGradients], bool]) -> int:
         return sum(is_set(gradients) << n for n, gradients in enumerate(self._reducer.all))
@@ -59,6 +77,7 @@ class MemoryTracer:
         """The optimizer has stepped."""
         if self.steps:
             self.mark("step", "")
+            self._settled = True
             self.report = MemoryReport(tuple(self._samples), self._memory.stats().capacity)
             self.steps -= 1
         self._samples.clear()
@@ -66,5 +85,5 @@ class MemoryTracer:
     def held(self) -> Held:
         """What the engine holds of the device now."""
         groups = sum((g.held() for unit in self._units for g in unit.groups), Held())
-        beside = Held(gradients=self._reducer.device_bytes(), optimizer=self._optimizer.own_state_bytes())
-        return groups + beside
+        gradients = self._reducer.device_bytes() + self._optimizer.wide_bytes
+        return groups + Held(gradients=gradients, optimizer=self._optimizer.own_state_bytes())

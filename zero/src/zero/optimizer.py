@@ -93,7 +93,11 @@ def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, 
 
 
 class ShardedOptimizer:
-    """Steps the masters of all trainable groups and refreshes the 16-bit shards."""
+    """Steps the masters of all trainable groups and refreshes the 16-bit shards.
+
+    on_group(unit): called when a group has been stepped, or has the gradients that the user's optimizer steps
+    it with, and with "" when that has. wide_bytes: of the device, in use for such gradients.
+    """
 
     def __init__(
         self,
@@ -108,6 +112,8 @@ class ShardedOptimizer:
         self._rule = rule_for(optimizer)
         self.owned = {group: own(group, param_group_of) for group in groups}
         self.visits = Visits(stores, self.owned, self._show)
+        self.on_group: Callable[[str], None] = lambda unit: None
+        self.wide_bytes = 0
         self._stepping = False
         self._ahead: StepsAhead | None = None
         self._install()
@@ -151,6 +157,7 @@ class ShardedOptimizer:
                     if not self._taken(owned, step):
                         self._step_group(owned, have, state, step, here)
                 owned.remember(step.missed)
+                self.on_group(have.group.unit)
 
     def _in_turn(
         self, gradients: Sequence[GroupGradients]
@@ -330,9 +337,12 @@ class ShardedOptimizer:
             for have in present:
                 with self._room("for the fp32 gradients of", have.group):
                     self._set_piece_gradients(self.owned[have.group], have, scale)
+                self.on_group(have.group.unit)
             with room_for(self._accelerator, purpose, None, nbytes):
                 self.optimizer.step()
+            self.on_group("")
         finally:
+            self.wide_bytes = 0
             for parameter in pieces:
                 parameter.grad = None
         for have in present:
@@ -345,6 +355,7 @@ class ShardedOptimizer:
             wide = torch.empty_like(gradient, dtype=master.dtype)
             scale = None if scale is None else scale.to(master.device)
             self._stores.kernels(master.device).scale_cast(wide, gradient, scale)
+            self.wide_bytes += wide.nbytes if wide.device == self._accelerator.device else 0
             gradient = wide
         for piece in owned.pieces:
             if piece.piece.index in have.used:

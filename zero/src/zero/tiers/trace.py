@@ -1,10 +1,11 @@
-"""Device memory over a step: what it was used for, at every point where units come and go."""
+"""Device memory over a step: what it was used for, at every point where units come, go or are stepped."""
 
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Literal
 
 from zero.sizes import human
@@ -15,7 +16,9 @@ COLOURS = {
     "gathered": "#72b7b2",
     "gradients": "#f58518",
     "optimizer": "#e45756",
+    "activations": "#54a24b",
     "other": "#bab0ac",
+    "temporary": "#e7ddd6",
 }
 
 
@@ -38,23 +41,58 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Use:
+    """Bytes of the device by what they are for. The first four: see `Held`. activations: what forwards have
+    left until their backward is over, and gradients on their way through it. other: of nobody here, such as
+    inputs, buffers and what was there before. temporary: taken and given back between two points."""
+
+    parameters: int
+    gathered: int
+    gradients: int
+    optimizer: int
+    activations: int
+    other: int
+    temporary: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
 class Sample:
-    """A point in a step. unit: that comes or goes ("" for none). seconds: since the step began. held: at the
-    point. allocated: at the point. peak: the most since the point before. away: bit i is set where group i
-    has, or in "step" had, a reduced gradient that has left the device."""
+    """A point in a step. unit: that comes, goes or has been stepped ("" for none). seconds: since the step
+    began. held, activations, allocated: at the point. peak: the most since the point before. away: bit i is
+    set where group i has, or in "step" had, a reduced gradient that has left the device."""
 
     phase: PhaseName
     unit: str
     seconds: float
     held: Held
+    activations: int
     allocated: int
     peak: int
     away: int
 
     @property
     def other(self) -> int:
-        """Activations, what the model's own operations need, and what is not the engine's."""
-        return self.allocated - self.held.total
+        """What is neither the engine's nor of a forward."""
+        return self.allocated - self.held.total - self.activations
+
+    def use(self, most: int) -> Use:
+        """At a point near which `most` bytes were in use at one time."""
+        held = self.held
+        kept = (held.parameters, held.gathered, held.gradients, held.optimizer)
+        return Use(*kept, self.activations, self.other, most - self.allocated)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The highest point of a phase. unit: of the sample behind it. use: adds up to its bytes."""
+
+    phase: PhaseName
+    unit: str
+    use: Use
 
 
 @dataclass(frozen=True)
@@ -71,21 +109,27 @@ class MemoryReport:
 
     @property
     def peak_other(self) -> int:
-        """Most bytes in use for what is not model state: activations and temporary values."""
-        return max(max(s.other, s.peak - s.held.total) for s in self.samples)
+        """Most bytes in use at one time for what is not model state."""
+        return max(use.activations + use.other + use.temporary for use in self.uses())
 
-    def peaks(self) -> dict[PhaseName, Sample]:
-        """The sample of the highest peak of each phase."""
-        best: dict[PhaseName, Sample] = {}
-        for sample in self.samples:
-            if sample.phase not in best or sample.peak > best[sample.phase].peak:
-                best[sample.phase] = sample
+    def uses(self) -> list[Use]:
+        """For each sample, what the peak since the one before was for: what there was at that of the two at
+        which there was more, and on top what was temporary."""
+        return [
+            (before if sample.allocated < before.allocated <= sample.peak else sample).use(sample.peak)
+            for before, sample in itertools.pairwise((self.samples[0], *self.samples))
+        ]
+
+    def peaks(self) -> dict[PhaseName, Peak]:
+        """The highest point of each phase."""
+        best: dict[PhaseName, Peak] = {}
+        for sample, use in zip(self.samples, self.uses(), strict=True):
+            if sample.phase not in best or use.total > best[sample.phase].use.total:
+                best[sample.phase] = Peak(sample.phase, sample.unit, use)
         return best
 
     def __str__(self) -> str:
-        rows = [("phase", "peak", *COLOURS, "unit")]
-        for phase, s in self.peaks().items():
-            rows.append((phase, human(s.peak), *(human(n) for n in _parts(s)), s.unit))
+        rows = self._table()
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
 
@@ -94,13 +138,9 @@ class MemoryReport:
         legend = "".join(
             f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in COLOURS.items()
         )
-        head = ("phase", "peak", *COLOURS, "unit")
-        rows = [
-            (phase, human(s.peak), *(human(n) for n in _parts(s)), s.unit)
-            for phase, s in self.peaks().items()
-        ]
+        head, *rows = self._table()
         return _PAGE.format(
-            picture=_picture(self.samples, self.peak),
+            picture=_picture(self.samples, self.uses(), self.peak),
             legend=legend,
             head="".join(f"<th>{html.escape(c)}</th>" for c in head),
             rows="".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in rows),
@@ -108,38 +148,48 @@ class MemoryReport:
             capacity=human(self.capacity),
         )
 
-
-def _parts(sample: Sample) -> tuple[int, ...]:
-    """Bytes by category, in the order of COLOURS."""
-    held = sample.held
-    return held.parameters, held.gathered, held.gradients, held.optimizer, sample.other
+    def _table(self) -> list[tuple[str, ...]]:
+        """A head, and each phase's peak: the categories add up to it."""
+        rows = [
+            (phase, human(peak.use.total), *map(human, astuple(peak.use)), peak.unit)
+            for phase, peak in self.peaks().items()
+        ]
+        return [("phase", "peak", *COLOURS, "unit"), *rows]
 
 
 WIDTH, HEIGHT = 960, 320
 
 
-def _picture(samples: Sequence[Sample], top: int) -> str:
-    """Stacked areas, one column a sample; the line is the peak since the sample before."""
-    xs = [round(WIDTH * n / max(len(samples) - 1, 1), 1) for n in range(len(samples))]
-    floor = [0.0] * len(samples)
+def _picture(samples: Sequence[Sample], uses: Sequence[Use], top: int) -> str:
+    """Stacked areas over the time: from one sample to the next the peak between them."""
+    duration = samples[-1].seconds
+    xs = [round(WIDTH * sample.seconds / (duration or 1.0), 1) for sample in samples]
+    floor = [0] * len(uses)
     shapes = []
-    for index, colour in enumerate(COLOURS.values()):
-        ceiling = [low + max(_parts(s)[index], 0) for low, s in zip(floor, samples, strict=True)]
-        points = [*zip(xs, ceiling, strict=True), *reversed(list(zip(xs, floor, strict=True)))]
+    for category, colour in COLOURS.items():
+        ceiling = [low + max(getattr(use, category), 0) for low, use in zip(floor, uses, strict=True)]
+        points = [*_stairs(xs, ceiling), *reversed(_stairs(xs, floor))]
         shapes.append(f'<polygon fill="{colour}" points="{_path(points, top)}"/>')
         floor = ceiling
-    line = _path(list(zip(xs, [float(s.peak) for s in samples], strict=True)), top)
-    shapes.append(f'<polyline fill="none" stroke="#333" points="{line}"/>')
-    for x, before, after in zip(xs[1:], samples, samples[1:], strict=False):
+    for x, (before, after) in zip(xs, itertools.pairwise(samples), strict=False):
         if before.phase != after.phase:
-            shapes.append(
-                f'<line x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}" stroke="#999" stroke-dasharray="4"/>'
-            )
-            shapes.append(f'<text x="{x + 4}" y="14">{after.phase}</text>')
+            shapes.append(_boundary(x, after.phase))
+    shapes.append(f'<text x="{WIDTH - 4}" y="14" text-anchor="end">{1000 * duration:.1f} ms</text>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="100%">{"".join(shapes)}</svg>'
 
 
-def _path(points: Sequence[tuple[float, float]], top: int) -> str:
+def _stairs(xs: Sequence[float], heights: Sequence[int]) -> list[tuple[float, int]]:
+    """The height that each sample tells, all the way from the sample before it."""
+    spans = zip(itertools.pairwise(xs), heights[1:], strict=True)
+    return [(x, height) for span, height in spans for x in span]
+
+
+def _boundary(x: float, phase: PhaseName) -> str:
+    line = f'<line x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}" stroke="#999" stroke-dasharray="4"/>'
+    return f'{line}<text x="{x + 4}" y="14">{phase}</text>'
+
+
+def _path(points: Sequence[tuple[float, int]], top: int) -> str:
     return " ".join(f"{x},{HEIGHT * (1 - y / max(top, 1)):.1f}" for x, y in points)
 
 
@@ -154,7 +204,8 @@ i {{ display: inline-block; width: 0.9em; height: 0.9em; margin-right: 0.3em }}
 svg {{ border-left: 1px solid #999; border-bottom: 1px solid #999 }}
 </style>
 <h1>Device memory over a step</h1>
-<p>Peak {peak} of {capacity}. The line is the most in use between two points; areas are what it is for.</p>
+<p>Peak {peak} of {capacity}. The most in use between points at which units come, go and are stepped, by what
+it is for; temporary is what was given back before the next point.</p>
 {picture}
 <p>{legend}</p>
 <table><tr>{head}</tr>{rows}</table>

@@ -1,0 +1,184 @@
+"""memory_report: where every byte of a step is, in categories that add up."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.offload.test_auto import BATCH, LAYERS, WIDTH, build, one_step
+from zero.tiers.trace import MemoryReport, Sample
+
+NUMBER = 4  # bytes of the loss
+
+
+def traced(engine: zero.Engine, context: Context) -> MemoryReport:
+    engine.trace_memory()
+    one_step(context, engine, 1, BATCH)
+    return engine.memory_report()
+
+
+def engine_of(optimizer: Any = torch.optim.AdamW, **settings: Any) -> zero.Engine:
+    model = build()
+    config = zero.Config(precision="bf16", timeout=20, **settings)
+    return zero.initialize(model, optimizer(model.parameters(), lr=1e-3), config)
+
+
+def of_phase(report: MemoryReport, phase: str) -> list[Sample]:
+    return [s for s in report.samples if s.phase == phase]
+
+
+def report_body(context: Context, path: str) -> dict[str, Any]:
+    gc.collect()
+    engine = engine_of()
+    with pytest.raises(zero.UsageError, match="trace_memory"):
+        engine.memory_report()
+    one_step(context, engine, 0, BATCH)
+    report = traced(engine, context)
+    Path(path, f"{context.rank}.html").write_text(report.to_html())
+    one_step(context, engine, 2, BATCH)
+    assert engine.memory_report() is report  # one step was asked for
+    numel = sum(g.layout.shard_numel for u in engine.units for g in u.groups)
+    return {
+        "report": report,
+        "text": str(report),
+        "record": 12 * numel,
+        "shards": 2 * numel,
+        "gathered": 2 * max(sum(g.layout.numel for g in u.groups) for u in engine.units),
+        "exact": context.accelerator.capabilities.exact_memory,
+    }
+
+
+def test_the_report_accounts_for_every_byte(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(report_body, path=str(tmp_path)):
+        report: MemoryReport = found["report"]
+        assert list(dict.fromkeys(s.phase for s in report.samples)) == ["forward", "backward", "step"]
+        assert {s.held.optimizer for s in report.samples} == {found["record"]}
+        for sample, use in zip(report.samples, report.uses(), strict=True):
+            assert use.total == sample.peak
+        for phase, peak in report.peaks().items():
+            assert peak.use.total == max(s.peak for s in of_phase(report, phase))
+        head, *rows = [re.split(r" {2,}", line.strip()) for line in found["text"].splitlines()]
+        assert head[:2] == ["phase", "peak"]
+        assert head[2:-1] == [
+            "parameters", "gathered", "gradients", "optimizer", "activations", "other", "temporary",
+        ]  # fmt: skip
+        assert [row[0] for row in rows] == ["forward", "backward", "step"]
+        if found["exact"]:
+            check_bytes(found, report)
+    page = (tmp_path / "0.html").read_text()
+    assert page.count("<polygon") == 7
+
+
+def check_bytes(found: dict[str, Any], report: MemoryReport) -> None:
+    """Of a device that counts every byte."""
+    assert {s.held.parameters for s in report.samples} == {found["shards"]}
+    assert {s.other for s in report.samples} == {report.samples[0].other}
+    assert max(s.held.gathered for s in report.samples) >= found["gathered"]
+    saved = 2 * BATCH * WIDTH  # of a layer: what tanh puts out, in bf16; the first has its input too
+    forward = of_phase(report, "forward")
+    entered = [s for s in forward if s.unit][::2]
+    cast = saved
+    assert [s.activations for s in entered] == [cast + n * saved for n in range(LAYERS)]
+    at_once = of_phase(report, "backward")[0]  # and the loss: fp32 copy of the output, its square, the mean
+    assert at_once.activations == cast + LAYERS * saved + 2 * saved + NUMBER
+    begin, *groups, end = of_phase(report, "step")
+    assert [s.unit for s in groups] == [str(n) for n in range(LAYERS)]
+    assert begin.held.gradients == found["shards"]
+    assert end.held.gradients == 0
+    assert all(s.activations == NUMBER for s in (begin, *groups, end))  # the loss, which the caller holds
+    assert all(use.temporary >= 0 for use in report.uses())
+
+
+def micro_body(context: Context) -> tuple[bool, list[int]]:
+    """Activations are back to what the caller holds behind each micro-batch."""
+    engine = engine_of(gradient_accumulation_steps=2)
+    for part in range(2):
+        one_step(context, engine, part, BATCH)
+    engine.trace_memory()
+    for part in range(2):
+        one_step(context, engine, part, BATCH)
+    samples = engine.memory_report().samples
+    ends = [a for a, b in itertools.pairwise(samples) if a.phase == "backward" != b.phase]
+    return context.accelerator.capabilities.exact_memory, [s.activations for s in ends]
+
+
+def test_activations_end_with_their_backward(cluster: Clusters) -> None:
+    for exact, left in cluster(2).run(micro_body):
+        assert len(left) == 2
+        assert left == [NUMBER, NUMBER] or not exact
+
+
+def own_steps_body(context: Context) -> tuple[bool, dict[str, int], int]:
+    """An optimizer that no kernel serves: its fp32 gradients, and its state."""
+    engine = engine_of(torch.optim.Adagrad)
+    one_step(context, engine, 0, BATCH)
+    most = max(of_phase(traced(engine, context), "step"), key=lambda s: s.held.gradients)
+    numel = sum(g.layout.shard_numel for u in engine.units for g in u.groups)
+    held = {"gradients": most.held.gradients, "optimizer": most.held.optimizer, "other": most.other}
+    return context.accelerator.capabilities.exact_memory, held, numel
+
+
+def test_gradients_made_for_the_step_are_counted(cluster: Clusters) -> None:
+    for _, held, numel in cluster(2).run(own_steps_body):
+        assert held["gradients"] == (2 + 4) * numel
+        assert held["optimizer"] == (4 + 4) * numel
+
+
+def test_the_picture_is_over_seconds_and_adds_up() -> None:
+    """Three samples, at 0, 1 and 4 seconds."""
+    from zero.tiers.trace import Held
+
+    held = Held(parameters=50)
+    samples = (
+        Sample("forward", "", 0.0, held, 0, 60, 60, 0),
+        Sample("forward", "a", 1.0, held, 20, 80, 100, 0),
+        Sample("step", "", 4.0, held, 0, 60, 90, 0),
+    )
+    report = MemoryReport(samples, 1000)
+    first, second, third = report.uses()
+    assert (first.parameters, first.other, first.temporary) == (50, 10, 0)
+    assert (second.activations, second.temporary, second.total) == (20, 20, 100)
+    assert (third.activations, third.temporary, third.total) == (20, 10, 90)  # as at the sample before
+    page = report.to_html()
+    assert 'x1="240.0"' in page  # where the step begins: a quarter of the time
+    assert "4000.0 ms" in page
+    top = re.findall(r'points="([^"]*)"', page)[-1].split()
+    assert top[:4] == ["0.0,0.0", "240.0,0.0", "240.0,32.0", "960.0,32.0"]
+    assert report.peak_other == 50
+
+
+class Wide(nn.Module):
+    """Takes much for a moment, between two points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.empty(1 << 20, dtype=torch.uint8, device=x.device)
+        return (x @ self.weight).sum()
+
+
+def wide_body(context: Context) -> tuple[bool, int]:
+    engine = zero.initialize(model := Wide(), torch.optim.SGD(model.parameters()), zero.Config(timeout=20))
+    engine.trace_memory()
+    engine.backward(engine(torch.ones(4, 4, device=engine.accelerator.device)))
+    engine.step()
+    return context.accelerator.capabilities.exact_memory, engine.memory_report().peaks()[
+        "forward"
+    ].use.temporary
+
+
+def test_what_comes_and_goes_between_points_is_temporary(cluster: Clusters) -> None:
+    for exact, temporary in cluster(1).run(wide_body):
+        assert temporary == (1 << 20) - NUMBER or not exact  # the loss, behind it, counts as there already
