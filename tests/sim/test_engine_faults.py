@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from accelz.conformance.cluster import Clusters, Context
+from accelz.conformance.cluster import Cluster, Clusters, Context
 from tests.zero.training import collected
 
 LAYERS = 2
@@ -35,6 +39,9 @@ class Case:
             stage=self.stage, precision=precision, clip_norm=self.clip, units=(nn.Linear,), timeout=5
         )
 
+    def run(self, context: Context) -> Run:
+        return Run(context, self.config, self.optimizer, self.precision == "autocast")
+
 
 # Every stage in every precision, and every pair of settings.
 CASES = [
@@ -47,22 +54,22 @@ CASES = [
 class Run:
     """A model trained for one step, phase by phase."""
 
-    def __init__(self, context: Context, case: Case) -> None:
+    def __init__(self, context: Context, config: zero.Config, optimizer: str, autocast: bool = False) -> None:
         torch.manual_seed(0)
         layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
-        self.case = case
+        self.config = config
+        self.autocast = autocast
         self.model = nn.Sequential(*layers)
-        self.optimizer = getattr(torch.optim, case.optimizer)(self.model.parameters(), lr=1e-2)
+        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=1e-2)
         self.x = torch.full((2, WIDTH), 0.1, device=context.accelerator.device)
         self.engine: zero.Engine
         self.loss: Tensor
 
     def init(self) -> None:
-        self.engine = zero.initialize(self.model, self.optimizer, self.case.config)
+        self.engine = zero.initialize(self.model, self.optimizer, self.config)
 
     def forward(self) -> None:
-        on = self.case.precision == "autocast"
-        with torch.autocast(self.x.device.type, dtype=torch.bfloat16, enabled=on):
+        with torch.autocast(self.x.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             self.loss = self.engine(self.x).float().square().mean()
 
     def backward(self) -> None:
@@ -98,7 +105,7 @@ def sweep_body(context: Context) -> dict[Case, dict[str, Found]]:
     found = {}
     with collected():
         for case in CASES:
-            run = Run(context, case).until("step")
+            run = case.run(context).until("step")
             before = run.result()
             run.step()
             result = run.result()
@@ -116,7 +123,7 @@ def sweep(context: Context, case: Case, phase: str, result: list[Tensor]) -> Fou
     found = Found()
     for nth in itertools.count(1):
         before = context.accelerator.memory.stats().allocated
-        run = Run(context, case).until(phase)
+        run = case.run(context).until(phase)
         try:
             with faults.out_of_memory(nth):
                 getattr(run, phase)()
@@ -202,3 +209,121 @@ def test_any_allocation_may_fail(sim: Clusters, size: int) -> None:
                 if phase != "init":
                     assert seen.repeated + seen.refused == len(seen.told), (case, phase)
                     assert not seen.refused or phase == "step", (case, phase)
+
+
+TIMEOUT = 2.0  # seconds, of collectives
+STAGES = {1: "fp16", 2: "bf16", 3: "fp32"}
+KINDS = ("fails", "stalls")
+
+# Where a fault strikes rank 0: the collective of a phase, counted from 1, and what it is.
+STRIKES = {
+    "the model": ("init", 1, "the model exchange"),
+    "first values": ("init", 3, "broadcast of unit '0'"),
+    "gather in forward": ("forward", 2, "all_gather of unit '1'"),
+    "gather in backward": ("backward", 1, "all_gather of unit '1'"),
+    "reduce-scatter": ("backward", 1, "reduce_scatter of unit '1'"),
+    "norm": ("step", 1, "all_reduce of unit 'gradient norm'"),
+    "new weights": ("step", 2, "all_gather of unit '0'"),
+}
+ONLY_SHARDED = ("gather in forward", "gather in backward")
+ONLY_RESIDENT = ("reduce-scatter", "new weights")
+
+
+def strikes_at(stage: int) -> list[str]:
+    left_out = ONLY_RESIDENT if stage == 3 else ONLY_SHARDED
+    return [name for name in STRIKES if name not in left_out]
+
+
+@dataclass(frozen=True)
+class Struck:
+    """How a rank met a fault. seconds: in the phase. next: how training goes on."""
+
+    error: str
+    message: str
+    seconds: float
+    next: str
+
+
+def struck_body(context: Context, stage: int) -> dict[tuple[str, str], Struck]:
+    found = {}
+    for turn, (name, kind) in enumerate(itertools.product(strikes_at(stage), KINDS)):
+        meet(context, turn)
+        config = zero.Config(
+            stage=stage,
+            precision=STAGES[stage],  # type: ignore[arg-type]
+            clip_norm=1.0,
+            units=(nn.Linear,),
+            timeout=TIMEOUT + turn / 1000,  # groups of its own: those of the turn before have failed
+        )
+        found[name, kind] = struck(context, config, name, kind)
+    return found
+
+
+def meet(context: Context, turn: int) -> None:
+    """Start together, however long the fault before has kept the other rank."""
+    context.group.store.set(f"turn/{turn}/{context.rank}", "")
+    context.group.store.wait([f"turn/{turn}/{r}" for r in range(context.size)], timedelta(seconds=60))
+
+
+def struck(context: Context, config: zero.Config, name: str, kind: Any) -> Struck:
+    from accelz_sim import faults
+
+    phase, nth, _ = STRIKES[name]
+    run = Run(context, config, "AdamW").until(phase)
+    started = time.monotonic()
+    try:
+        with faults.collective(kind, nth) if context.rank == 0 else contextlib.nullcontext():
+            getattr(run, phase)()
+    except zero.CommunicationError as error:
+        return Struck(type(error).__name__, str(error), time.monotonic() - started, go_on(run, phase))
+    return Struck("nothing raised", "", 0.0, "")
+
+
+def go_on(run: Run, phase: str) -> str:
+    try:
+        if phase == "init":
+            return run.model[0].weight.sum().item()
+        if phase != "step":
+            run.forward()
+            run.backward()
+        run.step()
+    except zero.ZeroError as error:
+        return str(error)
+    return "one step more"
+
+
+@pytest.fixture(scope="module")
+def strikes(sim: Clusters) -> dict[int, list[dict[tuple[str, str], Struck]]]:
+    """By stage and rank. Ranks wait for timeouts most of the time, so the jobs run at once."""
+    jobs = {stage: Cluster("sim", 2, TIMEOUT) for stage in STAGES}
+
+    def results(stage: int) -> list[dict[tuple[str, str], Struck]]:
+        try:
+            return jobs[stage].run(struck_body, limit=240, stage=stage)
+        finally:
+            jobs[stage].stop()
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(STAGES, threads.map(results, STAGES), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("stage", "name"), [(stage, name) for stage in STAGES for name in strikes_at(stage)])
+def test_any_collective_may_fail(
+    strikes: dict[int, list[dict[tuple[str, str], Struck]]], stage: int, name: str, kind: str
+) -> None:
+    first, second = (found[name, kind] for found in strikes[stage])
+    assert (first.error, second.error) == ("CommunicationError", "CommunicationError")
+    assert max(first.seconds, second.seconds) < 4 * TIMEOUT
+    assert STRIKES[name][2] in first.message
+    assert "failed: a fault that was switched on" in first.message
+    if kind == "fails":
+        assert "failed on this rank first, after 0." in first.message
+        assert "It failed on rank 0 first" in second.message
+        assert "a fault that was switched on" in second.message
+    else:
+        assert "failed after 2." in first.message
+        assert "It failed on rank 0 first" in second.message or "All ranks had come to it" in second.message
+    for found in (first, second):
+        if name != "the model":  # which is compared before anything is changed
+            assert re.search("build them anew|no collective is possible|without backward", found.next), found

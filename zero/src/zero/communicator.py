@@ -3,7 +3,7 @@
 Ranks must issue the same collectives in the same order. Each one is folded into a running hash, which the
 ranks compare once per optimizer step over host memory (the device is not waited for). When hashes differ,
 or a collective fails, the ranks exchange their logs through the group's store and the error names the
-first difference, or the ranks that did not answer.
+first difference, the rank whose collective failed first, or the ranks that did not answer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -23,10 +25,10 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group, Handle, ReduceOp
 from accelz.errors import CollectiveError
-from zero.errors import CommunicationError, RankMismatchError
+from zero.errors import CommunicationError, OffloadError, RankMismatchError
+from zero.reports import Failure, Reports
 
 LOG_LENGTH = 256
-REPORT_SECONDS = 5.0  # how long a failing rank waits for the others' reports
 
 
 @dataclass
@@ -58,7 +60,10 @@ class NamedHandle:
 
 class Communicator:
     """Collectives by unit name over one group. control: a second group of the same ranks, for host memory;
-    its traffic must not interleave with the data's."""
+    its traffic must not interleave with the data's.
+
+    in_pass: inside a forward or backward that ends with an agreement of the ranks.
+    """
 
     def __init__(self, accelerator: Accelerator, group: Group, control: Group, key: str) -> None:
         self._collectives = accelerator.collectives
@@ -66,6 +71,9 @@ class Communicator:
         self.group = group
         self.traffic = Traffic()
         self._key = key  # prefix in the store, one per engine
+        self._reports = Reports(group, key)
+        self.in_pass = False
+        self._fault = ""  # of this rank alone, that the others have not heard of
         self.failed = ""  # what went wrong; nothing can be exchanged after that
         self._count = 0
         self._shared = 0
@@ -111,17 +119,40 @@ class Communicator:
     def agree(self, flag: bool = False) -> bool:
         """Check that all ranks issued the same collectives so far, and whether any rank raises `flag`.
 
-        Blocks the host until every rank is here; the device is not involved. Raises RankMismatchError.
+        Blocks the host until every rank is here; the device is not involved. Raises RankMismatchError, and
+        on every rank the OffloadError that one has postponed.
         """
         if self.group.size == 1:
             return flag
         mine = list(self._hashes.values())
-        ballot = torch.tensor([*mine, *(-h for h in mine), int(flag)], dtype=torch.int64)
+        ballot = torch.tensor(
+            [*mine, *(-h for h in mine), int(flag), int(bool(self._fault))], dtype=torch.int64
+        )
         self._exchange("agreement", ballot)
-        highest, lowest = ballot[: len(mine)], ballot[len(mine) : -1]
+        highest, lowest = ballot[: len(mine)], ballot[len(mine) : -2]
         if not torch.equal(highest, -lowest):
             self._explain_mismatch()
-        return bool(ballot[-1])
+        if ballot[-1]:
+            self._raise_fault()
+        return bool(ballot[-2])
+
+    @contextmanager
+    def postponing(self) -> Iterator[None]:
+        """Keep an OffloadError of the block for the next `agree`: no rank waits for this one meanwhile.
+
+        What the block was to make is not there then, and what follows is made of anything.
+        """
+        try:
+            yield
+        except OffloadError as error:
+            if self.group.size == 1:
+                raise
+            self._fault = self._fault or str(error)
+
+    def _raise_fault(self) -> NoReturn:
+        causes = self.share_all(self._fault)
+        self._fault = ""
+        raise OffloadError(next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause))
 
     def fence(self, what: str) -> None:
         """Return once every rank has come here, done with all reading and writing before it."""
@@ -167,11 +198,12 @@ class Communicator:
     def _exchange(self, what: str, tensor: Tensor) -> None:
         """A host all-reduce (max) that is no part of the hashed sequence."""
         self._count += 1
-        self._log.append((self._count, f"{what} exchange"))
+        text, began = f"{what} exchange", time.monotonic()
+        self._log.append((self._count, text))
         try:
             self._collectives.all_reduce(tensor, self._control, "max")
         except CollectiveError as error:
-            self._explain(error)
+            self._explain(error, self._count, text, began)
 
     def _issue(self, op: str, unit: str, whole: Tensor, call: Callable[[], Handle]) -> NamedHandle:
         if self.failed:
@@ -183,65 +215,27 @@ class Communicator:
         self._log.append((self._count, text))
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += whole.numel() * whole.element_size()
-        position = self._count
+        explain = partial(self._explain, number=self._count, text=text, began=time.monotonic())
         try:
-            return NamedHandle(call(), lambda error: self._explain(error, position, text))
+            return NamedHandle(call(), explain)
         except CollectiveError as error:
-            self._explain(error, position, text)
+            explain(error)
 
-    def _explain(self, error: CollectiveError, position: int | None = None, text: str = "") -> NoReturn:
-        self.failed = self.failed or " ".join(str(error).split())
-        last = self._log[-1] if self._log else (0, "nothing yet")
-        position, text = (position, text) if position is not None else last
-        reports = self._exchange_reports()
-        others = [r for r in range(self.group.size) if r != self.group.rank]
-        silent = [r for r in others if r not in reports]
-        difference = self._first_difference(reports)
+    def _explain(self, error: CollectiveError, number: int, text: str, began: float) -> NoReturn:
+        cause = " ".join(str(error).split())
+        self.failed = self.failed or cause
+        failure = Failure(number, text, time.monotonic() - began, cause)
+        reports = self._reports.exchange(dict(self._log), failure)
+        difference = self._reports.difference(dict(self._log), reports)
         if difference:
             raise RankMismatchError(f"{difference}. {_ADVICE}") from error
-        where = f"rank {self.group.rank}: collective {position}, {text}, failed"
-        if silent:
-            names = ", ".join(str(r) for r in silent)
-            raise CommunicationError(
-                f"{where}: rank(s) {names} did not answer (dead, or busy outside the engine). "
-                f"Look at the output of rank {silent[0]} first. Cause here: {error}"
-            ) from error
-        raise CommunicationError(f"{where}: {error}") from error
+        raise CommunicationError(self._reports.describe(failure, reports)) from error
 
     def _explain_mismatch(self) -> NoReturn:
         self.failed = "the ranks issued different collectives"
-        difference = self._first_difference(self._exchange_reports())
+        log = dict(self._log)
+        difference = self._reports.difference(log, self._reports.exchange(log))
         raise RankMismatchError(f"{difference or self.failed}. {_ADVICE}")
-
-    def _exchange_reports(self) -> dict[int, list[tuple[int, str]]]:
-        """Publish this rank's log and read those of all ranks that answer in time."""
-        store, reports = self.group.store, {}
-        deadline = time.monotonic() + min(REPORT_SECONDS, self.group.timeout)
-        try:
-            store.set(f"{self._key}/{self.group.rank}", json.dumps(list(self._log)))
-            waiting = set(range(self.group.size))
-            while waiting and time.monotonic() < deadline:
-                for rank in sorted(waiting):
-                    key = f"{self._key}/{rank}"
-                    if store.check([key]):
-                        reports[rank] = [(int(n), str(t)) for n, t in json.loads(store.get(key))]
-                        waiting.discard(rank)
-                time.sleep(0.02)
-        except (RuntimeError, OSError):  # the store's host is gone: the reports we have must do
-            pass
-        return reports
-
-    def _first_difference(self, reports: dict[int, list[tuple[int, str]]]) -> str:
-        """Where two ranks' sequences part, in words; "" if they agree as far as both go."""
-        mine = dict(self._log)
-        for rank, log in sorted(reports.items()):
-            for number, text in log:
-                if number in mine and mine[number] != text:
-                    return (
-                        f"ranks issued different collectives: number {number} is {mine[number]} on rank "
-                        f"{self.group.rank}, but {text} on rank {rank}"
-                    )
-        return ""
 
 
 def _transportable(tensor: Tensor) -> Tensor:

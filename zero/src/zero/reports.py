@@ -1,0 +1,143 @@
+"""What the ranks tell each other when a collective has failed, and how the error puts it.
+
+Reports go through the group's store, which works while collectives hang. They are numbered as they come, so
+that all ranks agree on whose collective failed first.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from accelz.collectives import Group
+
+SECONDS = 5.0  # how long a rank waits for the others' reports
+
+Log = Mapping[int, str]  # a rank's last collectives, by number
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A collective that did not come through. number, text: as in the log. seconds: since it was issued."""
+
+    number: int
+    text: str
+    seconds: float
+    cause: str
+
+    def __str__(self) -> str:
+        return f"after {self.seconds:.1f} s: {self.cause}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's. turn: 1 of the rank that had something to report first. failure: None where it only found
+    that the ranks' collectives differ."""
+
+    turn: int
+    log: Log
+    failure: Failure | None
+
+
+class Reports:
+    """Of all ranks of a group, about one engine. key: the engine's, in the store."""
+
+    def __init__(self, group: Group, key: str) -> None:
+        self._group = group
+        self._key = key
+        self._published = False
+
+    def exchange(self, log: Log, failure: Failure | None = None) -> dict[int, Report]:
+        """Publish this rank's report, unless it has before; the reports of all that answer in time."""
+        reports: dict[int, Report] = {}
+        deadline = time.monotonic() + min(SECONDS, self._group.timeout)
+        try:
+            self._publish(log, failure)
+            waiting = set(range(self._group.size))
+            while waiting and time.monotonic() < deadline:
+                for rank in sorted(waiting):
+                    if self._group.store.check([f"{self._key}/{rank}"]):
+                        reports[rank] = _parse(self._group.store.get(f"{self._key}/{rank}"))
+                        waiting.discard(rank)
+                time.sleep(0.02)
+        except (RuntimeError, OSError):  # the store's host is gone: the reports we have must do
+            pass
+        return reports
+
+    def difference(self, log: Log, reports: Mapping[int, Report]) -> str:
+        """Where this rank's sequence and another's part, in words; "" if they agree as far as both go."""
+        for rank, report in sorted(reports.items()):
+            for number, text in report.log.items():
+                if log.get(number, text) != text:
+                    return (
+                        f"ranks issued different collectives: number {number} is {log[number]} on rank "
+                        f"{self._group.rank}, but {text} on rank {rank}"
+                    )
+        return ""
+
+    def describe(self, mine: Failure, reports: Mapping[int, Report]) -> str:
+        """Where a collective failed first and why, and who did not answer, as far as that can be known."""
+        here = f"rank {self._group.rank}: collective {mine.number}, {mine.text}, failed"
+        origin = self._origin(mine, reports)
+        if origin is None and not self._timed_out(mine):
+            here += " on this rank first,"
+        parts = [f"{here} {mine}"]
+        if origin is not None:
+            rank, first = origin
+            parts.append(f"It failed on rank {rank} first: collective {first.number}, {first.text}, {first}")
+        parts += self._absence(mine, reports)
+        if len(parts) == 1 and self._timed_out(mine):
+            parts.append("All ranks had come to it: look at what connects them")
+        return ". ".join(parts)
+
+    def _publish(self, log: Log, failure: Failure | None) -> None:
+        if not self._published:
+            self._published = True
+            turn = self._group.store.add(f"{self._key}/reports", 1)
+            report = [turn, list(log.items()), failure and asdict(failure)]
+            self._group.store.set(f"{self._key}/{self._group.rank}", json.dumps(report))
+
+    def _origin(self, mine: Failure, reports: Mapping[int, Report]) -> tuple[int, Failure] | None:
+        """The rank that failed first and its failure, if that is another one's and says more than `mine`.
+
+        Failures at once come before those by timeout; of these the lowest number does.
+        """
+        found = [(r, report.turn, report.failure) for r, report in reports.items() if report.failure]
+        if not found:
+            return None
+        rank, _, first = min(found, key=lambda f: self._precedence(f[2], f[1]))
+        alike = self._timed_out(first) and first.number == mine.number
+        return None if rank == self._group.rank or alike else (rank, first)
+
+    def _precedence(self, failure: Failure, turn: int) -> tuple[bool, int, int]:
+        late = self._timed_out(failure)
+        return late, failure.number if late else 0, turn
+
+    def _timed_out(self, failure: Failure) -> bool:
+        return failure.seconds >= self._group.timeout
+
+    def _absence(self, mine: Failure, reports: Mapping[int, Report]) -> list[str]:
+        """A sentence on ranks that were not there."""
+        others = [r for r in range(self._group.size) if r != self._group.rank]
+        silent = [r for r in others if r not in reports]
+        behind = [r for r in others if r in reports and max(reports[r].log, default=0) < mine.number]
+        if silent and self._timed_out(mine):
+            return [
+                f"rank(s) {_names(silent)} did not answer (dead, or busy outside the engine): look at the "
+                f"output of rank {silent[0]} first"
+            ]
+        if silent:
+            limit = f"until the timeout of {self._group.timeout:.0f} s"
+            return [f"rank(s) {_names(silent)} did not answer (dead, or waiting for others {limit})"]
+        return [f"rank(s) {_names(behind)} had not come to it"] if behind else []
+
+
+def _names(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _parse(text: str | bytes) -> Report:
+    turn, log, failure = json.loads(text)
+    return Report(turn, {int(number): str(said) for number, said in log}, failure and Failure(**failure))
