@@ -20,7 +20,6 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
 from accelz.collectives import DONE, Collectives, Group, Handle
-from accelz.conformance.test_leaks import NBYTES
 from accelz.errors import BackendUnavailableError
 from accelz.flat_buffer import FlatBuffer, Slot, StorageSwap
 from accelz.memory import Memory, MemoryStats
@@ -29,6 +28,9 @@ from accelz.torch_device import TorchEvent, TorchStream, TorchStreams
 from accelz_cpu.accelerator import CpuRng, build
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory
+
+A_LITTLE = 1 << 14
+"""Elements of fp32, 64 KiB: what a call that handles no memory keeps."""
 
 
 class NotARole:
@@ -110,7 +112,7 @@ class PinnedInNameOnly(Memory):
 
 class StatsKeepALittle(Memory):
     def stats(self) -> MemoryStats:
-        keep(torch.ones(1 << 14))
+        keep(torch.ones(A_LITTLE))
         return super().stats()  # type: ignore[safe-super]
 
 
@@ -129,7 +131,7 @@ class SeedRaises(CpuRng):
 
 class StatesKept(CpuRng):
     def get_state(self) -> Tensor:
-        keep(torch.ones(NBYTES // 4))
+        keep(torch.ones(A_LITTLE))
         return super().get_state()
 
 
@@ -617,7 +619,7 @@ class FirstRankOnly(Accelerator):
 
 class BindingKeeps(Accelerator):
     def bind(self, local_rank: int) -> None:
-        keep(torch.ones(NBYTES // 4))
+        keep(torch.ones(A_LITTLE))
         super().bind(local_rank)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
@@ -227,6 +229,12 @@ class Clusters:
             cluster.stop()
 
 
+def prepare() -> None:
+    """Start the server of `_forkserver` now: it imports torch while this process does something else."""
+    _forkserver()
+    ensure_running()
+
+
 def _forkserver() -> ForkServerContext:
     """Processes forked from a server that has imported torch and used no device: a rank starts at once."""
     multiprocessing.set_forkserver_preload([__name__, "pytest"])
@@ -262,6 +270,7 @@ def _serve(
         return Context(unguarded(accelerator), group)
 
     outcome, context = _attempt(rank, join)
+    gc.freeze()  # bodies that collect garbage look through their own only
     pipe.send(replace(outcome, value=None))
     while True:
         try:

@@ -88,6 +88,8 @@ def expect_close(
     got: Tensor, want: Tensor, method: str, expected: str, rtol: float = 0.0, atol: float = 0.0, do: str = ""
 ) -> None:
     """Raise ContractBroken unless `got` equals `want` within the tolerance; NaN equals NaN."""
+    if got.dtype == want.dtype and torch.equal(got.detach().cpu(), want.detach().cpu()):
+        return  # most are equal, and looking for more than that takes ten times as long
     got64, want64 = got.detach().to("cpu", torch.float64), want.detach().to("cpu", torch.float64)
     if got64.shape != want64.shape:
         raise ContractBroken(method, expected, f"shape {tuple(got64.shape)}, not {tuple(want64.shape)}", do)

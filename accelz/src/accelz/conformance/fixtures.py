@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 from accelz import selection
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
-from accelz.conformance.cluster import Cluster, ClusterError, Clusters
-from accelz.conformance.contract import ContractBroken, UndeclaredCapabilityWarning, checked
-from accelz.conformance.marks import declares
+from accelz.conformance.cluster import Cluster, ClusterError, Clusters, prepare
+from accelz.conformance.contract import ContractBroken, UndeclaredCapabilityWarning, checked, rank_in_order
+from accelz.conformance.marks import declares, names
 from accelz.errors import AccelzError
 
 UNDECLARED = pytest.StashKey[str]()
@@ -30,6 +31,8 @@ def accelerator(request: pytest.FixtureRequest) -> Accelerator:
         raise ContractBroken("BackendDescriptor.load", "must return an Accelerator", str(error)) from None
     guarded = checked(found)
     guarded.bind(own_local_rank(guarded))
+    gc.collect()
+    gc.freeze()  # tests that collect garbage look through their own only
     return guarded
 
 
@@ -76,13 +79,23 @@ def devices_for_ranks(accelerator: Accelerator) -> int:
 
 @pytest.fixture(autouse=True)
 def _skip_without_capability(request: pytest.FixtureRequest) -> None:
-    names = [name for mark in request.node.iter_markers("accelz_needs") for name in mark.args]
-    if not names:
+    needed = names(request.node, "accelz_needs")
+    if not needed:
         return
     declared = request.getfixturevalue("accelerator").capabilities
-    missing = [name for name in names if not declares(declared, name)]
+    missing = [name for name in needed if not declares(declared, name)]
     if missing:
         pytest.skip(f"not declared: {', '.join(missing)}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First things first, and ranks last: what they are forked from gets ready meanwhile."""
+    items.sort(key=lambda item: rank_in_order(next(iter(names(item, "accelz_about")), "")))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("cluster" in getattr(item, "fixturenames", ()) for item in session.items):
+        prepare()
 
 
 @pytest.hookimpl(wrapper=True)

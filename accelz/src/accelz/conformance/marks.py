@@ -17,6 +17,11 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kit tries; a device may declare others."""
 
 
+def names(item: pytest.Item, marker: str) -> tuple[str, ...]:
+    """The arguments of all marks of this name on a test."""
+    return tuple(name for mark in item.iter_markers(marker) for name in mark.args)
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of "the device supports this dtype" as a capability."""
     return f"dtype {str(dtype).removeprefix('torch.')}"

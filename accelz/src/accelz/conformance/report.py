@@ -17,7 +17,7 @@ from accelz import selection
 from accelz.conformance.cluster import ClusterError
 from accelz.conformance.contract import ContractBroken, rank_in_order
 from accelz.conformance.fixtures import UNDECLARED
-from accelz.conformance.marks import declares, every_capability
+from accelz.conformance.marks import declares, every_capability, names
 from accelz.errors import AccelzError
 
 MISSING_OPERATOR = re.compile(r"Could not run '(aten::[\w.]+)' with arguments from")
@@ -64,7 +64,7 @@ class Report:
         finding = ("", "")
         if report.failed and call.excinfo is not None:
             finding = _finding(item, call.excinfo.value, report.longreprtext)
-            report.longrepr = f"{', '.join(_names(item, 'accelz_about'))}: {_contract(item)}\n{finding[1]}"
+            report.longrepr = f"{', '.join(names(item, 'accelz_about'))}: {_contract(item)}\n{finding[1]}"
         if report.failed or report.skipped or report.when == "call":
             result = _result(item, report, finding)
             self._results[item.nodeid] = result
@@ -112,12 +112,12 @@ class Report:
     def _capabilities(self) -> list[dict[str, Any]]:
         try:
             declared = selection.use(self._device).capabilities
-            names = every_capability(declared)
+            every = every_capability(declared)
         except (AccelzError, AttributeError):
             return []  # it did not load; every test says so
         return [
             {"name": n, "declared": declares(declared, n), "state": self._state(n, declares(declared, n))}
-            for n in names
+            for n in every
         ]
 
     def _state(self, name: str, declared: bool) -> str:
@@ -145,7 +145,7 @@ def _finding(item: pytest.Item, error: BaseException, text: str) -> tuple[str, s
     if missing := MISSING_OPERATOR.search(str(error)):
         operator = f"torch.{missing[1]}"
         return operator, f"{operator}: not implemented yet on this device\n  do:   {REGISTER}"
-    about = _names(item, "accelz_about")
+    about = names(item, "accelz_about")
     return (about[0] if about else ""), text
 
 
@@ -153,19 +153,15 @@ def _result(item: pytest.Item, report: Any, finding: tuple[str, str]) -> Result:
     return Result(
         test=item.nodeid,
         outcome=report.outcome,
-        methods=_names(item, "accelz_about"),
+        methods=names(item, "accelz_about"),
         contract=_contract(item),
         broken=finding[0],
         message=finding[1],
         detail=report.longreprtext if report.failed else "",
-        proves=_names(item, "accelz_proves"),
-        needs=_names(item, "accelz_needs"),
+        proves=names(item, "accelz_proves"),
+        needs=names(item, "accelz_needs"),
         undeclared=item.stash.get(UNDECLARED, None),
     )
-
-
-def _names(item: pytest.Item, marker: str) -> tuple[str, ...]:
-    return tuple(name for mark in item.iter_markers(marker) for name in mark.args)
 
 
 def _contract(item: pytest.Item) -> str:

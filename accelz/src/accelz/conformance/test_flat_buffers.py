@@ -295,11 +295,11 @@ class FlatBufferContract:
     def test_flatten_does_not_need_the_model_twice(self, accelerator: Accelerator, on_device: bool) -> None:
         """Device peak while flattening: the buffer plus one parameter, not the model twice."""
         start = accelerator.device if on_device else torch.device("cpu")
-        parameters = [nn.Parameter(torch.ones(4 * MIB, device=start)) for _ in range(8)]
+        parameters = [nn.Parameter(torch.ones(2 * MIB, device=start)) for _ in range(8)]
         gc.collect()
         accelerator.streams.synchronize()
         accelerator.memory.trim()
-        model_bytes = 8 * 4 * 4 * MIB
+        model_bytes = 8 * 4 * 2 * MIB
         base = accelerator.memory.stats().allocated - (model_bytes if on_device else 0)
         accelerator.memory.reset_peak()
         self.flatten(accelerator, parameters)

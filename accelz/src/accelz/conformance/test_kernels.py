@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -427,8 +427,8 @@ class KernelContract:
     ) -> None:
         """Scales are absmax over the limit; values are within the stated error; at any alignment."""
         where = "Kernels.quantise"
+        host = _uneven(numel).to(dtype)
         for block, offset in [(b, o) for b in BLOCKS for o in OFFSETS]:
-            host = _uneven(numel).to(dtype)
             source = Guarded(host, offset, accelerator.device)
             output = Guarded(torch.zeros(numel, dtype=codes_dtype), 3 * offset, accelerator.device)
             scales = Guarded(torch.zeros(_ceil(numel, block)), offset // 2, accelerator.device)
@@ -545,6 +545,7 @@ def _ceil(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
 
+@cache
 def _uneven(numel: int) -> Tensor:
     """Random values whose size changes from block to block, with a stretch of zeros."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))

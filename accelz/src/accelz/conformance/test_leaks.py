@@ -32,7 +32,7 @@ NBYTES = 2 * MIB
 WARM_UP = 2
 CALLS_WITH_MEMORY = 16
 CALLS_WITHOUT = 256
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 1.0
 """A library's thread may drop its last buffer a moment after the wait for it has returned."""
 
 
