@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import stat
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
 from zero.host_memory import bytes_of
 from zero.tiers import swap_file
+from zero.tiers.record import Record
 from zero.tiers.split import LOWER, SplitMaster
 from zero.tiers.swap_file import PAGE, Section, SwapFile, aligned
 
@@ -286,6 +290,165 @@ def test_a_step_that_fails_leaves_nothing_under_way(cluster: Clusters, tmp_path:
     for quiet, healed in cluster(2).run(kernel_error_body, path=str(tmp_path)):
         assert quiet
         assert healed
+
+
+class Gates:
+    """Reads and writes of records, by number, that wait until the test lets them go on. stuck: those that it
+    has not."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self.stuck: list[tuple[str, int]] = []
+        self._open: dict[tuple[str, int], Event] = defaultdict(Event)
+        self._begun: dict[tuple[str, int], Event] = defaultdict(Event)
+        self._done: dict[tuple[str, int], Event] = defaultdict(Event)
+        self._number = {record.sections[0].place: n for n, record in enumerate(records)}
+
+    def open(self, move: str, number: int) -> None:
+        self._open[move, number].set()
+
+    def under_way(self, move: str, number: int) -> bool:
+        return self._begun[move, number].wait(PATIENCE) and not self._done[move, number].is_set()
+
+    @contextmanager
+    def around_the_disk(self) -> Iterator[None]:
+        sound = os.preadv, os.pwritev
+        os.preadv, os.pwritev = self._gated("read", os.preadv), self._gated("write", os.pwritev)
+        try:
+            yield
+        finally:
+            os.preadv, os.pwritev = sound
+
+    def _gated(self, move: str, sound: Callable[..., int]) -> Callable[..., int]:
+        def gated(descriptor: int, buffers: Any, place: int) -> int:
+            key = move, self._number[place]
+            self._begun[key].set()
+            if not self._open[key].wait(PATIENCE):
+                self.stuck.append(key)
+            moved = sound(descriptor, buffers, place)
+            self._done[key].set()
+            return moved
+
+        return gated
+
+
+PATIENCE = 5.0  # seconds
+
+
+def stages_body(context: Context, path: str) -> tuple[list[str], list[tuple[str, int]], bool]:
+    """While a record is stepped, the next one is being read and the one before it written."""
+    engine, plain = (layers(1, offload=o) for o in (zero.Offload(optimizer="disk", path=path), None))
+    for each in (engine, plain):
+        x = torch.ones(2, WIDTH, device=each.accelerator.device)
+        each.backward(each(x).float().square().mean())
+    groups = [g for u in engine.units for g in u.groups]
+    gates, wrong, sound = Gates([g.kept for g in groups]), [], engine._shards._step_group
+
+    def step(owned: Any, *arguments: Any) -> None:
+        now = groups.index(owned.group)
+        for move, number in (("read", now + 1), ("write", now - 1)):
+            if 0 <= number < LAYERS and not gates.under_way(move, number):
+                wrong.append(f"{move} {number} is not under way while {now} is stepped")
+        sound(owned, *arguments)
+        gates.open("read", now + 1)
+        gates.open("write", now - 1)
+
+    engine._shards._step_group = step  # type: ignore[method-assign]
+    gates.open("read", 0)
+    gates.open("write", LAYERS - 1)
+    with gates.around_the_disk():
+        engine.step()
+    plain.step()
+    mine, theirs = (each.state_dict(master=True) for each in (engine, plain))
+    same = all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    return wrong, gates.stuck, same or context.accelerator.device.type != "cpu"
+
+
+def test_reading_stepping_and_writing_overlap(cluster: Clusters, tmp_path: Path) -> None:
+    for wrong, stuck, same in cluster(1).run(stages_body, path=str(tmp_path), limit=90):
+        assert wrong == []
+        assert stuck == []
+        assert same
+
+
+def removed_body(context: Context, path: str) -> tuple[list[float], list[float]]:
+    """The directory goes in the middle of a run, which goes on as if nothing had been."""
+    runs = []
+    for removed in (False, True):
+        folder = Path(path, f"swap-{context.rank}-{removed}")
+        folder.mkdir()
+        offload = zero.Offload(optimizer="disk", params="disk", gradients="disk", path=folder)
+        engine = zero.initialize(model := fresh(), adamw(model), zero.Config(timeout=20, offload=offload))
+        losses = []
+        for step in range(4):
+            if removed and step == 2:
+                folder.rmdir()
+            loss = language_loss(model, step, context.rank)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        runs.append(losses)
+    return runs[0], runs[1]
+
+
+def test_a_directory_may_go_while_its_files_are_used(cluster: Clusters, tmp_path: Path) -> None:
+    for there, gone in cluster(2).run(removed_body, path=str(tmp_path), limit=60):
+        assert gone == there
+
+
+def full_disk_body(context: Context, path: str) -> str:
+    """A disk with room for two of four records: told before anything is trained, and left as it was."""
+    sound = os.posix_fallocate
+
+    def allocate(descriptor: int, place: int, nbytes: int) -> None:
+        if place + nbytes > 2 * 12 * LAYER:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sound(descriptor, place, nbytes)
+
+    os.posix_fallocate = allocate
+    try:
+        with pytest.raises(zero.OffloadError) as full:
+            layers(0, offload=zero.Offload(optimizer="disk", path=path))
+    finally:
+        os.posix_fallocate = sound
+    layers(1, offload=zero.Offload(optimizer="disk", path=path))  # once there is room
+    return str(full.value)
+
+
+def test_a_full_disk_stops_initialize_and_not_training(cluster: Clusters, tmp_path: Path) -> None:
+    (told,) = cluster(1).run(full_disk_body, path=str(tmp_path))
+    assert re.search(r"no room for \d+ more bytes .*No space left on device\. Free space", told)
+    assert os.listdir(tmp_path) == []
+
+
+def locked_body(context: Context, path: str) -> tuple[bool, dict[str, list[bool]]]:
+    """Whether what travels between device and host is page-locked there."""
+    away = {
+        "gradients": zero.Offload(optimizer="host"),
+        "params": zero.Offload(params="host"),
+        "records": zero.Offload(optimizer="host", step="device"),
+        "buffers": zero.Offload(optimizer="disk", path=path),
+    }
+    found = {}
+    for kind, offload in away.items():
+        engine = layers(1, offload=offload)
+        x = torch.ones(2, WIDTH, device=engine.accelerator.device)
+        engine.backward(engine(x).float().square().mean())
+        groups = [g for u in engine.units for g in u.groups]
+        values = {
+            "gradients": lambda e=engine: [g.slice.get() for g in e._reducer.all],
+            "params": lambda g=groups: [each.shard for each in g],
+            "records": lambda g=groups: [v for each in g for v in (each.kept.master, *each.kept.moments)],
+            "buffers": lambda e=engine: e._stores.pipeline._buffers,
+        }[kind]()
+        found[kind] = [value.device.type == "cpu" and value.is_pinned() for value in values]
+    return context.accelerator.capabilities.pinned_host_memory, found
+
+
+def test_what_travels_is_page_locked(cluster: Clusters, tmp_path: Path) -> None:
+    for pinned, found in cluster(2).run(locked_body, path=str(tmp_path), limit=60):
+        for kind, locked in found.items():
+            assert locked, kind
+            assert all(locked) or not pinned, kind
 
 
 def test_blocks_of_a_section_are_moved_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
