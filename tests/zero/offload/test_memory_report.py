@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import re
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,31 @@ def wide_body(context: Context) -> tuple[bool, int]:
 def test_what_comes_and_goes_between_points_is_temporary(cluster: Clusters) -> None:
     for exact, temporary in cluster(1).run(wide_body):
         assert temporary == (1 << 20) - NUMBER or not exact  # the loss, behind it, counts as there already
+
+
+def tiers_body(context: Context, path: str) -> dict[str, tuple[bool, int]]:
+    """Whether reports of all tiers add up, and the least that any category has."""
+    tiers = {
+        "host": zero.Offload(optimizer="host", params="host"),
+        "visiting": zero.Offload(optimizer="host", step="device"),
+        "overlap": zero.Offload(optimizer="host", overlap=True),
+        "disk": zero.Offload(optimizer="disk", params="disk", gradients="disk", path=path),
+    }
+    found = {}
+    for name, offload in tiers.items():
+        engine = engine_of(offload=offload, clip_norm=1.0)
+        one_step(context, engine, 0, BATCH)
+        report = traced(engine, context)
+        sums = [use.total == s.peak for s, use in zip(report.samples, report.uses(), strict=True)]
+        least = min(min(astuple(use)) for use in report.uses())
+        found[name] = all(sums), least
+        del engine
+        gc.collect()
+    return found
+
+
+def test_reports_add_up_on_every_tier(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(tiers_body, path=str(tmp_path), limit=60):
+        for name, (adds_up, least) in found.items():
+            assert adds_up, name
+            assert least >= 0, name
