@@ -157,6 +157,24 @@ def test_the_picture_is_over_seconds_and_adds_up() -> None:
     assert report.peak_other == 50
 
 
+def leaving_body(context: Context) -> tuple[bool, list[Sample], int]:
+    """Gradients on their way to the host are the device's until they have landed."""
+    engine = engine_of(offload=zero.Offload(optimizer="host"))
+    one_step(context, engine, 0, BATCH)
+    samples = of_phase(traced(engine, context), "step")
+    slice_bytes = max(2 * g.layout.shard_numel for u in engine.units for g in u.groups)
+    return context.accelerator.capabilities.exact_memory, samples, slice_bytes
+
+
+def test_gradients_on_their_way_are_counted(cluster: Clusters) -> None:
+    for exact, samples, slice_bytes in cluster(2).run(leaving_body):
+        if exact:
+            assert samples[0].held.gradients >= slice_bytes
+            # The last to land may have, and its memory not be free yet.
+            assert all(s.activations in (NUMBER, NUMBER + slice_bytes) for s in samples)
+            assert (samples[-1].held.gradients, samples[-1].activations) == (0, NUMBER)
+
+
 class Wide(nn.Module):
     """Takes much for a moment, between two points."""
 

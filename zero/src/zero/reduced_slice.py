@@ -77,7 +77,9 @@ class ReducedSlice:
         return self._values is buffer
 
     def device_bytes(self) -> int:
-        """Bytes of the device in use."""
+        """Bytes of the device in use, those of a gradient on its way to the host among them."""
+        if (landing := self._landing) is not None:
+            return 0 if landing.event.done() else landing.values.nbytes
         values = self._values
         return values.numel() * values.element_size() if values is not None and self._is_near else 0
 
