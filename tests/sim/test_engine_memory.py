@@ -16,10 +16,12 @@ from torch import nn
 import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
+from accelz.flat_buffer import rebind
 
 WIDTH, LAYERS = 256, 6
 LAYER = WIDTH * WIDTH * 4  # bytes of one fp32 layer: 64-byte aligned, so that no buffer is padded
 MODEL = LAYERS * LAYER
+SCALARS = 20 * 1024  # bytes of activations, and of what has no size of a layer
 
 
 def build() -> nn.Module:
@@ -35,19 +37,66 @@ def peak_of(accelerator: Accelerator, work: Callable[[], Any]) -> tuple[int, Any
     return accelerator.memory.stats().peak, value
 
 
-def peaks_body(context: Context, stage: int) -> dict[str, int]:
+def init_body(context: Context, stage: int, precision: Any, start: str) -> tuple[int, int]:
+    """The peak of initialize with an optimizer that keeps no state, and what stays."""
+    accelerator = context.accelerator
+    gc.collect()
+    before = accelerator.memory.stats().allocated
+    model = build()
+    if start == "device":
+        for parameter in model.parameters():
+            rebind(parameter, parameter.detach().to(accelerator.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = zero.Config(stage=stage, precision=precision, timeout=20)
+    peak, engine = peak_of(accelerator, lambda: zero.initialize(model, optimizer, config))
+    assert len(engine.units) == LAYERS
+    return peak - before, accelerator.memory.stats().allocated - before
+
+
+def expected_init(stage: int, size: int, narrow: bool, start: str) -> tuple[int, int]:
+    """Bytes per rank, one layer per unit: the peak, and what stays. From the device, a layer's own bytes are
+    given back before its buffer comes."""
+    parts, sharded = size if stage else 1, stage == 3 and size > 1
+    weights = LAYER // 2 if narrow else LAYER
+    master = LAYER // parts if narrow else 0
+    done = master + (weights // size if sharded else weights)
+    # The layer in fp32; the master out of it and then its 16-bit copy; out of that, the shard.
+    work = LAYER + (master + weights if narrow else 0)
+    if sharded:
+        work = max(work, weights + master + (weights // size))
+    waiting = LAYER if start == "device" else 0
+    peaks = [turn * done + work + (LAYERS - 1 - turn) * waiting for turn in range(LAYERS)]
+    return max(peaks), LAYERS * done
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("start", ["host", "device"])
+def test_peak_of_init(sim: Clusters, size: int, stage: int, precision: str, start: str) -> None:
+    """Flattening takes the model once, and its largest parameter; the masters of 16 bits come beside that."""
+    narrow = precision == "bf16"
+    expected, stays = expected_init(stage, size, narrow, start)
+    for peak, rest in sim(size).run(init_body, stage=stage, precision=precision, start=start):
+        assert 0 <= peak - expected <= SCALARS
+        assert 0 <= rest - stays <= SCALARS
+        masters = MODEL // (size if stage else 1) if narrow else 0
+        assert peak <= MODEL + LAYER + masters + 2**20
+
+
+def peaks_body(context: Context, stage: int, precision: Any) -> dict[str, int]:
     accelerator = context.accelerator
     gc.collect()
     before = accelerator.memory.stats().allocated
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = zero.Config(stage=stage, prefetch=1, timeout=20)
+    config = zero.Config(stage=stage, precision=precision, prefetch=1, timeout=20)
     init, engine = peak_of(accelerator, lambda: zero.initialize(model, optimizer, config))
     rest = accelerator.memory.stats().allocated
     x = torch.ones(2, WIDTH, device=accelerator.device)
     peaks = {"init": init - before, "rest": rest - before}
     for _ in range(2):  # the second step has the recorded order to prefetch by
-        forward, loss = peak_of(accelerator, lambda: engine(x).square().mean())
+        forward, loss = peak_of(accelerator, lambda: engine(x).float().square().mean())
         backward, _ = peak_of(accelerator, partial(engine.backward, loss))
         step, _ = peak_of(accelerator, engine.step)
     peaks |= {"forward": forward - rest, "backward": backward - rest, "step": step - rest}
@@ -56,44 +105,48 @@ def peaks_body(context: Context, stage: int) -> dict[str, int]:
     return peaks
 
 
-def expected_peaks(stage: int, size: int) -> dict[str, int]:
-    """Bytes per rank at W ranks, fp32 AdamW, one layer per unit, one unit prefetched. "init" and "rest"
-    count from nothing, the others from "rest"."""
+def expected_peaks(stage: int, size: int, narrow: bool) -> dict[str, int]:
+    """Bytes per rank at W ranks, AdamW, one layer per unit, one unit prefetched. "init" and "rest" count from
+    nothing, the others from "rest". narrow: weights and gradients of 16 bits, beside fp32 masters."""
     parts = size if stage else 1
     sharded = stage == 3 and size > 1
-    weights = MODEL // size if sharded else MODEL
-    moments = 2 * MODEL // parts
-    gradients = MODEL // parts  # reduced, until the step is over
+    layer, model = (LAYER // 2, MODEL // 2) if narrow else (LAYER, MODEL)
+    weights = model // size if sharded else model
+    state = (3 if narrow else 2) * MODEL // parts  # moments, and masters
+    gradients = model // parts  # reduced, until the step is over
     if sharded:
         # The layer in use and the next one whole, three whole gradients as below; the last layer's
         # gradient is not reduced yet.
-        backward = 2 * LAYER + 3 * LAYER + gradients - LAYER // size
+        backward = 2 * layer + 3 * layer + gradients - layer // size
     elif parts > 1:
-        backward = 3 * LAYER + gradients  # autograd's own, its copy in the buffer, one under reduction
+        backward = 3 * layer + gradients  # autograd's own, its copy in the buffer, one under reduction
     else:
-        backward = LAYER + gradients  # nothing is reduced: the buffer is the gradient
-    scratch = 5 + (size > 1)  # tensors of the reference kernel; the scaled gradient where there is a mean
+        backward = layer + gradients  # nothing is reduced: the buffer is the gradient
+    # Tensors of the reference kernel; the widened gradient, or the scaled one where there is a mean.
+    scratch = 5 + (narrow or size > 1)
     return {
-        "init": weights + moments,
-        "rest": weights + moments,
-        "forward": 2 * LAYER if sharded else 0,
+        "init": weights + state,
+        "rest": weights + state,
+        "forward": 2 * layer if sharded else 0,
         "backward": backward,
         "step": gradients + scratch * LAYER // parts,
-        "after": weights + moments,
+        "after": weights + state,
     }
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_peaks(sim: Clusters, size: int, stage: int) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_peaks(sim: Clusters, size: int, stage: int, precision: str) -> None:
     """Peaks are those of the formula; activations and scalars are below 20 KiB, a layer has 256."""
-    for found in sim(size).run(peaks_body, stage=stage):
-        extra = {name: found[name] - nbytes for name, nbytes in expected_peaks(stage, size).items()}
-        assert all(0 <= nbytes <= 20 * 1024 for nbytes in extra.values()), extra
+    for found in sim(size).run(peaks_body, stage=stage, precision=precision):
+        expected = expected_peaks(stage, size, precision == "bf16")
+        extra = {name: found[name] - nbytes for name, nbytes in expected.items()}
+        assert all(0 <= nbytes <= SCALARS for nbytes in extra.values()), extra
 
 
 def run_out_body(context: Context, when: str, path: str) -> dict[str, str]:
-    """Out of memory in one phase; the process goes on, with the same engine or a smaller one."""
+    """Out of memory in one phase; the process goes on with the same engine when there is room again."""
     from accelz_sim import memory
 
     accelerator = context.accelerator
@@ -108,8 +161,6 @@ def run_out_body(context: Context, when: str, path: str) -> dict[str, str]:
         memory.set_capacity(accelerator.memory.stats().allocated + extra)
 
     try:
-        if when == "init":
-            limit(2 * LAYER)
         engine = zero.initialize(model, optimizer, zero.Config(timeout=20))
         engine.save_checkpoint(path)
         if when == "gather":
@@ -127,11 +178,6 @@ def run_out_body(context: Context, when: str, path: str) -> dict[str, str]:
         result["torch's"] = str(isinstance(error, torch.OutOfMemoryError))
     finally:
         memory.set_capacity(free)
-    if when == "init":  # free it all, and retry with a smaller configuration
-        del model, optimizer
-        gc.collect()
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
-        engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=20))
     if when == "step":  # half of the parameters may be updated: a checkpoint makes them one again
         with pytest.raises(zero.UsageError, match="was interrupted"):
             engine.backward(engine(x).square().mean())
@@ -141,12 +187,11 @@ def run_out_body(context: Context, when: str, path: str) -> dict[str, str]:
     return result
 
 
-@pytest.mark.parametrize("when", ["init", "gather", "gradients", "step"])
+@pytest.mark.parametrize("when", ["gather", "gradients", "step"])
 def test_out_of_memory_names_the_unit_and_the_engine_goes_on(
     sim: Clusters, tmp_path: Path, when: str
 ) -> None:
     purposes = {
-        "init": "no room (to shard|for the optimizer state of) unit '",
         "gather": "no room to gather unit '",
         "gradients": "no room (to gather|for gradients of) unit '",
         "step": "no room for the step of unit '",
@@ -157,3 +202,55 @@ def test_out_of_memory_names_the_unit_and_the_engine_goes_on(
         assert re.search(purposes[when], found["error"]), found
         assert found["torch's"] == "True"
         assert found["goes on"] == "True"
+
+
+SMALLER = {
+    "all state on the host": {"offload": {"params": "host", "optimizer": "host"}},
+    "16 bits, and state on the host": {"precision": "bf16", "offload": {"optimizer": "host"}},
+}
+
+
+def retry_body(context: Context, room: int, settings: dict[str, Any]) -> tuple[str, str, int, bool]:
+    """On a device that stays small: the two errors, the bytes left when all is freed, a step at last."""
+    from accelz_sim import memory
+
+    accelerator = context.accelerator
+    gc.collect()
+    before, whole = accelerator.memory.stats().allocated, accelerator.memory.stats().capacity
+    memory.set_capacity(before + room)
+    try:
+        errors = fail_to_initialize(zero.Config(timeout=20), zero.Config(timeout=20, **settings))
+        gc.collect()
+        left = accelerator.memory.stats().allocated - before
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engine = zero.initialize(model, optimizer, zero.Config(timeout=20, **settings))
+        engine.backward(engine(torch.ones(2, WIDTH, device=accelerator.device)).float().square().mean())
+        return *errors, left, engine.step()
+    finally:
+        memory.set_capacity(whole)
+
+
+def fail_to_initialize(config: zero.Config, smaller: zero.Config) -> tuple[str, str]:
+    """What is said of too large a configuration, and of a second attempt with the same model."""
+    model, errors = build(), []
+    for attempt in (config, smaller):
+        try:
+            zero.initialize(model, torch.optim.AdamW(model.parameters()), attempt)
+        except zero.ZeroError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    first, second = errors
+    return first, second
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("smaller", SMALLER)
+def test_out_of_memory_in_init_and_a_smaller_configuration(sim: Clusters, size: int, smaller: str) -> None:
+    """The device stays as it is: what was begun is freed to the last byte, and the model built anew fits."""
+    room = 3 * MODEL // size - LAYER // 4  # weights and both moments, but for the last piece
+    for first, second, left, stepped in sim(size).run(retry_body, room=room, settings=SMALLER[smaller]):
+        assert re.match("OutOfMemoryError: no room (to shard|for the optimizer state of) unit '", first)
+        assert "free model and optimizer, and build them anew" in first
+        assert re.match("ModelError: .* build them anew", second)
+        assert left == 0
+        assert stepped
