@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
+import os
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,3 +150,148 @@ def test_a_repeated_operation_draws_the_same_numbers(cluster: Clusters, device: 
     if device != "sim":
         pytest.skip("needs a device whose capacity can be set")
     assert cluster(1).run(random_body) == [(True, True)]
+
+
+# -- disks ---------------------------------------------------------------------------------------------
+
+EVERYTHING = {"optimizer": "disk", "params": "disk", "gradients": "disk"}
+
+
+@contextmanager
+def broken(call: str, code: int, after: int = 0, mine: bool = True) -> Iterator[None]:
+    """`os.call` fails on this rank if it is `mine`, `after` more of them."""
+    sound, count = getattr(os, call), itertools.count()
+
+    def fail(*arguments: Any) -> Any:
+        if next(count) >= after:
+            raise OSError(code, os.strerror(code))
+        return sound(*arguments)
+
+    if mine:
+        setattr(os, call, fail)
+    try:
+        yield
+    finally:
+        setattr(os, call, sound)
+
+
+def disk_engine(path: str, **tiers: Any) -> zero.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    offload = zero.Offload(path=path, **(tiers or EVERYTHING))
+    config = zero.Config(precision="bf16", clip_norm=1.0, timeout=20, offload=offload)
+    return zero.initialize(model, optimizer, config)
+
+
+def disk_step(engine: zero.Engine, step: int) -> float:
+    generator = torch.Generator().manual_seed(100 * step + engine.rank)
+    x = torch.randn(BATCH, WIDTH, generator=generator).to(engine.accelerator.device)
+    loss = engine(x).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+def no_place_body(context: Context, path: str) -> list[str]:
+    """Rank 1 has no directory, then no space: all are told, nothing has changed, and they may try again."""
+    told = []
+    mine = context.rank == 1
+    with pytest.raises(zero.OffloadError) as failed:
+        disk_engine(str(Path(path, "nothing")) if mine else path)
+    told.append(str(failed.value))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = zero.Config(timeout=20, offload=zero.Offload(path=path, **EVERYTHING))
+    with broken("posix_fallocate", errno.ENOSPC, mine=mine), pytest.raises(zero.OffloadError) as failed:
+        zero.initialize(model, optimizer, config)
+    told.append(str(failed.value))
+    engine = zero.initialize(model, optimizer, config)
+    with broken("posix_fallocate", errno.ENOSPC):  # all space is taken
+        for step in range(2):
+            disk_step(engine, step)
+    return told
+
+
+def test_no_place_on_one_rank_is_told_to_all(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(no_place_body, path=str(tmp_path)):
+        directory, space = found
+        assert re.match("rank 1: Offload.path=.*nothing.*No such file", directory)
+        assert re.match("rank 1: no room for .* bytes of state .*No space left", space)
+
+
+def other_tiers_body(context: Context, path: str) -> str:
+    with pytest.raises(zero.RankMismatchError) as failed:
+        disk_engine(path, optimizer="disk", compact=context.rank == 1)
+    return str(failed.value)
+
+
+def test_ranks_with_other_tiers_are_told(cluster: Clusters, tmp_path: Path) -> None:
+    for told in cluster(2).run(other_tiers_body, path=str(tmp_path)):
+        assert "disagree about Config(offload=...)" in told
+
+
+class Breaks:
+    """Where rank 1's disk breaks in a step: what is called in it, and which call fails."""
+
+    def __init__(self, tiers: dict[str, str], where: str, call: str, after: int, healed: bool) -> None:
+        self.tiers, self.where, self.call, self.after = tiers, where, call, after
+        self.healed = healed  # without a checkpoint: weights have not been touched
+
+
+BREAKS = {
+    "record read": Breaks({"optimizer": "disk"}, "step", "preadv", 1, healed=False),
+    "record written": Breaks({"optimizer": "disk"}, "step", "pwritev", 1, healed=False),
+    "weights written": Breaks({"params": "disk"}, "step", "pwritev", 1, healed=False),
+    "weights read forwards": Breaks({"params": "disk"}, "forward", "preadv", 1, healed=True),
+    "weights read backwards": Breaks({"params": "disk"}, "backward", "preadv", 0, healed=True),
+    "gradient written": Breaks({"gradients": "disk"}, "backward", "pwritev", 1, healed=True),
+    "gradient read for the norm": Breaks({"gradients": "disk"}, "step", "preadv", 1, healed=True),
+    "gradient read to be stepped": Breaks({"gradients": "disk"}, "step", "preadv", 5, healed=False),
+}
+
+
+def failing_disk_body(context: Context, path: str, name: str) -> dict[str, Any]:
+    case = BREAKS[name]
+    engine = disk_engine(path, **case.tiers)
+    expected = [disk_step(engine, step) for step in range(2)]
+    engine.save_checkpoint(Path(path, "sound"))
+    expected += [disk_step(engine, step) for step in (2, 3)]
+    engine.load_checkpoint(Path(path, "sound"))
+    engine._stores.read_ahead.limit = 1  # else all has been read before the backward begins
+    told = broken_step(engine, case)
+    engine.zero_grad()  # a step that has not begun may be repeated instead
+    if not case.healed:
+        with pytest.raises(zero.UsageError, match="interrupted"):
+            disk_step(engine, 2)
+        engine.load_checkpoint(Path(path, "sound"))
+    again = [disk_step(engine, step) for step in (2, 3)]
+    return {"told": told, "same": again == expected[2:]}
+
+
+def broken_step(engine: zero.Engine, case: Breaks) -> str:
+    """What is said where rank 1's disk breaks."""
+    x = torch.ones(BATCH, WIDTH, device=engine.accelerator.device)
+    calls: dict[str, Callable[[Any], Any]] = {
+        "forward": lambda _: engine(x).float().square().mean(),
+        "backward": engine.backward,
+        "step": lambda _: engine.step(),
+    }
+    result = None
+    for where, call in calls.items():
+        if where == case.where:
+            disk = broken(case.call, errno.EIO, case.after, mine=engine.rank == 1)
+            with disk, pytest.raises(zero.OffloadError) as failed:
+                call(result)
+            return str(failed.value)
+        result = call(result)
+    return ""
+
+
+@pytest.mark.parametrize("name", list(BREAKS))
+def test_a_disk_that_fails_on_one_rank_is_told_to_all(cluster: Clusters, tmp_path: Path, name: str) -> None:
+    """At once, with the rank that it is; training goes on, from a checkpoint where weights have changed."""
+    for found in cluster(2).run(failing_disk_body, path=str(tmp_path), name=name, limit=60):
+        assert re.match("rank 1: .* bytes of state could not be .*: Input/output error", found["told"])
+        assert found["same"]

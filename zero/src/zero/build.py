@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from zlib import crc32
 
 import torch
@@ -17,6 +18,7 @@ from zero.communicator import Communicator
 from zero.config import DTYPES, Config
 from zero.errors import ConfigError, ModelError
 from zero.flat_group import FlatGroup
+from zero.group_gradients import GradientPolicy
 from zero.guard import LOST, NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter, is_lost
 from zero.layout import ParameterSpec
 from zero.room import room_for
@@ -62,48 +64,87 @@ def check_equal(
     communicator: Communicator,
     param_group_of: dict[nn.Parameter, int],
 ) -> None:
-    """Collective. Raise RankMismatchError where ranks bring different models. Changes nothing."""
+    """Collective. Raise RankMismatchError where ranks bring different models or tiers. Changes nothing."""
     communicator.check_equal("the model", _digest(plans, config, param_group_of))
+    tiers = config.tiers.model_dump_json(exclude={"path"})  # each rank may have a directory of its own
+    communicator.check_equal("Config(offload=...)", crc32(tiers.encode()))
+
+
+@dataclass(frozen=True)
+class GroupDraft:
+    """A group before it is built: its parameters by name, and where its state will be."""
+
+    named: tuple[tuple[str, nn.Parameter], ...]
+    dtype: torch.dtype
+    shard_numel: int
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class UnitDraft:
+    """whole: every rank keeps the unit's whole parameters."""
+
+    plan: UnitPlan
+    whole: bool
+    groups: tuple[GroupDraft, ...]
+
+
+def draft_units(
+    plans: Sequence[UnitPlan],
+    config: Config,
+    planner: Planner,
+    world_size: int,
+    param_group_of: dict[nn.Parameter, int],
+) -> list[UnitDraft]:
+    """Cut units into groups, and decide where the state of each goes. Changes nothing."""
+    shards = world_size if config.stage > 0 else 1
+    drafts = []
+    for plan in plans:
+        whole = config.stage < 3 or plan.persistent
+        parts = _partition(plan, config, param_group_of)
+        groups = tuple(_draft_group(planner, named, dtype, shards, whole) for dtype, named in parts)
+        drafts.append(UnitDraft(plan, whole, groups))
+    return drafts
+
+
+def reserve_disk(
+    drafts: Sequence[UnitDraft], config: Config, stores: Stores, communicator: Communicator
+) -> None:
+    """Collective. Take the space of all state on disk. Raises OffloadError, on every rank, where one of them
+    finds none."""
+    policy = GradientPolicy.of(config, communicator.group.size)
+    nbytes = sum(
+        stores.disk_bytes(g.shard_numel, g.dtype, g.placement, policy.slice_dtype(g.dtype))
+        for draft in drafts
+        for g in draft.groups
+    )
+    if nbytes:
+        with communicator.postponing():
+            stores.reserve(nbytes)
+        communicator.agree()
 
 
 def build_units(
-    plans: Sequence[UnitPlan],
-    config: Config,
-    stores: Stores,
-    planner: Planner,
-    communicator: Communicator,
-    param_group_of: dict[nn.Parameter, int],
+    drafts: Sequence[UnitDraft], config: Config, stores: Stores, communicator: Communicator
 ) -> list[ShardedUnit]:
     """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time."""
-    unshare(parameter for plan in plans for _, parameter in plan.parameters)
-    return [
-        _build_unit(index, plan, config, stores, planner, communicator, param_group_of)
-        for index, plan in enumerate(plans)
-    ]
+    unshare(parameter for draft in drafts for _, parameter in draft.plan.parameters)
+    return [_build_unit(index, draft, config, stores, communicator) for index, draft in enumerate(drafts)]
 
 
 def _build_unit(
-    index: int,
-    plan: UnitPlan,
-    config: Config,
-    stores: Stores,
-    planner: Planner,
-    communicator: Communicator,
-    param_group_of: dict[nn.Parameter, int],
+    index: int, draft: UnitDraft, config: Config, stores: Stores, communicator: Communicator
 ) -> ShardedUnit:
-    group, accelerator = communicator.group, stores.accelerator
+    group, accelerator, plan = communicator.group, stores.accelerator, draft.plan
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
-    whole = config.stage < 3 or plan.persistent
-    parts = _partition(plan, config, param_group_of)
-    placements = [_place(planner, named, dtype, shards, whole) for dtype, named in parts]
-    resident = whole or (group.size == 1 and all(p.params == "device" for p in placements))
+    resident = draft.whole or (group.size == 1 and all(g.placement.params == "device" for g in draft.groups))
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
     deferred_init.materialize(p for _, p in plan.parameters)
     nbytes = sum(p.numel() * _target(p, config).itemsize for _, p in plan.parameters)
     with room_for(accelerator, "to shard", plan.name, nbytes):
         groups = [
-            FlatGroup(stores, placement, plan.name, named, dtype, shards, shard)
-            for placement, (dtype, named) in zip(placements, parts, strict=True)
+            FlatGroup(stores, part.placement, plan.name, part.named, part.dtype, shards, shard)
+            for part in draft.groups
         ]
         if group.size > 1 and not awaited:
             for flat in groups:
@@ -116,16 +157,17 @@ def _build_unit(
     return unit
 
 
-def _place(
+def _draft_group(
     planner: Planner,
     named: Sequence[tuple[str, nn.Parameter]],
     dtype: torch.dtype,
     shards: int,
     resident: bool,
-) -> Placement:
+) -> GroupDraft:
     specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
     numel = layout.plan(specs, shards, dtype.itemsize).shard_numel
-    return planner.place(numel, dtype.itemsize, named[0][1].requires_grad, resident)
+    placement = planner.place(numel, dtype.itemsize, named[0][1].requires_grad, resident)
+    return GroupDraft(tuple(named), dtype, numel, placement)
 
 
 def _partition(

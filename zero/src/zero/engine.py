@@ -156,7 +156,9 @@ class Engine:
             return False
         self._shards.check_groups()
         self._tracer.mark("step", "")
-        self._change_weights(*self._factor.complete())
+        factors = self._factor.complete()
+        self._hear_of_disks()
+        self._change_weights(*factors)
         self.accelerator.flush()
         self._tracer.end()
         if self._balancer is not None:
@@ -413,9 +415,16 @@ class Engine:
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
         try:
-            self._shards.step(self._reducer.all, scale, skip)
+            with self._communicator.postponing():
+                self._shards.step(self._reducer.all, scale, skip)
         finally:
             self._stores.join()  # weights are under way to shards, also where a later group failed
+        self._hear_of_disks()
+
+    def _hear_of_disks(self) -> None:
+        """Collective. Raise OffloadError, on every rank, where the disk of one has failed."""
+        if self.config.tiers.path is not None:
+            self._communicator.agree()
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """The part of the loss that this micro-batch is of the step's, times the loss scale."""

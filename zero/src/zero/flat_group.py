@@ -16,7 +16,7 @@ record      the master and the optimizer's moments, wherever they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -221,7 +221,9 @@ class FlatGroup:
         """
         nbytes = self.layout.numel * self.dtype_in(cast).itemsize
         buffer = allocate(self._stores, "to gather", self.unit, nbytes, lambda: self._open(cast))
-        shard = self._mine_in(buffer)
+        shard = buffer.data[self.window]
+        with communicator.postponing() if communicator.in_pass else nullcontext():
+            shard = self._mine_in(buffer)
         return None if self.shards == 1 else communicator.all_gather(self.unit, buffer.data, shard)
 
     def _mine_in(self, buffer: FlatBuffer) -> Tensor:

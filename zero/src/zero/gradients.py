@@ -177,7 +177,8 @@ class GradientReducer:
         kernels = self._stores.kernels(HOST)
         total = torch.zeros(2, dtype=torch.float64)
         for values in slices:
-            total += kernels.norm_and_nonfinite([fetch(values, HOST)])
+            with self._communicator.postponing():
+                total += kernels.norm_and_nonfinite([fetch(values, HOST)])
         result = total.float()
         result[1] += ~torch.isfinite(result[0])  # squares that overflow count as infinite
         return result
@@ -223,7 +224,8 @@ class GradientReducer:
         done = self._reductions.pop(0)
         if done.handle is not None:
             done.handle.wait()
-        done.gradients.settle(done.whole, done.result)
+        with self._communicator.postponing():
+            done.gradients.settle(done.whole, done.result)
         if self._last and self.follower is not None:
             self.follower.arrived(done.gradients)
 

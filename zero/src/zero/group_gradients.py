@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from accelz.flat_buffer import FlatBuffer, Slot
+from zero.config import DTYPES, Config
 from zero.flat_group import FlatGroup
 from zero.reduced_slice import ReducedSlice
 from zero.room import allocate
@@ -28,6 +29,19 @@ class GradientPolicy:
     local: bool
     reduce_dtype: torch.dtype | None
 
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> GradientPolicy:
+        """As the settings say."""
+        return cls(
+            steps=config.gradient_accumulation_steps,
+            local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
+            reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
+        )
+
+    def slice_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the reduced slice of gradients in `dtype` has."""
+        return torch.promote_types(dtype, torch.float32) if self.steps > 1 else self.reduce_dtype or dtype
+
     @property
     def widen(self) -> bool:
         """Whether slices of several micro-batches are added up: in fp32."""
@@ -45,7 +59,7 @@ class GroupGradients:
     def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
         self.group = group
         self.unit = unit
-        self.slice = ReducedSlice(group, stores, policy.widen)
+        self.slice = ReducedSlice(group, stores, policy.widen, policy.slice_dtype(group.dtype))
         self.fired: set[int] = set()
         self.closed = False
         self.filled: set[int] = set()

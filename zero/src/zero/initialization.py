@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import accelz
-from zero.build import build_units, check_dtypes, check_equal, check_model
+from zero.build import build_units, check_dtypes, check_equal, check_model, draft_units, reserve_disk
 from zero.communicator import Communicator
 from zero.compiled.split import split_by_use
 from zero.config import Config
@@ -39,9 +39,10 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     so schedulers and references to modules and parameters stay valid; the optimizer's param_groups then
     hold this rank's slices.
 
-    Raises ConfigError, ModelError or OptimizerError, and RankMismatchError where ranks bring different
-    models, before anything is changed. After OutOfMemoryError, CommunicationError, and CheckpointError where
-    pretrained weights cannot be read any more, model and optimizer have to be built anew.
+    Raises ConfigError, ModelError or OptimizerError, RankMismatchError where ranks bring different models or
+    tiers, and OffloadError where a rank finds no place on its disk, before anything is changed. After
+    OutOfMemoryError, CommunicationError, and CheckpointError where pretrained weights cannot be read any
+    more, model and optimizer have to be built anew.
     """
     config = Config() if config is None else config
     if not isinstance(config, Config):
@@ -58,12 +59,14 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     group, control = join(accelerator, config.timeout)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
     check_equal(plans, config, communicator, param_group_of)
-    _move_buffers(model, config, accelerator, communicator)
     stores = _make_stores(optimizer, config, accelerator)
     planner = Planner(config.tiers, values, stores.resolve)
+    drafts = draft_units(plans, config, planner, group.size, param_group_of)
+    planner.warn_of_shortfalls()
+    reserve_disk(drafts, config, stores, communicator)
+    _move_buffers(model, config, accelerator, communicator)
     with _taking_over(model):
-        units = build_units(plans, config, stores, planner, communicator, param_group_of)
-        planner.warn_of_shortfalls()
+        units = build_units(drafts, config, stores, communicator)
         keep_promises(model, units, communicator)
         return Engine(model, optimizer, config, stores, communicator, units, param_group_of)
 

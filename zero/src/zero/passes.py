@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zero.communicator import Communicator
 from zero.compiled.settings import Compile
-from zero.config import DTYPES, Config
+from zero.config import Config
 from zero.errors import CommunicationError, UsageError
 from zero.gradients import GradientReducer
 from zero.group_gradients import GradientPolicy, GroupGradients
@@ -52,6 +52,7 @@ class Passes:
         self._module = module
         self._parking = parking
         self._visits = visits
+        self._communicator = communicator
         self._second_try: SecondTry | None = None
         self._forwards = 0  # with gradients, since the last backward
         self._config = config
@@ -63,13 +64,16 @@ class Passes:
             unit: UnitHooks(unit, self._schedule, self.phase, device_type, self._backward_over)
             for unit in units
         }
-        policy = _gradient_policy(config, communicator.group.size)
+        policy = GradientPolicy.of(config, communicator.group.size)
         complete = self._gradients_complete
         self.reducer = GradientReducer(units, stores, communicator, policy, complete)
         for gradients in self.reducer.all:
             for index, parameter in enumerate(gradients.group.parameters):
                 parameter.register_post_accumulate_grad_hook(_receiver(self, gradients, index))
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        if disk is not None:
+            module.register_forward_hook(self._leave_forward, always_call=True)
+            module.register_forward_hook(self._agree_on_forward)
         self.compiled = self._compile(module, config.compile, stores, communicator)
 
     def try_twice(self, second_try: SecondTry) -> None:
@@ -85,7 +89,7 @@ class Passes:
 
         After an exception the caller has to `recover`.
         """
-        self.phase.in_backward = True
+        self.phase.in_backward = self._communicator.in_pass = True
         # A graph's schedule is of itself alone: with another one under way records come in the step.
         self._visits.expected = last and self._forwards == 1
         self.phase.mark("")
@@ -95,7 +99,7 @@ class Passes:
                 yield
             self.reducer.finish_backward()
         finally:
-            self.phase.in_backward = self._visits.expected = False
+            self.phase.in_backward = self._communicator.in_pass = self._visits.expected = False
             self._forwards = 0
         for hooks in self._hooks.values():
             hooks.reset()
@@ -139,8 +143,17 @@ class Passes:
         if self.phase.in_graph:
             return None  # done before the graph was entered
         if not self.phase.in_backward:
+            self._communicator.in_pass = self._config.tiers.params == "disk"
             self._visits.rest()  # which graphs do themselves
         return self._prepare(module, args, kwargs)
+
+    def _leave_forward(self, *_: Any) -> None:
+        self._communicator.in_pass = self.phase.in_backward
+
+    def _agree_on_forward(self, *_: Any) -> None:
+        """What the forward has read of parameters on disk is what it should be, on every rank."""
+        if not (self.phase.in_backward or self.phase.in_graph):
+            self._communicator.agree()
 
     def _prepare(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -206,11 +219,3 @@ def _receiver(passes: Passes, gradients: GroupGradients, index: int) -> Callable
             owner.receive(place, index, parameter)
 
     return receive
-
-
-def _gradient_policy(config: Config, world_size: int) -> GradientPolicy:
-    return GradientPolicy(
-        steps=config.gradient_accumulation_steps,
-        local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
-        reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
-    )

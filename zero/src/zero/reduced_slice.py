@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import threading
 
+import torch
 from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from zero.flat_group import FlatGroup
 from zero.tiers.carrier import Landing
 from zero.tiers.stores import Stores
-from zero.tiers.swap_file import Section
 from zero.tiers.values import Values, fetch
 
 
 class ReducedSlice:
     """(shard_numel,), 16-bit or fp32. Another thread may ask for it at any time.
 
-    widen: sums are kept in fp32.
+    widen: sums are kept in fp32. dtype: that it has at the widest; on disk its place is taken at once.
     """
 
-    def __init__(self, group: FlatGroup, stores: Stores, widen: bool) -> None:
+    def __init__(self, group: FlatGroup, stores: Stores, widen: bool, dtype: torch.dtype) -> None:
         self._group = group
         self._stores = stores
         self._widen = widen
         self._values: Values | None = None
-        self._place: Section | None = None  # on disk
+        on_disk = group.placement.gradients == "disk"
+        self._place = stores.on_disk(group.layout.shard_numel, dtype) if on_disk else None
         self._landing: Landing | None = None  # on its way to be added
         self._lock = threading.Lock()  # while it is changed
 
@@ -103,12 +104,6 @@ class ReducedSlice:
             slice_ = sum_
         elif self._widen and slice_.dtype.itemsize < 4:
             slice_ = slice_.float()
-        on_disk = self._group.placement.gradients == "disk"
-        self._values = self._put_away(slice_) if on_disk else slice_
-
-    def _put_away(self, slice_: Tensor) -> Section:
-        """On disk, in the place that this group's gradient had before."""
-        if self._place is None or self._place.dtype is not slice_.dtype:
-            self._place = self._stores.on_disk(slice_.numel(), slice_.dtype)
-        self._place.write(slice_)
-        return self._place
+        if self._place is not None:
+            self._place.write(slice_)
+        self._values = slice_ if self._place is None else self._place

@@ -18,6 +18,7 @@ from zero.offload import Tier
 from zero.tiers.carrier import Carrier
 from zero.tiers.outlet import Outlet
 from zero.tiers.pipeline import Pipeline
+from zero.tiers.placement import Placement
 from zero.tiers.read_ahead import ReadAhead
 from zero.tiers.record import Record, section_bytes
 from zero.tiers.split import LOWER, SplitMaster
@@ -82,6 +83,21 @@ class Stores:
             return stored
         return values
 
+    def disk_bytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
+        """What a group of `numel` elements in `dtype` keeps on disk. gradient: dtype of its reduced slice."""
+        dtypes = []
+        if placement.optimizer == "disk":
+            dtypes += self._record_dtypes(torch.promote_types(dtype, torch.float32), dtype is torch.bfloat16)
+        if placement.params == "disk":
+            dtypes.append(dtype)
+        if placement.gradients == "disk":
+            dtypes.append(gradient)
+        return sum(section_bytes(numel, each) for each in dtypes)
+
+    def reserve(self, nbytes: int) -> None:
+        """Take the space on disk for all of this engine's state. Raises OffloadError on a full disk."""
+        self.swap_file.reserve(nbytes)
+
     def on_disk(self, numel: int, dtype: torch.dtype) -> Section:
         """A place on disk for values, zero at first. Raises OffloadError on a full disk."""
         return self._stored([dtype], numel)[0]
@@ -94,9 +110,9 @@ class Stores:
         weights: gives the bf16 shard, where that may serve as the upper half of a master on disk.
         """
         if tier == "disk":
-            split = self._compact and weights is not None
-            dtypes = [LOWER if split else dtype, *([dtype] * self.moments)]
+            dtypes = self._record_dtypes(dtype, weights is not None)
             first, *moments = self._stored(dtypes, values.numel())
+            split = self._compact and weights is not None
             stored = SplitMaster(weights, first) if split and weights is not None else first
             stored.write(values)
             return Record(tier, stored, tuple(moments))
@@ -145,6 +161,10 @@ class Stores:
     @cached_property
     def _host_kernels(self) -> Kernels:
         return accelz.host_kernels()
+
+    def _record_dtypes(self, dtype: torch.dtype, splits: bool) -> list[torch.dtype]:
+        """Of a record on disk, section by section. splits: the weights may be the master's upper half."""
+        return [LOWER if self._compact and splits else dtype, *([dtype] * self.moments)]
 
     def _stored(self, dtypes: Sequence[torch.dtype], numel: int) -> list[Section]:
         """Sections of `numel` elements one after another, each of whole pages."""

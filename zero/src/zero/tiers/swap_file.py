@@ -47,6 +47,7 @@ class SwapFile:
         self.bytes_read = 0
         self.bytes_written = 0
         self._end = 0
+        self._reserved = 0
         self._places: list[int] = []  # of allocations, ascending
         self._changes: list[int] = []  # writes to each
         self._lock = threading.Lock()
@@ -54,16 +55,23 @@ class SwapFile:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zero-swap")
         self._close = weakref.finalize(self, _close, self._threads, {self._direct, self._cached})
 
-    def allocate(self, nbytes: int) -> int:
-        """Room for `nbytes` at a page's beginning; returns its offset. Raises OffloadError on a full disk."""
-        place, size = self._end, -(-nbytes // PAGE) * PAGE
+    def reserve(self, nbytes: int) -> None:
+        """Take space for `nbytes` more than there is so far. Raises OffloadError on a full disk."""
         try:
-            os.posix_fallocate(self._cached, place, size)
+            os.posix_fallocate(self._cached, self._reserved, nbytes)
         except OSError as error:
             raise OffloadError(
-                f"no room for {size} more bytes of state beside {place} in {self.folder}: {error.strerror}. "
-                "Free space there, choose another Offload(path=...), or more ranks"
+                f"no room for {nbytes} more bytes of state beside {self._reserved} in {self.folder}: "
+                f"{error.strerror}. Free space there, choose another Offload(path=...), or more ranks"
             ) from error
+        self._reserved += nbytes
+
+    def allocate(self, nbytes: int) -> int:
+        """Room for `nbytes` at a page's beginning; returns its offset. Raises OffloadError on a full disk,
+        except for what was reserved."""
+        place, size = self._end, -(-nbytes // PAGE) * PAGE
+        if place + size > self._reserved:
+            self.reserve(place + size - self._reserved)
         self._end += size
         self._places.append(place)
         self._changes.append(0)
