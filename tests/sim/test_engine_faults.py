@@ -7,6 +7,7 @@ import gc
 import itertools
 import re
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -327,3 +328,27 @@ def test_any_collective_may_fail(
     for found in (first, second):
         if name != "the model":  # which is compared before anything is changed
             assert re.search("build them anew|no collective is possible|without backward", found.next), found
+
+
+def relieved_body(context: Context) -> tuple[list[str], bool]:
+    """Out of memory where a unit is gathered cast for the first time, with optimizer state on the device."""
+    from accelz_sim import faults
+
+    config = zero.Config(stage=3, units=(nn.Linear,), offload="auto", timeout=20)
+    run = Run(context, config, "AdamW").until("forward")
+    for _ in range(3):  # measured, and state placed on the device
+        run.forward()
+        run.backward()
+        run.step()
+    run.autocast = True
+    with warnings.catch_warnings(record=True) as said, faults.out_of_memory(1):
+        warnings.simplefilter("always")
+        run.forward()
+    run.backward()
+    return [str(warning.message) for warning in said], run.engine.step()
+
+
+def test_a_gather_under_autocast_that_finds_no_room_moves_state(sim: Clusters) -> None:
+    for said, stepped in sim(2).run(relieved_body):
+        assert any("of optimizer state moved to the host" in message for message in said), said
+        assert stepped

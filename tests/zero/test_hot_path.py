@@ -163,6 +163,28 @@ def test_nothing_grows_over_steps(cluster: Clusters) -> None:
         assert hooks_later == hooks
 
 
+def kept_norms_body(context: Context) -> tuple[list[float], list[float]]:
+    """Gradient norms read at their step, and read from the tensors that were kept, some steps later."""
+    model = language_model()
+    engine = zero.initialize(model, adamw(model), zero.Config(clip_norm=1.0, timeout=10))
+    read, kept = [], []
+    for step in range(3):
+        engine.backward(language_loss(model, step, context.rank))
+        engine.step()
+        norm = engine.grad_norm
+        assert norm is not None
+        read.append(norm.item())
+        kept.append(norm)
+    return read, [norm.item() for norm in kept]
+
+
+def test_norms_that_a_user_keeps_stay(cluster: Clusters) -> None:
+    """Inside, the number is overwritten at every step."""
+    for read, kept in cluster(2).run(kept_norms_body):
+        assert len(set(read)) == len(read)
+        assert kept == read
+
+
 def gradient_bytes_body(context: Context) -> dict[str, int]:
     """Whole gradient buffers alive at once during backward, and what is left after it."""
     torch.manual_seed(5)

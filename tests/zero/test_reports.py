@@ -1,0 +1,74 @@
+"""What an error says of a failed collective, for what the ranks have reported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accelz.collectives import Group
+from zero.reports import Failure, Report, Reports
+
+TIMEOUT = 10.0
+NAMES = {1: "all_gather of unit 'a'", 2: "all_gather of unit 'b'", 3: "all_reduce of unit 'norm'"}
+
+
+def failure(number: int, seconds: float, cause: str = "it broke") -> Failure:
+    return Failure(number, NAMES[number], seconds, cause)
+
+
+def report(turn: int, come_to: int, failed: Failure | None) -> Report:
+    return Report(turn, {n: text for n, text in NAMES.items() if n <= come_to}, failed)
+
+
+def described(rank: int, size: int, reports: dict[int, Report]) -> str:
+    nothing: Any = None
+    mine = reports[rank].failure
+    assert mine is not None
+    return Reports(Group(rank, size, TIMEOUT, nothing, nothing), "engine").describe(mine, reports)
+
+
+AT_ONCE, LATE = 0.1, TIMEOUT + 0.1
+MINE = "rank 0: collective 2, all_gather of unit 'b', failed"
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        pytest.param(
+            {0: report(1, 2, failure(2, AT_ONCE))},
+            f"{MINE} on this rank first, after 0.1 s: it broke. rank(s) 1, 2 did not answer (dead, or "
+            "waiting for others until the timeout of 10 s)",
+            id="at once, nobody else yet",
+        ),
+        pytest.param(
+            {0: report(1, 2, failure(2, LATE)), 2: report(2, 3, failure(2, LATE))},
+            f"{MINE} after 10.1 s: it broke. rank(s) 1 did not answer (dead, or busy outside the engine): "
+            "look at the output of rank 1 first",
+            id="waited for one that is silent",
+        ),
+        pytest.param(
+            {r: report(3 - r, 2, failure(2, AT_ONCE if r == 1 else LATE, f"cause {r}")) for r in range(3)},
+            f"{MINE} after 10.1 s: cause 0. It failed on rank 1 first: collective 2, all_gather of unit 'b', "
+            "after 0.1 s: cause 1",
+            id="another one's failed at once",
+        ),
+        pytest.param(
+            {r: report(r + 1, 2, failure(2, LATE)) for r in range(3)},
+            f"{MINE} after 10.1 s: it broke. All ranks had come to it: look at what connects them",
+            id="all waited in it",
+        ),
+        pytest.param(
+            {
+                0: report(1, 2, failure(2, LATE)),
+                1: report(2, 1, failure(1, LATE, "stuck")),
+                2: report(3, 2, None),
+            },
+            f"{MINE} after 10.1 s: it broke. It failed on rank 1 first: collective 1, all_gather of unit 'a',"
+            " after 10.1 s: stuck. rank(s) 1 had not come to it",
+            id="one was stuck before it",
+        ),
+    ],
+)
+def test_the_error_says_what_can_be_known(reports: dict[int, Report], expected: str) -> None:
+    assert described(0, 3, reports) == expected
