@@ -14,6 +14,7 @@ import pytest
 from accelz.conformance.contract import ROLES
 from accelz.discovery import installed
 
+from . import forked
 from .fake_distribution import environment, good, install
 from .liars import ROUNDS, SIM_ROUNDS
 
@@ -143,7 +144,7 @@ def round_report(tmp_path_factory: pytest.TempPathFactory) -> Any:
         tests = (
             UNDECLARED[call].values() if call in UNDECLARED else {lie.test for lie in CALLS[call].values()}
         )
-        code, summary = _check(folder, "-k", " or ".join(sorted(tests)))
+        code, summary = forked.check(folder, " or ".join(sorted(tests)))
         assert code == (0 if call in UNDECLARED else 1)
         return summary
 
@@ -203,7 +204,7 @@ def test_what_works_undeclared_is_shown_and_does_not_fail(round_report: Any, cal
 def test_a_lying_descriptor_is_found(tmp_path: Path, lie: str) -> None:
     test, source, blamed, came = DESCRIPTOR_LIES[lie]
     install(tmp_path, "liar", source)
-    code, summary = _check(tmp_path, "-k", test)
+    code, summary = forked.check(tmp_path, test)
     details = "\n".join(f["detail"] for f in summary["failures"])
     assert code == 1
     assert blamed in details
@@ -257,7 +258,7 @@ def test_a_missing_operator_is_named_once(tmp_path: Path) -> None:
     install(
         tmp_path, "liar", good("liar").replace("    return accelerator", f"{missing}    return accelerator")
     )
-    code, summary = _check(tmp_path, "-k", "a_seed_repeats or a_state_comes_back or several_tensors")
+    code, summary = forked.check(tmp_path, "a_seed_repeats or a_state_comes_back or several_tensors")
     messages = {f["message"] for f in summary["failures"]}
     assert code == 1
     assert len(summary["failures"]) == 3

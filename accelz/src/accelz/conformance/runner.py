@@ -19,6 +19,9 @@ from accelz.discovery import disabled_names, installed
 from accelz.errors import AccelzError, BackendNotFoundError, BackendUnavailableError
 
 NO_TESTS, USAGE = 5, 4  # pytest's exit codes
+ISOLATED = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+"""Variables: what the user's other pytest plugins do to a run is not the backend's business."""
+
 LOOK_SECONDS = 0.1
 START_SECONDS = 60.0
 END_SECONDS = 5.0
@@ -51,7 +54,7 @@ def run(name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS) 
     with tempfile.TemporaryDirectory(prefix="accelz-check-") as folder:
         report, notes = Path(folder, "report.jsonl"), Path(folder, "notes")
         process = subprocess.Popen(
-            _command(name, only, timeout, report, notes),
+            [sys.executable, "-m", "pytest", *arguments(name, only, timeout, report, notes)],
             stdout=sys.stderr if show else subprocess.PIPE,
             stderr=None if show else subprocess.STDOUT,
             cwd=folder,
@@ -61,11 +64,7 @@ def run(name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS) 
         ended = supervise(process, report, 2 * timeout)
         if ended.code == NO_TESTS:
             raise AccelzError(f"no test of the kit matches {only!r}; -k takes parts of names, as pytest's")
-        events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-        if ended.code == USAGE:
-            refused = next((e["reason"] for e in events if e["event"] == "refused"), None)
-            raise AccelzError(refused or f"the kit did not run: {ended.output.strip() or 'see above'}")
-        return _summary(name, events, ended, progress.read(notes))
+        return summary(name, report, notes, ended)
 
 
 def supervise(process: subprocess.Popen[str], report: Path, limit: float) -> Ended:
@@ -98,42 +97,34 @@ def _require(name: str) -> None:
         )
 
 
-def _command(name: str, only: str | None, timeout: float, report: Path, notes: Path) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-c", os.devnull, "-p", "no:cacheprovider", "-q", "--tb=short"]
-    command += ["--no-summary", "-p", "accelz.conformance.plugin"]  # the summary is the caller's to print
-    command += ["-k", only] if only else []
+def arguments(name: str, only: str | None, timeout: float, report: Path, notes: Path) -> list[str]:
+    """pytest's, for a run of the kit that leaves its results in two files. The other ones as for `run`."""
+    options = {"device": name, "timeout": str(timeout), "report": str(report), "progress": str(notes)}
     return [
-        *command,
-        "--accelz-device",
-        name,
-        "--accelz-timeout",
-        str(timeout),
-        "--accelz-report",
-        str(report),
-        "--accelz-progress",
-        str(notes),
-        "--pyargs",
-        "accelz.conformance",
+        *("-c", os.devnull, "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "accelz.conformance.plugin"),
+        "--no-summary",  # it is the caller's to print
+        *(("-k", only) if only else ()),
+        *(text for option, value in options.items() for text in (f"--accelz-{option}", value)),
+        *("--pyargs", "accelz.conformance"),
     ]
 
 
 def _environment() -> dict[str, str]:
-    """Without the user's other pytest plugins; what they do to a run is not the backend's business."""
     path = [str(Path(p).absolute()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    isolated = {
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTEST_ADDOPTS": "",
-        "PYTHONPATH": os.pathsep.join(path),
-    }
-    return {**os.environ, **isolated}
+    return {**os.environ, **ISOLATED, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def _summary(name: str, events: list[dict[str, Any]], ended: Ended, method: str) -> dict[str, Any]:
-    summary = next((e for e in events if e["event"] == "summary"), None)
-    if summary is None:
-        summary = _crashed(name, events, ended, method)
-    summary.pop("event", None)
-    return {**summary, "ok": ended.code == 0, "exit_code": ended.code}
+def summary(name: str, report: Path, notes: Path, ended: Ended) -> dict[str, Any]:
+    """What the files say that the kit's process has left; raises AccelzError where it refused to run."""
+    events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    if ended.code == USAGE:
+        refused = next((e["reason"] for e in events if e["event"] == "refused"), None)
+        raise AccelzError(refused or f"the kit did not run: {ended.output.strip() or 'see above'}")
+    found = next((e for e in events if e["event"] == "summary"), None)
+    if found is None:
+        found = _crashed(name, events, ended, progress.read(notes))
+    found.pop("event", None)
+    return {**found, "ok": ended.code == 0, "exit_code": ended.code}
 
 
 def _crashed(name: str, events: list[dict[str, Any]], ended: Ended, method: str) -> dict[str, Any]:
