@@ -29,6 +29,7 @@ from benchmarks.step_rank import StepRank, Turn
 FIRST_STEPS = 2  # untimed, after a launch: allocations, connections, recorded schedules
 MEMORY_STEPS = 4  # of a launch that measures memory
 STATE_BYTES = 22  # per parameter and rank, of the largest peer: ddp with fp32 masters
+HOST_STATE_BYTES = 36  # likewise, of the host's: page-locked buffers, rounded up, some of them twice
 PROCESS_BYTES = 300_000_000  # of an imported process, activations included
 CONTEXT_BYTES = 600_000_000  # of the device's memory, for a process that has nothing there yet
 FILLED = 0.8  # of the free memory, at most: what frees and allocates leaves gaps
@@ -143,14 +144,15 @@ def _order(names: Sequence[str], rounds: int) -> Iterator[str]:
 
 def _fits(options: StepOptions, names: Sequence[str]) -> bool:
     """Whether all peers can be alive at once, by a generous estimate."""
-    state = STATE_BYTES * count_parameters(options.size)
-    on_host = names if options.device == "cpu" else [n for n in names if n in offload_peers.PEERS]
-    needed = len(on_host) * options.ranks * (state + PROCESS_BYTES)
-    if needed > FILLED * int(psutil.virtual_memory().available):
-        return False
+    parameters = count_parameters(options.size)
+    state = STATE_BYTES * parameters
+    on_host = FILLED * int(psutil.virtual_memory().available) / options.ranks
     if options.device == "cpu":
-        return True
+        return len(names) * (state + PROCESS_BYTES) < on_host
+    away = len(set(names) & set(offload_peers.PEERS)) * HOST_STATE_BYTES * parameters
     rank = state + CONTEXT_BYTES + activation_bytes(options.size, options.batch * options.length)
+    if away + len(names) * PROCESS_BYTES > on_host:
+        return False
     return len(names) * rank < FILLED * _device_room(options, names)
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 @dataclass
 class Outcome:
-    """ok: nothing failed. misses: targets that were not met. detail: the step's own result."""
+    """ok: nothing failed. part: which tests were asked for, "" for all. misses: targets that were not met.
+    detail: the step's own result."""
 
     name: str
     ok: bool
     summary: str
     seconds: float = 0.0
+    part: str = ""
     misses: list[str] = field(default_factory=list)
     detail: Any = None
 

@@ -47,17 +47,17 @@ def write(folder: Path, about: dict[str, Any], outcomes: Sequence[Outcome]) -> N
 
 
 def join(files: Sequence[Path]) -> tuple[dict[str, Any], list[Outcome]]:
-    """What several runs on one kind of machine found; of a step in two of them, the later file's.
+    """What several runs on one kind of machine found; of the same part of a step, the later file's.
 
     Raises JoinError where device or versions differ.
     """
     runs = [json.loads(file.read_text()) for file in files]
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[tuple[str, str], Outcome] = {}
     for file, run in zip(files, runs, strict=True):
         for key in ("backend", "hardware", "versions"):
             if run[key] != runs[0][key]:
                 raise JoinError(f"{file} and {files[0]} differ in {key}: {run[key]} and {runs[0][key]}")
-        outcomes |= {step["name"]: Outcome(**step) for step in run["steps"]}
+        outcomes |= {(step["name"], step["part"]): Outcome(**step) for step in run["steps"]}
     about = {key: value for key, value in runs[-1].items() if key != "steps"}
     return about, list(outcomes.values())
 
@@ -69,7 +69,8 @@ def as_markdown(about: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
     lines += ["", "| step | result | | seconds |", "| --- | --- | --- | ---: |"]
     for o in outcomes:
         state = "failed" if not o.ok else f"{len(o.misses)} below target" if o.misses else "ok"
-        lines.append(f"| {o.name} | {state} | {_in_cell(o.summary)} | {o.seconds} |")
+        summary = "; ".join(filter(None, (o.summary, o.part)))
+        lines.append(f"| {o.name} | {state} | {_in_cell(summary)} | {o.seconds} |")
     for o in outcomes:
         lines += _details(o)
     return "\n".join(lines) + "\n"

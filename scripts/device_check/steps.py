@@ -110,9 +110,10 @@ def engine(plan: Plan) -> Outcome:
     """zero's own tests on the device: one rank, and several that share it."""
     paths = list(plan.tests or ENGINE_TESTS)
     options = ["--device", plan.device, "--max-ranks", str(plan.ranks)]
-    options += [] if plan.tests else [f"--ignore={path}" for path in WITHOUT_A_DEVICE]
+    options += [f"--ignore={path}" for path in WITHOUT_A_DEVICE if path not in paths]
     only = plan.only or ("test_units or clip" if plan.quick else "")
     outcome = _pytest(plan, "engine", LONGEST, paths, *options, *(["-k", only] if only else []))
+    outcome.part = " ".join([*plan.tests, plan.only]).strip()
     outcome.summary += f"; up to {plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
     return outcome
 

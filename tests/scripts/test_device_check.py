@@ -190,6 +190,24 @@ def test_results_of_different_machines_are_not_joined(tmp_path: Path) -> None:
     assert "differ in hardware: other and one" in said
 
 
+def test_parts_of_a_step_are_joined_and_what_was_repeated_is_replaced(tmp_path: Path) -> None:
+    a, b = ("engine", "tests/a"), ("engine", "tests/b")
+    runs = [[("shared", "")], [("shared", ""), a], [b], [a]]
+    files = []
+    for number, names in enumerate(runs):
+        (tmp_path / str(number)).mkdir()
+        outcomes = [Outcome(name, True, f"of run {number}", part=part) for name, part in names]
+        report.write(tmp_path / str(number), about("one"), outcomes)
+        files.append(tmp_path / str(number) / "device-check.json")
+    _, joined = report.join(files)
+    assert [(o.name, o.part, o.summary) for o in joined] == [
+        ("shared", "", "of run 1"),
+        ("engine", "tests/a", "of run 3"),
+        ("engine", "tests/b", "of run 2"),
+    ]
+    assert "| engine | ok | of run 3; tests/a |" in report.as_markdown(about("one"), joined)
+
+
 def test_an_unknown_step_is_refused() -> None:
     code, said = device_check("cpu", "--steps", "info,nosuch")
     assert code == 2
