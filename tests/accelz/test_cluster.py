@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from accelz.conformance.cluster import Cluster, ClusterError, Clusters, Context
+from accelz.conformance.contract import checked
 
 
 def _place(context: Context) -> tuple[int, int, int]:
@@ -69,6 +71,19 @@ def test_ranks_that_wait_for_a_failed_one_are_not_waited_for(cluster: Clusters) 
     with pytest.raises(ClusterError, match=r"(?s)rank 0 hung.*rank 1 raised: ValueError"):
         cluster(2).run(_wait_for_rank_1)
     assert time.monotonic() - started < 15
+
+
+def _call_and(context: Context, how: str) -> None:
+    streams: Any = context.accelerator.streams
+    streams.synchronize = {"hang": lambda: time.sleep(60), "die": lambda: os._exit(3)}[how]
+    checked(context.accelerator).streams.synchronize()
+
+
+@pytest.mark.parametrize(("how", "said"), [("hang", "hung: still in"), ("die", "died: .* in")])
+def test_a_method_that_does_not_return_is_named(cluster: Clusters, how: str, said: str) -> None:
+    with pytest.raises(ClusterError, match=f"ranks 0, 1 {said} Streams.synchronize") as error:
+        cluster(2).run(_call_and, how=how, limit=2.0)
+    assert error.value.method == "Streams.synchronize"
 
 
 def test_a_value_that_does_not_pickle_is_an_error_not_a_hang(cluster: Clusters) -> None:
