@@ -111,7 +111,7 @@ def engine(plan: Plan) -> Outcome:
     paths = list(plan.tests or ENGINE_TESTS)
     options = ["--device", plan.device, "--max-ranks", str(plan.ranks)]
     options += [f"--ignore={path}" for path in WITHOUT_A_DEVICE if path not in paths]
-    only = plan.only or ("test_units or clip" if plan.quick else "")
+    only = plan.only or ("test_traffic" if plan.quick else "")
     outcome = _pytest(plan, "engine", LONGEST, paths, *options, *(["-k", only] if only else []))
     outcome.part = " ".join([*plan.tests, plan.only]).strip()
     outcome.summary += f"; up to {plan.ranks} rank{'s' if plan.ranks > 1 else ''}"

@@ -82,7 +82,7 @@ def test_every_step_runs_and_is_written_down(tmp_path: Path) -> None:
     steps = {step["name"]: step for step in result["steps"]}
     assert set(steps) == set(STEPS)
     assert all(step["ok"] for step in steps.values())
-    assert steps["engine"]["detail"]["counts"]["passed"] > 10
+    assert steps["engine"]["detail"]["counts"]["passed"] >= 10
     assert {"adamw", "quantise", "copy"} <= {row["kernel"] for row in steps["bandwidth"]["detail"]}
     assert {"plain", "zero3"} <= {row["peer"] for row in steps["step"]["detail"]["rows"]}
     assert "zero3-host-params" in {row["peer"] for row in steps["offload"]["detail"]["rows"]}
