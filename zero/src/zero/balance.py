@@ -55,7 +55,7 @@ class Balancer:
         self._near: list[GroupGradients] = []  # of these, the first ones, that are
         self._steps = 0
         self._seen: MemoryReport | None = None
-        self.second_try = SecondTry(self._accelerator, self._relieve_all, lambda: bool(self._near))
+        self.second_try = SecondTry(self._accelerator, self._relieve_all, self._movable)
         self._useful = stores.resolve("host") == "host"
         if self._useful:
             tracer.steps = WARM_UP
@@ -97,6 +97,9 @@ class Balancer:
                 stacklevel=2,
             )
         return freed
+
+    def _movable(self) -> int:
+        return sum(map(self._record_bytes, self._near))
 
     def _relieve_all(self) -> int:
         return self.relieve(self._accelerator.memory.stats().capacity)

@@ -106,10 +106,11 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; the same as calling the model itself.
 
-        With offload="auto", an operation that finds no room is repeated where optimizer state can make some.
-        A compiled model is repeated whole, on one rank; on several, the OutOfMemoryError says what to do.
+        With offload="auto", an operation that finds no room in a forward larger than any before is repeated,
+        where optimizer state can make some. Other forwards, and compiled ones, are repeated whole, on one
+        rank; on several, the OutOfMemoryError says what to do.
         """
-        if self._balancer is None or self._passes.compiled is None:
+        if self._balancer is None:
             return self.module(*args, **kwargs)
         before = self.accelerator.rng.get_state()
         try:

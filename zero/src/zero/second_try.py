@@ -5,7 +5,8 @@ they are gathered, and no collective is issued twice. So one rank may do it whil
 the middle of a backward as well. An operation that got no memory has changed nothing but the generator of
 random numbers, which is put back.
 
-Operations pass through Python for it, at some microseconds each: only while there is state that could move.
+Operations pass through Python for it, which costs more than many of them take. So it is done only where a
+forward has larger inputs than it ever had, or a forward or backward begins with more memory in use.
 """
 
 from __future__ import annotations
@@ -19,43 +20,55 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelz.accelerator import Accelerator
+from zero.tensors import iter_tensors
+
+SLACK = 0.005  # of the capacity: growth that the plan's margin has room for
 
 
 class SecondTry:
     """Around forwards and backwards.
 
     make_room(): moves state off the device; returns the bytes moved, 0 where there is none.
-    movable(): whether there may be some.
+    movable(): bytes on the device that may be moved.
     """
 
     def __init__(
-        self, accelerator: Accelerator, make_room: Callable[[], int], movable: Callable[[], bool]
+        self, accelerator: Accelerator, make_room: Callable[[], int], movable: Callable[[], int]
     ) -> None:
+        self._memory = accelerator.memory
         self._repeating = _Repeating(accelerator, make_room)
         self._movable = movable
+        self._most: dict[nn.Module | None, tuple[int, int]] = {}  # bytes of inputs, and in use beside movable
         self._depth = 0  # forwards and backwards under way, one inside another
         self._on = False
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
         """Have it around their forwards."""
         for module in modules:
-            module.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
+            module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
             module.register_forward_hook(lambda *_: self._end(), always_call=True)
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Around a block, on every thread that autograd runs for it."""
-        self._begin()
+        """Around a backward, on every thread that autograd runs for it."""
+        self._begin(None)
         try:
             yield
         finally:
             self._end()
 
-    def _begin(self) -> None:
+    def _begin(self, module: nn.Module | None, *arguments: Any) -> None:
         self._depth += 1
-        if self._depth == 1 and self._movable():
+        if self._depth == 1 and self._has_grown(module, sum(t.nbytes for t in iter_tensors(arguments))):
             self._repeating.__enter__()
             self._on = True
+
+    def _has_grown(self, module: nn.Module | None, inputs: int) -> bool:
+        stats, movable = self._memory.stats(), self._movable()
+        base = stats.allocated - movable
+        known = self._most.get(module, (-1, -1))
+        self._most[module] = max(known[0], inputs), max(known[1], base)
+        return bool(movable) and (inputs > known[0] or base > known[1] + SLACK * stats.capacity)
 
     def _end(self) -> None:
         self._depth = max(self._depth - 1, 0)  # a hook that raised in front of _begin has kept it from us
@@ -69,6 +82,11 @@ class _Repeating(TorchDispatchMode):
         super().__init__()
         self._rng = accelerator.rng
         self._make_room = make_room
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Parts that the user compiles stay compiled: their operations are not repeated."""
+        return True
 
     def __torch_dispatch__(
         self,
