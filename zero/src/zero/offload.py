@@ -41,7 +41,8 @@ class Offload(Validated):
     activations: what the forward saves for the backward, between the two; of models that are compiled as one
         graph (`Config.compile`). The longest-lived values leave first.
     fraction: part of the state, by elements, that leaves the device; the rest stays. A number is of optimizer
-        state; {"params": 0.5, "gradients": 0.25} of each kind, those that are not named leaving whole.
+        state; {"params": 0.5, "gradients": 0.25} of each kind, those that are not named leaving whole. What a
+        unit has in one dtype stays together: a warning tells where that is too coarse to come near.
     host_budget: host memory for optimizer state in bytes, or e.g. "8GiB", per rank, the second copies of
         `overlap` included. What it cannot hold stays on the device with optimizer="host", and is on disk with
         optimizer="disk"; None: no limit, and none of it for "disk".
@@ -54,7 +55,8 @@ class Offload(Validated):
         state in place between backward and step through the tensors themselves, under `torch.no_grad()`:
         changes through `.data` or a numpy view are not seen, and may be lost. See `zero.ahead`.
     compact: keep of masters on disk only what the 16-bit parameters lack (Adam: 20 bytes moved per parameter
-        and step instead of 24). Same values, bit for bit; more work for the processor.
+        and step instead of 24). Same values, bit for bit; more work for the processor. ConfigError where no
+        parameter is bf16.
     """
 
     optimizer: Tier = "device"
