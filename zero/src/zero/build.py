@@ -139,9 +139,9 @@ def _build_unit(
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
     resident = draft.whole or (group.size == 1 and all(g.placement.params == "device" for g in draft.groups))
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
-    deferred_init.materialize(p for _, p in plan.parameters)
     nbytes = sum(p.numel() * _target(p, config).itemsize for _, p in plan.parameters)
     with room_for(accelerator, "to shard", plan.name, nbytes):
+        deferred_init.materialize(p for _, p in plan.parameters)
         groups = [
             FlatGroup(stores, part.placement, plan.name, part.named, part.dtype, shards, shard)
             for part in draft.groups
