@@ -99,10 +99,15 @@ def steps(
 
 def shortage_body(context: Context, wants: str, ranks: tuple[int, ...]) -> dict[str, Any]:
     more = BATCH // 4 if context.rank in ranks else 0
+    gc.collect()
+    before = context.accelerator.memory.stats().allocated  # what others have left
     plain = steps(context, SHORT_STEP + 3, more=more)
     gc.collect()
     mine = wants if context.rank in ranks else ""
-    with capacity(context, int(max(plain["peaks"]) * 0.8)), warnings.catch_warnings(record=True) as caught:
+    with (
+        capacity(context, before + int((max(plain["peaks"]) - before) * 0.8)),
+        warnings.catch_warnings(record=True) as caught,
+    ):
         warnings.simplefilter("always")
         short = steps(context, SHORT_STEP + 3, mine, offload="auto", more=more)
     told = sum("ran out of memory" in str(w.message) for w in caught)
