@@ -105,7 +105,7 @@ def shortage_body(context: Context, wants: str, ranks: tuple[int, ...]) -> dict[
     gc.collect()
     mine = wants if context.rank in ranks else ""
     with (
-        capacity(context, before + int((max(plain["peaks"]) - before) * 0.8)),
+        capacity(context, before + int((max(plain["peaks"]) - before) * 0.95)),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
