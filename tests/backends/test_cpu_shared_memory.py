@@ -173,7 +173,8 @@ def victim_body(context: Context) -> tuple[str, float, set[str], list[str]]:
         calls.all_gather(whole, shard, context.group)
     seconds = time.monotonic() - start
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return str(caught.value), seconds, _segments(lines), [line for line in lines if "/dev/shm" in line]
+    named = [line for line in lines if "/dev/shm" in line and not line.endswith("(deleted)")]
+    return str(caught.value), seconds, _segments(lines), named
 
 
 def test_a_killed_rank_is_noticed_early_and_leaves_nothing_behind(disposable: Clusters) -> None:
