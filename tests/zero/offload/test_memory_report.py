@@ -16,6 +16,7 @@ from torch import nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.offload.test_auto import BATCH, LAYERS, WIDTH, build, one_step
+from tests.zero.training import collected
 from zero.tiers.trace import MemoryReport, Sample
 
 NUMBER = 4  # bytes of the loss
@@ -203,6 +204,7 @@ def test_what_comes_and_goes_between_points_is_temporary(cluster: Clusters) -> N
         assert temporary == (1 << 20) - NUMBER or not exact  # the loss, behind it, counts as there already
 
 
+@collected()
 def tiers_body(context: Context, path: str) -> dict[str, tuple[bool, int]]:
     """Whether reports of all tiers add up, and the least that any category has."""
     tiers = {

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.training import collected
 from zero.state_size import values_per_element
 
 Make = Callable[[Any], Optimizer]
@@ -96,6 +97,7 @@ def test_what_cannot_be_counted_is_told() -> None:
 WIDTH, LAYERS = 128, 8
 
 
+@collected()
 def within_body(context: Context, dtype: torch.dtype) -> dict[str, tuple[int, int, int]]:
     """Budget for four of eight layers; bytes on the host after a step, by optimizer."""
     found = {}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.training import collected
 from zero.second_try import SecondTry
 
 WIDTH, LAYERS, BATCH = 128, 8, 64
@@ -97,6 +98,7 @@ def steps(
     return {"losses": losses, "peaks": peaks, "near": near, "watched": watched}
 
 
+@collected()
 def shortage_body(context: Context, wants: str, ranks: tuple[int, ...]) -> dict[str, Any]:
     more = BATCH // 4 if context.rank in ranks else 0
     gc.collect()
