@@ -31,7 +31,7 @@ def train(context: Context, steps: int = 6, batch: int = BATCH, **settings: Any)
     losses, peaks = [], []
     for step in range(steps):
         context.accelerator.memory.reset_peak()
-        losses.append(one_step(context, engine, step, batch))
+        losses.append(one_step(engine, step, batch))
         peaks.append(context.accelerator.memory.stats().peak)
     balancer = engine._balancer
     predicted = balancer.predicted_peak if balancer is not None else 0
@@ -39,8 +39,8 @@ def train(context: Context, steps: int = 6, batch: int = BATCH, **settings: Any)
     return {"losses": losses, "peaks": peaks, "predicted": predicted, "tiers": tiers}
 
 
-def one_step(context: Context, engine: zero.Engine, step: int, batch: int) -> float:
-    generator = torch.Generator().manual_seed(100 * step + context.rank)
+def one_step(engine: zero.Engine, step: int, batch: int = BATCH) -> float:
+    generator = torch.Generator().manual_seed(100 * step + engine.rank)
     x = torch.randn(batch, WIDTH, generator=generator).to(engine.accelerator.device)
     loss = engine(x).float().square().mean()
     engine.backward(loss)
@@ -95,11 +95,11 @@ def growth_body(context: Context) -> dict[str, Any]:
             zero.Config(precision="bf16", offload="auto", timeout=20),
         )
         for step in range(3):
-            one_step(context, engine, step, BATCH)
+            one_step(engine, step, BATCH)
         before = [g.kept.tier for u in engine.units for g in u.groups].count("device")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loss = one_step(context, engine, 3, 4 * BATCH)
+            loss = one_step(engine, 3, 4 * BATCH)
         after = [g.kept.tier for u in engine.units for g in u.groups].count("device")
     finally:
         memory.set_capacity(whole)
@@ -135,7 +135,7 @@ def creep_body(context: Context, traced: bool) -> dict[str, Any]:
         for step, batch in enumerate((BATCH, BATCH, BATCH, BATCH + 32 * (context.rank == 0), BATCH)):
             if traced and step == 3:
                 engine.trace_memory()
-            one_step(context, engine, step, batch)
+            one_step(engine, step, batch)
             near.append(len(engine._balancer._near))
         limit = balance.usable(context.accelerator)
         predicted = engine._balancer.predicted_peak

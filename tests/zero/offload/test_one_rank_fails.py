@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.offload.test_auto import BATCH, LAYERS, WIDTH, one_step
 from tests.zero.training import collected
 from zero.second_try import SecondTry
 
-WIDTH, LAYERS, BATCH = 128, 8, 64
 SHORT_STEP = 4  # two steps measure, one has the records placed
 
 
@@ -199,15 +199,6 @@ def disk_engine(path: str, **tiers: Any) -> zero.Engine:
     return zero.initialize(model, optimizer, config)
 
 
-def disk_step(engine: zero.Engine, step: int) -> float:
-    generator = torch.Generator().manual_seed(100 * step + engine.rank)
-    x = torch.randn(BATCH, WIDTH, generator=generator).to(engine.accelerator.device)
-    loss = engine(x).float().square().mean()
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
 def no_place_body(context: Context, path: str) -> list[str]:
     """Rank 1 has no directory, then no space: all are told, nothing has changed, and they may try again."""
     told = []
@@ -225,7 +216,7 @@ def no_place_body(context: Context, path: str) -> list[str]:
     engine = zero.initialize(model, optimizer, config)
     with broken("posix_fallocate", errno.ENOSPC):  # all space is taken
         for step in range(2):
-            disk_step(engine, step)
+            one_step(engine, step)
     return told
 
 
@@ -270,18 +261,18 @@ BREAKS = {
 def failing_disk_body(context: Context, path: str, name: str) -> dict[str, Any]:
     case = BREAKS[name]
     engine = disk_engine(path, **case.tiers)
-    expected = [disk_step(engine, step) for step in range(2)]
+    expected = [one_step(engine, step) for step in range(2)]
     engine.save_checkpoint(Path(path, "sound"))
-    expected += [disk_step(engine, step) for step in (2, 3)]
+    expected += [one_step(engine, step) for step in (2, 3)]
     engine.load_checkpoint(Path(path, "sound"))
     engine._stores.read_ahead.limit = 1  # else all has been read before the backward begins
     told = broken_step(engine, case)
     engine.zero_grad()  # a step that has not begun may be repeated instead
     if not case.healed:
         with pytest.raises(zero.UsageError, match="interrupted"):
-            disk_step(engine, 2)
+            one_step(engine, 2)
         engine.load_checkpoint(Path(path, "sound"))
-    again = [disk_step(engine, step) for step in (2, 3)]
+    again = [one_step(engine, step) for step in (2, 3)]
     return {"told": told, "same": again == expected[2:]}
 
 
