@@ -24,7 +24,7 @@ NUMBER = 4  # bytes of the loss
 
 def traced(engine: zero.Engine, context: Context) -> MemoryReport:
     engine.trace_memory()
-    one_step(context, engine, 1, BATCH)
+    one_step(engine, 1)
     return engine.memory_report()
 
 
@@ -43,10 +43,10 @@ def report_body(context: Context, path: str) -> dict[str, Any]:
     engine = engine_of()
     with pytest.raises(zero.UsageError, match="trace_memory"):
         engine.memory_report()
-    one_step(context, engine, 0, BATCH)
+    one_step(engine, 0)
     report = traced(engine, context)
     Path(path, f"{context.rank}.html").write_text(report.to_html())
-    one_step(context, engine, 2, BATCH)
+    one_step(engine, 2)
     assert engine.memory_report() is report  # one step was asked for
     numel = sum(g.layout.shard_numel for u in engine.units for g in u.groups)
     return {
@@ -104,10 +104,10 @@ def micro_body(context: Context) -> tuple[bool, list[int]]:
     """Activations are back to what the caller holds behind each micro-batch."""
     engine = engine_of(gradient_accumulation_steps=2)
     for part in range(2):
-        one_step(context, engine, part, BATCH)
+        one_step(engine, part)
     engine.trace_memory()
     for part in range(2):
-        one_step(context, engine, part, BATCH)
+        one_step(engine, part)
     samples = engine.memory_report().samples
     ends = [a for a, b in itertools.pairwise(samples) if a.phase == "backward" != b.phase]
     return context.accelerator.capabilities.exact_memory, [s.activations for s in ends]
@@ -122,7 +122,7 @@ def test_activations_end_with_their_backward(cluster: Clusters) -> None:
 def own_steps_body(context: Context) -> tuple[bool, dict[str, int], int]:
     """An optimizer that no kernel serves: its fp32 gradients, and its state."""
     engine = engine_of(torch.optim.Adagrad)
-    one_step(context, engine, 0, BATCH)
+    one_step(engine, 0)
     most = max(of_phase(traced(engine, context), "step"), key=lambda s: s.held.gradients)
     numel = sum(g.layout.shard_numel for u in engine.units for g in u.groups)
     held = {"gradients": most.held.gradients, "optimizer": most.held.optimizer, "other": most.other}
@@ -161,7 +161,7 @@ def test_the_picture_is_over_seconds_and_adds_up() -> None:
 def leaving_body(context: Context) -> tuple[bool, list[Sample], int]:
     """Gradients on their way to the host are the device's until they have landed."""
     engine = engine_of(offload=zero.Offload(optimizer="host"))
-    one_step(context, engine, 0, BATCH)
+    one_step(engine, 0)
     samples = of_phase(traced(engine, context), "step")
     slice_bytes = max(2 * g.layout.shard_numel for u in engine.units for g in u.groups)
     return context.accelerator.capabilities.exact_memory, samples, slice_bytes
@@ -216,7 +216,7 @@ def tiers_body(context: Context, path: str) -> dict[str, tuple[bool, int]]:
     found = {}
     for name, offload in tiers.items():
         engine = engine_of(offload=offload, clip_norm=1.0)
-        one_step(context, engine, 0, BATCH)
+        one_step(engine, 0)
         report = traced(engine, context)
         sums = [use.total == s.peak for s, use in zip(report.samples, report.uses(), strict=True)]
         least = min(min(astuple(use)) for use in report.uses())
