@@ -264,7 +264,7 @@ class OtherEvents(TorchStreams):
 
     def _with_events(self, stream: Any) -> Stream:
         made = StreamOfOtherEvents(stream.native, stream._new_event)
-        made.kind = self.kind
+        made.kind = self.kind  # type: ignore[attr-defined]
         return made
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.conformance.contract import checked
 from accelz.conformance.test_kernels import KernelContract
-from accelz.conformance.test_streams import long_work
+from accelz.conformance.work import long_work
 from accelz_cuda import kernels
 from accelz_cuda.accelerator import build
 from accelz_cuda.cuda_kernels import ANY_ENTRY, CudaKernels

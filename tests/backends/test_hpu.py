@@ -338,7 +338,7 @@ def test_flat_buffers_say_what_lazy_mode_lacks_and_change_nothing() -> None:
 def test_flat_buffers_work_in_lazy_mode_where_storages_can_be_resized() -> None:
     resize = torch.UntypedStorage.resize_
     accelerator = bound()
-    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign] (as a newer bridge might)
+    torch.UntypedStorage.resize_ = resize  # as a newer bridge might
     parameter = nn.Parameter(torch.arange(4.0))
     accelerator.flat_buffers.flatten([parameter], [Slot(0, (4,), (1,), 4)], 4, torch.float32)
     assert parameter.detach().cpu().tolist() == [0, 1, 2, 3]
@@ -450,7 +450,7 @@ def test_adamw_reads_nothing_back() -> None:
 def test_a_bridge_without_the_operator_is_told() -> None:
     import accelz_hpu.accelerator as ours
 
-    ours.OPERATOR = "optimizer_of_another_name"  # type: ignore[misc]
+    ours.OPERATOR = "optimizer_of_another_name"  # type: ignore[misc, attr-defined]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         accelerator = load()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accelz.hooks import Probe
 from accelz_hpu import probe
 from accelz_hpu.backend import accelz_backend
 
@@ -55,9 +56,9 @@ def reason() -> str:
 
 def test_devices_are_counted(server: Path) -> None:
     add_device(server, "accel0")
-    assert accelz_backend().probe() == probe.Probe(True, "1 Gaudi device")
+    assert accelz_backend().probe() == Probe(True, "1 Gaudi device")
     add_device(server, "accel1")
-    assert accelz_backend().probe() == probe.Probe(True, "2 Gaudi devices")
+    assert accelz_backend().probe() == Probe(True, "2 Gaudi devices")
 
 
 def test_no_bridge(server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +95,7 @@ def test_nodes_alone_where_the_class_is_hidden(server: Path) -> None:
     assert reason().startswith("no Gaudi")
     for name in ("accel0", "accel_controlD0"):
         add_node(server, name)
-    assert accelz_backend().probe() == probe.Probe(True, "1 Gaudi device")
+    assert accelz_backend().probe() == Probe(True, "1 Gaudi device")
 
 
 @pytest.mark.parametrize(("kind", "first"), [("0x1000", True), ("0x1010", True), ("0x1020", False)])

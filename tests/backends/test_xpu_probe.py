@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from accelz.hooks import Probe
 from accelz_xpu import probe
 from accelz_xpu.backend import accelz_backend
 
@@ -52,7 +53,7 @@ def test_intel_gpus_are_named(machine: Path) -> None:
     add_gpu(machine, "renderD129")
     add_gpu(machine, "renderD130")
     answer = accelz_backend().probe()
-    assert answer == probe.Probe(True, "renderD129, renderD130, torch 2.13.0+xpu")
+    assert answer == Probe(True, "renderD129, renderD130, torch 2.13.0+xpu")
 
 
 def test_no_gpu(machine: Path) -> None:
@@ -87,7 +88,7 @@ def test_an_empty_mask_hides_nothing(machine: Path, monkeypatch: pytest.MonkeyPa
     """The driver takes an empty ZE_AFFINITY_MASK as unset."""
     add_gpu(machine, "renderD128")
     monkeypatch.setenv("ZE_AFFINITY_MASK", "")
-    assert accelz_backend().probe() == probe.Probe(True, "renderD128, torch 2.13.0+xpu")
+    assert accelz_backend().probe() == Probe(True, "renderD128, torch 2.13.0+xpu")
 
 
 def test_accelz_check_runs_here_and_says_why_not() -> None:

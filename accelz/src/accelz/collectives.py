@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store
 
 from accelz.errors import CollectiveError
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz.collectives import Collectives, Group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from accelz.collectives import Collectives, Group
 

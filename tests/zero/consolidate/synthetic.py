@@ -18,7 +18,7 @@ from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import Part
-from zero.checkpoint.save import Job
+from zero.checkpoint.save_job import Job
 from zero.checkpoint.storage import DISK
 
 

@@ -26,7 +26,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from accelz import selection
 from accelz.accelerator import Accelerator

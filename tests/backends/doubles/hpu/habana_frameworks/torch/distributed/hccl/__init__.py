@@ -17,7 +17,7 @@ def _setup_module_id(local_rank, world_size):
 
 def _create(options, pg_options):
     """A gloo group stands for HCCL's: it is there, and takes no timeout, as the real one."""
-    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size)
+    return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size)  # type: ignore[call-arg]
 
 
 _setup_module_id(int(os.environ.get("LOCAL_RANK", "-1")), int(os.environ.get("WORLD_SIZE", "1")))
