@@ -44,13 +44,16 @@ def micro_batch(engine: zero.Engine, number: int, length: int = LENGTH) -> Tenso
 
 
 def values(engine: zero.Engine) -> dict[str, Tensor]:
-    """Every master and every state, as a user sees them, without asking the engine to move anything."""
-    found = {}
-    for index, piece in enumerate(p for group in engine.optimizer.param_groups for p in group["params"]):
-        found[f"{index}"] = piece.detach().cpu().clone()
-        for key, value in engine.optimizer.state[piece].items():
-            found[f"{index} {key}"] = value.cpu().clone()
-    return found
+    """Every master and every state, as a user sees them, without asking the engine to move anything. A
+    parameter may be in one piece or in several, which follow on one another."""
+    found: dict[str, list[Tensor]] = {}
+    for index, group in enumerate(engine.optimizer.param_groups):
+        for piece in group["params"]:
+            found.setdefault(f"{index}", []).append(piece.detach().cpu())
+            for key, value in engine.optimizer.state[piece].items():
+                spread = value if value.dim() else value.expand_as(piece)
+                found.setdefault(f"{index} {key}", []).append(spread.cpu())
+    return {name: torch.cat([part.flatten() for part in parts]) for name, parts in found.items()}
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:

@@ -139,6 +139,8 @@ def settings_body(context: Context, path: str) -> dict[str, tuple[bool, int, int
             "params on disk": {"offload": {**HOST, "params": "disk", "path": path}, "precision": "bf16"},
             "half": {"offload": {**HOST, "fraction": 0.5}, "precision": "bf16"},
             "beside the disk": {"offload": {"optimizer": "disk", "path": path, "host_budget": 19_000}},
+            "small records": {"offload": {**HOST, "sub_group_size": 64}, "precision": "bf16"},
+            "small records, one master and shard": {"offload": {**host, "sub_group_size": 64}},
             "stage 0": {"stage": 0, "precision": "bf16"},
             "stage 1": {"stage": 1},
             "stage 2": {"stage": 2, "precision": "bf16"},

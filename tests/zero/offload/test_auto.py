@@ -35,7 +35,7 @@ def train(context: Context, steps: int = 6, batch: int = BATCH, **settings: Any)
         peaks.append(context.accelerator.memory.stats().peak)
     balancer = engine._balancer
     predicted = balancer.predicted_peak if balancer is not None else 0
-    tiers = [g.kept.tier for u in engine.units for g in u.groups]
+    tiers = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs]
     return {"losses": losses, "peaks": peaks, "predicted": predicted, "tiers": tiers}
 
 
@@ -96,11 +96,11 @@ def growth_body(context: Context) -> dict[str, Any]:
         )
         for step in range(3):
             one_step(engine, step, BATCH)
-        before = [g.kept.tier for u in engine.units for g in u.groups].count("device")
+        before = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs].count("device")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loss = one_step(engine, 3, 4 * BATCH)
-        after = [g.kept.tier for u in engine.units for g in u.groups].count("device")
+        after = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs].count("device")
     finally:
         memory.set_capacity(whole)
     told = [str(w.message) for w in caught if "ran out of memory" in str(w.message)]

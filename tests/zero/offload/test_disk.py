@@ -103,17 +103,23 @@ def test_resume_in_any_tier_is_exact(cluster: Clusters, tmp_path: Path, device: 
     disk = zero.Offload(optimizer="disk", path=tmp_path)
     everything = zero.Offload(optimizer="disk", params="disk", gradients="disk", path=tmp_path)
     compact = zero.Offload(optimizer="disk", path=tmp_path, compact=True)
-    tiers = [disk, compact, zero.Offload(optimizer="host", params="host"), everything, None, disk]
+    small = zero.Offload(optimizer="disk", path=tmp_path, sub_group_size=64, host_budget=5000)
+    tiers = [disk, compact, zero.Offload(optimizer="host", params="host"), everything, None, small, disk]
     for reference, *others in cluster(2).run(resume_body, path=str(tmp_path), tiers=tiers, limit=120):
         for losses in others:
             assert losses == reference or device != "cpu"
             assert losses == pytest.approx(reference, rel=2e-2)
 
 
-def values_body(context: Context, path: str, precision: Any) -> bool:
+def values_body(context: Context, path: str, precision: Any, sub_group_size: int) -> bool:
     """Whole values, their change from outside, and optimizer state, with everything on disk."""
     everything = zero.Offload(
-        optimizer="disk", params="disk", gradients="disk", path=path, compact=precision == "bf16"
+        optimizer="disk",
+        params="disk",
+        gradients="disk",
+        path=path,
+        compact=precision == "bf16",
+        sub_group_size=sub_group_size,
     )
     config = zero.Config(timeout=20, offload=everything, precision=precision)
     engine = zero.initialize(model := fresh(), adamw(model), config)
@@ -132,9 +138,13 @@ def values_body(context: Context, path: str, precision: Any) -> bool:
     return same and bool((full == 0.25).all()) and bool(torch.allclose(moment, 0.1 * gradient, rtol=1e-2))
 
 
+@pytest.mark.parametrize("sub_group_size", [64, 1 << 24])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_values_on_disk_are_read_and_changed(cluster: Clusters, tmp_path: Path, precision: str) -> None:
-    assert all(cluster(2).run(values_body, path=str(tmp_path), precision=precision))
+def test_values_on_disk_are_read_and_changed(
+    cluster: Clusters, tmp_path: Path, precision: str, sub_group_size: int
+) -> None:
+    arguments = {"path": str(tmp_path), "precision": precision, "sub_group_size": sub_group_size}
+    assert all(cluster(2).run(values_body, **arguments))
 
 
 # -- the file by itself --------------------------------------------------------------------------------
@@ -269,18 +279,18 @@ def kernel_error_body(context: Context, path: str) -> tuple[bool, bool]:
     x = torch.ones(2, WIDTH, device=engine.accelerator.device)
     engine.backward(engine(x).float().square().mean())
     records = iter(range(LAYERS))
-    sound = engine._shards._step_group
+    sound = engine._shards._step_sub_group
 
     def fail(*arguments: Any) -> None:
         if next(records) == 2:
             raise RuntimeError("a kernel that fails")
         sound(*arguments)
 
-    engine._shards._step_group = fail  # type: ignore[method-assign]
+    engine._shards._step_sub_group = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="a kernel that fails"):
         engine.step()
     quiet = not any(engine._stores.pipeline._writes)
-    engine._shards._step_group = sound  # type: ignore[method-assign]
+    engine._shards._step_sub_group = sound  # type: ignore[method-assign]
     engine.load_checkpoint(path)
     after = engine.state_dict(master=True)
     return quiet, all(torch.equal(value, after[name]) for name, value in before.items())
@@ -341,10 +351,11 @@ def stages_body(context: Context, path: str) -> tuple[list[str], list[tuple[str,
         x = torch.ones(2, WIDTH, device=each.accelerator.device)
         each.backward(each(x).float().square().mean())
     groups = [g for u in engine.units for g in u.groups]
-    gates, wrong, sound = Gates([g.kept for g in groups]), [], engine._shards._step_group
+    subs = [s for g in groups for s in g.subs]
+    gates, wrong, sound = Gates([s.kept for s in subs]), [], engine._shards._step_sub_group
 
     def step(owned: Any, *arguments: Any) -> None:
-        now = groups.index(owned.group)
+        now = subs.index(owned.sub)
         for move, number in (("read", now + 1), ("write", now - 1)):
             if 0 <= number < LAYERS and not gates.under_way(move, number):
                 wrong.append(f"{move} {number} is not under way while {now} is stepped")
@@ -352,7 +363,7 @@ def stages_body(context: Context, path: str) -> tuple[list[str], list[tuple[str,
         gates.open("read", now + 1)
         gates.open("write", now - 1)
 
-    engine._shards._step_group = step  # type: ignore[method-assign]
+    engine._shards._step_sub_group = step  # type: ignore[method-assign]
     gates.open("read", 0)
     gates.open("write", LAYERS - 1)
     with gates.around_the_disk():
@@ -437,7 +448,9 @@ def locked_body(context: Context, path: str) -> tuple[bool, dict[str, list[bool]
         values = {
             "gradients": lambda e=engine: [g.slice.get() for g in e._reducer.all],
             "params": lambda g=groups: [each.shard for each in g],
-            "records": lambda g=groups: [v for each in g for v in (each.kept.master, *each.kept.moments)],
+            "records": lambda g=groups: [
+                v for each in g for s in each.subs for v in (s.kept.master, *s.kept.moments)
+            ],
             "buffers": lambda e=engine: e._stores.pipeline._buffers,
         }[kind]()
         found[kind] = [value.device.type == "cpu" and value.is_pinned() for value in values]

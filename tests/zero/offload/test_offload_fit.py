@@ -114,7 +114,7 @@ def within_body(context: Context, dtype: torch.dtype) -> dict[str, tuple[int, in
         x = torch.ones(4, WIDTH, device=engine.accelerator.device, dtype=dtype)
         engine.backward(engine(x).square().mean())
         engine.step()
-        tiers = [g.kept.tier for u in engine.units for g in u.groups]
+        tiers = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs]
         found[name] = budget, sum(map(_nbytes, _on_host(optimizer))), tiers.count("host")
         gc.collect()
     return found
@@ -155,16 +155,18 @@ class One(nn.Module):
 def coarse_body(context: Context) -> dict[str, list[str]]:
     """What is told of fractions of one unit, and of eight."""
     told = {}
-    everything = {"optimizer": "host", "params": "host", "gradients": "host"}
-    for name, tiers, part in (("all", everything, 0.9), ("optimizer", {"optimizer": "host"}, 0.5)):
-        offload = zero.Offload(**tiers, fraction=dict.fromkeys(tiers, part))
+    for name, tiers, make in (
+        ("kernels", ("optimizer", "params", "gradients"), torch.optim.AdamW),
+        ("its own", ("optimizer",), torch.optim.Adagrad),
+    ):
+        offload = zero.Offload(**dict.fromkeys(tiers, "host"), fraction=dict.fromkeys(tiers, 0.9))
         for model in (One(), nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 config = zero.Config(offload=offload, units="auto" if isinstance(model, One) else ("Linear",))
-                zero.initialize(model, torch.optim.AdamW(model.parameters()), config)
+                zero.initialize(model, make(model.parameters()), config)
             found = [str(w.message) for w in caught if "fraction" in str(w.message)]
-            told[f"{name} of {type(model).__name__}"] = found
+            told[f"{name}, {type(model).__name__}"] = found
             assert all(w.filename == __file__ for w in caught if "fraction" in str(w.message))
     return told
 
@@ -173,12 +175,14 @@ def test_a_fraction_that_rounds_to_nothing_is_told(cluster: Clusters, device: st
     if device != "sim":
         pytest.skip("needs a device beside the host")
     for told in cluster(2).run(coarse_body):
-        (message,) = told["all of One"]
-        for kind in ("optimizer", "params", "gradients"):
+        (message,) = told["kernels, One"]
+        for kind in ("params", "gradients"):
             assert f"{kind}: asked for 90%, 0% leaves; the largest group has 100%" in message
+        assert "optimizer:" not in message  # a kernel steps any part of it
         assert "Make units smaller" in message
-        assert len(told["optimizer of One"]) == 1
-        assert told["optimizer of Sequential"] == []
+        (message,) = told["its own, One"]
+        assert "optimizer: asked for 90%, 0% leaves" in message
+        assert told["its own, Sequential"] == []
 
 
 def test_options_without_effect_are_refused(tmp_path: Any) -> None:

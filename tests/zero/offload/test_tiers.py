@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import features
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import Run, adamw, same_bits, scaled_error, state_error, train_zero
-from zero.tiers.placement import Placement, Planner
+from zero.tiers.placement import Candidate, Placement, Planner
 
 STEPS = 6
 
@@ -46,6 +46,13 @@ def tiers(path: str) -> dict[str, zero.Offload]:
             optimizer="disk", params="disk", gradients="disk", path=path, compact=True
         ),
         "cache": zero.Offload(optimizer="disk", path=path, host_budget=8000),
+        "caches": zero.Offload(
+            optimizer="disk",
+            params="disk",
+            gradients="disk",
+            path=path,
+            host_budget={"optimizer": 8000, "params": 2000, "gradients": "1kB"},
+        ),
         "params": zero.Offload(params="host"),
         "params on disk": zero.Offload(params="disk", path=path),
         "gradients": zero.Offload(gradients="host"),
@@ -59,6 +66,15 @@ def tiers(path: str) -> dict[str, zero.Offload]:
             fraction={"optimizer": 0.6, "params": 0.5, "gradients": 0.3},
         ),
         "all on host": zero.Offload(optimizer="host", params="host"),
+        "small records on host": zero.Offload(optimizer="host", params="host", sub_group_size=64),
+        "a part in small records": zero.Offload(optimizer="host", fraction=0.37, sub_group_size=64),
+        "small records": zero.Offload(optimizer="disk", path=path, sub_group_size=64),
+        "small records, compact": zero.Offload(
+            optimizer="disk", params="disk", gradients="disk", path=path, compact=True, sub_group_size=64
+        ),
+        "small records everywhere": zero.Offload(
+            optimizer="disk", path=path, host_budget=8000, fraction=0.7, sub_group_size=64
+        ),
         "all on disk": zero.Offload(optimizer="disk", params="disk", gradients="disk", path=path),
     }
 
@@ -185,26 +201,60 @@ def test_tiers_with_every_optimizer(cluster: Clusters, tmp_path: Path, device: s
         check(found, device, 3e-2)
 
 
-def placed(offload: zero.Offload, groups: int = 20, item_bytes: int = 4) -> list[Placement]:
-    """Of equal groups."""
-    planner = Planner(offload, 3, lambda tier: tier)
-    return [planner.place(100, item_bytes, trainable=True, resident=False) for _ in range(groups)]
+def placed(
+    offload: zero.Offload, sizes: Sequence[int] = (6400,) * 20, item_bytes: int = 4, divisible: bool = True
+) -> list[Placement]:
+    """Of groups whose shards are of these sizes."""
+    planner = Planner(offload, 3, lambda tier: tier, divisible)
+    return planner.place([Candidate(n, item_bytes, 2, trainable=True, resident=False) for n in sizes])
+
+
+def elements(placements: Sequence[Placement]) -> dict[str, int]:
+    """Of optimizer state, by tier."""
+    found: dict[str, int] = {}
+    for numel, tier in (each for placement in placements for each in placement.optimizer):
+        found[tier] = found.get(tier, 0) + numel
+    return found
 
 
 def test_a_fraction_of_each_kind_leaves_the_device() -> None:
     fraction = {"optimizer": 0.5, "params": 0.25}
     offload = zero.Offload(optimizer="disk", params="host", gradients="host", path="/", fraction=fraction)
     there = placed(offload)
-    assert [p.optimizer for p in there].count("disk") == 10
+    assert [p.optimizer for p in there].count(((6400, "disk"),)) == 10
     assert [p.params for p in there].count("host") == 5
     assert [p.gradients for p in there].count("host") == 20
     assert len({p.optimizer for p in there[:2]}) == 2  # spread evenly, not the first ones all
 
 
+@pytest.mark.parametrize("part", [0.01, 0.3, 0.5, 0.77, 0.999, 1.0])
+@pytest.mark.parametrize("sizes", [(64_000,), (64_000, 640, 640), (640,) * 9 + (64_000,), (6400,) * 3])
+def test_a_fraction_of_optimizer_state_is_met_whatever_groups_there_are(
+    sizes: tuple[int, ...], part: float
+) -> None:
+    there = placed(zero.Offload(optimizer="host", fraction=part, sub_group_size=1000), sizes)
+    for numel, placement in zip(sizes, there, strict=True):
+        assert sum(n for n, _ in placement.optimizer) == numel
+        assert all(n <= 1024 for n, tier in placement.optimizer if tier == "host")  # a multiple of 64
+        assert [tier for _, tier in placement.optimizer].count("device") <= 1  # what stays need not be cut
+    assert 0 <= part * sum(sizes) - elements(there).get("host", 0) <= 64
+    assert sum(len({tier for _, tier in p.optimizer}) == 2 for p in there) <= 1  # gradients go one way
+
+
+def test_what_no_kernel_steps_is_not_cut() -> None:
+    offload = zero.Offload(optimizer="host", fraction=0.5, sub_group_size=64)
+    there = placed(offload, (6400, 6400, 6400), divisible=False)
+    assert {p.optimizer for p in there} == {((6400, "host"),), ((6400, "device"),)}
+
+
 def test_gradients_go_with_their_optimizer_state() -> None:
     there = placed(zero.Offload(optimizer="host", fraction=0.5))
-    assert {(p.optimizer, p.gradients) for p in there} == {("host", "host"), ("device", "device")}
+    both = {(p.optimizer, p.gradients) for p in there}
+    assert both == {(((6400, "host"),), "host"), (((6400, "device"),), "device")}
     assert {p.params for p in there} == {"device"}
+    (mixed,) = placed(zero.Offload(optimizer="host", fraction=0.5), (6400,))
+    assert mixed.optimizer == ((3200, "host"), (3200, "device"))
+    assert mixed.gradients == "host"  # what the host steps is not to wait on the device
 
 
 @pytest.mark.parametrize(
@@ -229,11 +279,42 @@ def test_fractions_that_do_not_fit_are_refused(settings: dict[str, Any], told: s
     [("device", 2, 2 * 12 + 2), ("host", 2, 2 * 12 + 2), ("device", 4, 2 * 12 + 4), ("host", 4, 2 * 12)],
 )
 def test_the_budget_bounds_second_copies_too(params: Any, item_bytes: int, each: int) -> None:
-    offload = zero.Offload(optimizer="host", params=params, host_budget=7 * 100 * each, overlap=True)
-    there = [p.optimizer for p in placed(offload, item_bytes=item_bytes)]
-    assert there.count("host") == 7
-    offload = zero.Offload(optimizer="host", params=params, host_budget=7 * 100 * each - 1, overlap=True)
-    assert [p.optimizer for p in placed(offload, item_bytes=item_bytes)].count("host") == 6
+    for spare, fits in ((0, 44_800), (-1, 44_736)):
+        budget = 44_800 * each + spare
+        offload = zero.Offload(optimizer="host", params=params, host_budget=budget, overlap=True)
+        assert elements(placed(offload, item_bytes=item_bytes)) == {"host": fits, "device": 128_000 - fits}
+        offload = zero.Offload(
+            optimizer="disk", path="/", params=params, host_budget=budget, overlap=True, fraction=0.5
+        )
+        expected = {"host": fits, "disk": 64_000 - fits, "device": 64_000}
+        assert elements(placed(offload, item_bytes=item_bytes)) == expected
+    whole = placed(offload, item_bytes=item_bytes, divisible=False)
+    assert elements(whole)["host"] == 38_400  # six groups
+
+
+def test_a_budget_for_each_kind() -> None:
+    budgets = {"optimizer": 64 * 12, "params": "25.6kB", "gradients": 6400 * 2 * 3 + 1}
+    tiers = {"optimizer": "disk", "params": "host", "gradients": "disk"}
+    there = placed(zero.Offload(**tiers, path="/", host_budget=budgets), (6400,) * 4, item_bytes=2)
+    assert elements(there) == {"host": 64, "disk": 4 * 6400 - 64}
+    assert [p.params for p in there] == ["host", "host", "device", "device"]
+    assert [p.gradients for p in there] == ["host", "host", "host", "disk"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"params": "host", "host_budget": 5}, "optimizer is not set to: optimizer='host' or 'disk'"),
+        ({"optimizer": "host", "host_budget": {"params": 5}}, "params is not set to: params='host'"),
+        ({"optimizer": "host", "host_budget": {"parameters": 5}}, "no budget; known: optimizer, params"),
+        ({"optimizer": "host", "host_budget": -1}, "the budget for optimizer must be bytes, 0 or more"),
+        ({"params": "host", "host_budget": {"params": 0.5}}, "the budget for params must be bytes"),
+        ({"optimizer": "host", "host_budget": "much"}, "'much' is no size"),
+    ],
+)
+def test_budgets_that_do_not_fit_are_refused(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(zero.ConfigError, match=told):
+        zero.Offload(**settings)
 
 
 def test_settings_are_hashed_and_do_not_change() -> None:

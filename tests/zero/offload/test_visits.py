@@ -49,6 +49,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "persistent": ({}, {"persistent_below": 100, "precision": "bf16"}),
     "half": ({"fraction": 0.5}, {"precision": "bf16"}),
     "budget": ({"host_budget": 8000}, {"precision": "bf16"}),
+    "small records": ({"sub_group_size": 64}, {"precision": "bf16"}),
+    "a part in small records": ({"sub_group_size": 64, "fraction": 0.37}, {}),
     "gradients": ({"gradients": "host"}, {"precision": "bf16"}),
     "params": ({"params": "host"}, {"precision": "bf16"}),
     "params fp32": ({"params": "host"}, {}),

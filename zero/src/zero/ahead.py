@@ -1,6 +1,6 @@
 """Optimizer steps of what is on the host, made while backward goes on, and exact nevertheless.
 
-When a group's reduced gradient lands in host memory, a thread steps the twin of its record: with the factor
+When a group's reduced gradient lands in host memory, a thread steps the twins of its records: with the factor
 of gradients that are not clipped and do not overflow, and the hyper-parameters of that moment. Nobody sees
 the twin: weights, masters and moments are the old ones until the optimizer step. That puts the twin in the
 record's place where the step it is to make is the one that was made there, of the values that it was made of.
@@ -23,12 +23,14 @@ from torch import Tensor
 from zero.flat_group import FlatGroup
 from zero.group_gradients import GroupGradients
 from zero.group_step import Factors, GroupStep
-from zero.owned import OwnedGroup
+from zero.owned import OwnedSubGroup
+from zero.sub_group import SubGroup
 from zero.tiers.carrier import Landing
 from zero.tiers.stores import Stores
 from zero.twin import Twin
 
-Plan = Callable[[OwnedGroup, set[int]], GroupStep]
+Plan = Callable[[OwnedSubGroup, set[int]], GroupStep]
+Turn = tuple[OwnedSubGroup, GroupGradients]
 
 
 @dataclass
@@ -42,12 +44,12 @@ class _Attempt:
 
 class StepsAhead:
     """A follower of the gradients. expected(): factor and skip, on the device, of gradients that are neither
-    clipped nor overflow. taken, wasted: steps of groups begun so far that were of use, and that were not."""
+    clipped nor overflow. taken, wasted: steps of sub-groups begun so far that were of use, and not."""
 
     def __init__(
         self,
         stores: Stores,
-        owned: Mapping[FlatGroup, OwnedGroup],
+        owned: Mapping[FlatGroup, Sequence[OwnedSubGroup]],
         plan: Plan,
         expected: Callable[[], tuple[Tensor | None, Tensor | None]],
     ) -> None:
@@ -58,11 +60,12 @@ class StepsAhead:
         self._plan = plan
         self._expected = expected
         self._twins = {
-            group: Twin(stores, mine)
-            for group, mine in owned.items()
-            if group.kept.tier == "host" and group.placement.gradients == "host"
+            mine.sub: Twin(stores, mine)
+            for group, subs in owned.items()
+            for mine in subs
+            if mine.sub.kept.tier == "host" and group.placement.gradients == "host"
         }
-        self._attempts: dict[FlatGroup, _Attempt] = {}
+        self._attempts: dict[SubGroup, _Attempt] = {}
         self._factors: _Expected | None = None  # what this step's attempts go by
         self._confident = True
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-step")
@@ -70,20 +73,19 @@ class StepsAhead:
         self._stream = self._streams.current()
 
     def arrived(self, gradients: GroupGradients) -> None:
-        """Begin to step the group's twin, once more if more gradient came."""
-        twin = self._twins.get(gradients.group)
-        if twin is None or not self._confident:
-            return
-        owned = self._owned[gradients.group]
-        self._give_up(gradients.group)
-        step = self._plan(owned, gradients.used | gradients.have)
-        job = self._thread.submit(self._attempt, twin, step, gradients, self._awaited())
-        self._attempts[gradients.group] = _Attempt(step, owned.versions(), job)
+        """Begin to step the group's twins, once more if more gradient came."""
+        for owned in self._owned[gradients.group] if self._confident else ():
+            twin = self._twins.get(owned.sub)
+            if twin is not None:
+                self._give_up(owned.sub)
+                step = self._plan(owned, gradients.used | gradients.have)
+                job = self._thread.submit(self._attempt, owned.sub, twin, step, gradients, self._awaited())
+                self._attempts[owned.sub] = _Attempt(step, owned.versions(), job)
 
     def dropped(self) -> None:
         """Nothing that was begun is of use any more; what runs may run on, unseen."""
-        for group in tuple(self._attempts):
-            self._give_up(group)
+        for sub in tuple(self._attempts):
+            self._give_up(sub)
         self._factors = None
 
     def judge(self, factors: Factors) -> None:
@@ -94,35 +96,38 @@ class StepsAhead:
         if not self._confident:
             self.dropped()
 
-    def in_turn(self, gradients: Sequence[GroupGradients]) -> list[GroupGradients]:
+    def in_turn(self, turns: Sequence[Turn]) -> list[Turn]:
         """The order to step them in: first what was not begun, then the others as they will be done."""
-        begun = {group: turn for turn, group in enumerate(self._attempts)}
-        return sorted(gradients, key=lambda have: begun.get(have.group, -1))
+        begun = {sub: turn for turn, sub in enumerate(self._attempts)}
+        return sorted(turns, key=lambda turn: begun.get(turn[0].sub, -1))
 
-    def take(self, owned: OwnedGroup, step: GroupStep) -> bool:
-        """Whether the twin has made `step`; it is the group's record then, and the weights are under way.
+    def take(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
+        """Whether the twin has made `step`; it is the record then, and the weights are under way.
 
         Waits for this one attempt, where it is of use.
         """
-        attempt = self._attempts.get(owned.group)
+        attempt = self._attempts.get(owned.sub)
         if attempt is None:
             return False
-        twin = self._twins[owned.group]
+        twin = self._twins[owned.sub]
         same = attempt.step == step and attempt.versions == owned.versions()
         if not same or attempt.done.exception() is not None:  # an error that is real comes again at the step
-            self._give_up(owned.group)
+            self._give_up(owned.sub)
             return False
-        del self._attempts[owned.group]
+        del self._attempts[owned.sub]
         self.taken += 1
         twin.take_the_place()
         return True
 
-    def _attempt(self, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Expected) -> None:
+    def _attempt(
+        self, sub: SubGroup, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Expected
+    ) -> None:
         """In the thread. Nothing is queued on the stream: who uses it is on its device, and waits there."""
         with self._streams.use(self._stream), torch.no_grad():
             gradient = gradients.slice.find()
-            if isinstance(gradient, Tensor):  # else it has been dropped meanwhile
-                twin.step(step, gradient, factors.wait())
+            mine = None if gradient is None else sub.of(gradient)
+            if isinstance(mine, Tensor):  # else it has been dropped meanwhile
+                twin.step(step, mine, factors.wait())
 
     def _awaited(self) -> _Expected:
         if self._factors is None:
@@ -132,8 +137,8 @@ class StepsAhead:
     def _to_host(self, value: Tensor | None) -> Landing | None:
         return None if value is None else self._stores.carrier.to_host(value)
 
-    def _give_up(self, group: FlatGroup) -> None:
-        attempt = self._attempts.pop(group, None)
+    def _give_up(self, sub: SubGroup) -> None:
+        attempt = self._attempts.pop(sub, None)
         if attempt is not None:
             attempt.done.cancel()
             self.wasted += 1

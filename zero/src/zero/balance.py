@@ -20,6 +20,7 @@ from zero.group_step import scratch_bytes
 from zero.memory_tracer import MemoryTracer
 from zero.offload import Tier
 from zero.optimizer import ShardedOptimizer
+from zero.owned import OwnedSubGroup
 from zero.second_try import SecondTry
 from zero.sizes import human
 from zero.tiers.stores import Stores
@@ -51,8 +52,9 @@ class Balancer:
         self._tracer = tracer
         self._optimizer = optimizer
         self._all = tuple(gradients)
-        self._agreed: list[GroupGradients] = []  # to be on the device, by all ranks
-        self._near: list[GroupGradients] = []  # of these, the first ones, that are
+        self._gradients = {have.group: have for have in gradients}
+        self._agreed: list[OwnedSubGroup] = []  # to be on the device, by all ranks
+        self._near: list[OwnedSubGroup] = []  # of these, the first ones, that are
         self._steps = 0
         self._seen: MemoryReport | None = None
         self.second_try = SecondTry(self._accelerator, self._relieve_all, self._movable)
@@ -71,7 +73,7 @@ class Balancer:
             return
         self._seen = self._tracer.report
         assert self._seen is not None
-        largest = sorted(self._all, key=lambda have: -have.group.layout.shard_numel)
+        largest = sorted(self._optimizer.subs, key=lambda owned: -owned.group.layout.shard_numel)
         if self._steps < WARM_UP:
             self._place(self._fitting(self._seen, largest, probes=1))
         else:
@@ -84,9 +86,9 @@ class Balancer:
         """Move records to the host until `nbytes` are free, on this rank alone; returns bytes moved."""
         freed = 0
         while self._near and freed < nbytes:
-            have = self._near.pop()
-            freed += self._record_bytes(have)
-            self._move(have, "host")
+            owned = self._near.pop()
+            freed += self._record_bytes(owned)
+            self._move(owned, "host")
         if freed:
             self._accelerator.memory.trim()
             self._accelerator.memory.reset_peak()  # what follows tells how much may come back
@@ -105,44 +107,55 @@ class Balancer:
         return self.relieve(self._accelerator.memory.stats().capacity)
 
     def _fitting(
-        self, report: MemoryReport, candidates: Sequence[GroupGradients], probes: int
-    ) -> list[GroupGradients]:
-        """Up to `probes` groups that the device of every rank has room for."""
-        limit = usable(self._accelerator)
-        found: list[GroupGradients] = []
-        for have in candidates:
-            if len(found) < probes and self._peak_with(report, [*found, have]) <= limit:
-                found.append(have)
-        mine = [self._all.index(have) for have in found]
+        self, report: MemoryReport, candidates: Sequence[OwnedSubGroup], probes: int
+    ) -> list[OwnedSubGroup]:
+        """Up to `probes` sub-groups that the device of every rank has room for."""
+        limit, places = usable(self._accelerator), self._optimizer.subs
+        found: list[OwnedSubGroup] = []
+        for owned in candidates:
+            if len(found) < probes and self._peak_with(report, [*found, owned]) <= limit:
+                found.append(owned)
+        mine = [places.index(owned) for owned in found]
         agreed = set.intersection(*(set(theirs) for theirs in self._communicator.share_all(mine)))
-        return [have for have in found if self._all.index(have) in agreed]
+        return [owned for owned in found if places.index(owned) in agreed]
 
-    def _place(self, near: list[GroupGradients]) -> None:
-        for have in self._near:
-            if have not in near:
-                self._move(have, "host")
-        for have in near:
-            if have not in self._near:
-                self._move(have, "device")
+    def _place(self, near: list[OwnedSubGroup]) -> None:
+        for owned in self._near:
+            if owned not in near:
+                self._move(owned, "host")
+        for owned in near:
+            if owned not in self._near:
+                self._move(owned, "device")
         self._agreed, self._near = near, list(near)
 
-    def _peak_with(self, report: MemoryReport, near: Sequence[GroupGradients]) -> int:
-        """The highest point of the measured step, were the records and gradients of `near` on the device."""
-        come = [have for have in near if have not in self._near]
-        gone = [have for have in self._near if have not in near]
+    def _peak_with(self, report: MemoryReport, near: Sequence[OwnedSubGroup]) -> int:
+        """The highest point of the measured step, were the records of `near` on the device, and their
+        gradients where they leave none of the group's on the host."""
+        then, now = set(near), set(self._near)
+        come = [owned for owned in near if owned not in now]
+        gone = [owned for owned in self._near if owned not in then]
         records = sum(map(self._record_bytes, come)) - sum(map(self._record_bytes, gone))
         scratch = 0 if self._near else max(map(self._scratch_bytes, come), default=0)
+        whole = [have for have in self._all if self._is_whole(have, then) and not self._is_whole(have, now)]
         return max(
             sample.peak
             + records
-            + sum(have.slice_bytes for have in come if sample.away >> self._all.index(have) & 1)
+            + sum(have.slice_bytes for have in whole if sample.away >> self._all.index(have) & 1)
             + (scratch if sample.phase == "step" else 0)
             for sample in report.samples
         )
 
-    def _scratch_bytes(self, have: GroupGradients) -> int:
-        """The most that stepping a record may take, for as long as that has not been measured."""
-        return scratch_bytes(have.group.layout.shard_numel, self._accelerator.kernels.chunk)
+    def _is_whole(self, have: GroupGradients, near: set[OwnedSubGroup]) -> bool:
+        """Whether all of a group is in `near`: its gradient stays on the device then."""
+        return all(owned in near for owned in self._optimizer.owned[have.group])
+
+    def _scratch_bytes(self, owned: OwnedSubGroup) -> int:
+        """The most that stepping a record may take, for as long as that has not been measured: a gradient
+        that comes for it from the host, and what the kernel needs."""
+        have = self._gradients[owned.group]
+        parts = len(self._optimizer.owned[owned.group]) > 1
+        gradient = have.slice_bytes * owned.sub.numel // owned.group.layout.shard_numel if parts else 0
+        return gradient + scratch_bytes(owned.sub.numel, self._accelerator.kernels.chunk)
 
     def _follow_growth(self) -> None:
         """Place again what was agreed on, as far as every rank has room for it, where a step needed more."""
@@ -171,19 +184,23 @@ class Balancer:
         here = len(self._near)
         come = self._agreed[here:count]
         scratch = 0 if self._near else max(map(self._scratch_bytes, come), default=0)
-        come_bytes = sum(self._record_bytes(have) + have.slice_bytes for have in come) + scratch
+        groups = dict.fromkeys(owned.group for owned in come)
+        slices = sum(self._gradients[group].slice_bytes for group in groups)
+        come_bytes = sum(map(self._record_bytes, come)) + slices + scratch
         return peak + come_bytes - sum(map(self._record_bytes, self._near[count:]))
 
-    def _move(self, have: GroupGradients, tier: Tier) -> None:
-        self._optimizer.move(have.group, tier)
-        have.group.placement = replace(have.group.placement, optimizer=tier, gradients=tier)
+    def _move(self, owned: OwnedSubGroup, tier: Tier) -> None:
+        self._optimizer.move(owned, tier)
+        owned.sub.tier, group = tier, owned.group
+        gradients: Tier = "device" if all(sub.tier == "device" for sub in group.subs) else "host"
+        group.placement = replace(group.placement, gradients=gradients)
 
-    def _record_bytes(self, have: GroupGradients) -> int:
+    def _record_bytes(self, owned: OwnedSubGroup) -> int:
         """Bytes of the device that a record takes there; an fp32 master is the shard itself."""
-        group = have.group
-        shard_serves = group.dtype is group.kept.master.dtype and group.placement.params == "device"
-        master = 0 if shard_serves else group.kept.master.numel() * group.kept.master.element_size()
-        return master + self._optimizer.moments_bytes(group)
+        group, master = owned.group, owned.sub.kept.master
+        shard_serves = group.dtype is master.dtype and group.placement.params == "device"
+        apart = 0 if shard_serves else master.numel() * master.element_size()
+        return apart + self._optimizer.moments_bytes(owned)
 
 
 def usable(accelerator: Accelerator) -> int:

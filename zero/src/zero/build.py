@@ -23,7 +23,7 @@ from zero.guard import LOST, NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter,
 from zero.layout import ParameterSpec
 from zero.room import room_for
 from zero.sharded_unit import ShardedUnit
-from zero.tiers.placement import Placement, Planner
+from zero.tiers.placement import Candidate, Placement, Planner
 from zero.tiers.stores import Stores
 from zero.units import UnitPlan
 
@@ -98,12 +98,20 @@ def draft_units(
 ) -> list[UnitDraft]:
     """Cut units into groups, and decide where the state of each goes. Changes nothing."""
     shards = world_size if config.stage > 0 else 1
+    parts = [_partition(plan, config, param_group_of) for plan in plans]
+    whole = [config.stage < 3 or plan.persistent for plan in plans]
+    policy = GradientPolicy.of(config, world_size)
+    candidates = [
+        _candidate(named, dtype, policy.slice_dtype(dtype), shards, resident)
+        for groups, resident in zip(parts, whole, strict=True)
+        for dtype, named in groups
+    ]
+    placed = zip(candidates, planner.place(candidates), strict=True)
     drafts = []
-    for plan in plans:
-        whole = config.stage < 3 or plan.persistent
-        parts = _partition(plan, config, param_group_of)
-        groups = tuple(_draft_group(planner, named, dtype, shards, whole) for dtype, named in parts)
-        drafts.append(UnitDraft(plan, whole, groups))
+    for plan, groups, resident in zip(plans, parts, whole, strict=True):
+        of_plan = [(dtype, named, *next(placed)) for dtype, named in groups]
+        mine = tuple(GroupDraft(tuple(n), d, c.shard_numel, placement) for d, n, c, placement in of_plan)
+        drafts.append(UnitDraft(plan, resident, mine))
     return drafts
 
 
@@ -157,17 +165,16 @@ def _build_unit(
     return unit
 
 
-def _draft_group(
-    planner: Planner,
+def _candidate(
     named: Sequence[tuple[str, nn.Parameter]],
     dtype: torch.dtype,
+    gradient: torch.dtype,
     shards: int,
     resident: bool,
-) -> GroupDraft:
+) -> Candidate:
     specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
     numel = layout.plan(specs, shards, dtype.itemsize).shard_numel
-    placement = planner.place(numel, dtype.itemsize, named[0][1].requires_grad, resident)
-    return GroupDraft(tuple(named), dtype, numel, placement)
+    return Candidate(numel, dtype.itemsize, gradient.itemsize, named[0][1].requires_grad, resident)
 
 
 def _partition(

@@ -99,7 +99,7 @@ class Engine:
             self._passes.try_twice(self._balancer.second_try)
         self._passes.phase.on_unit = self._trace
         self._passes.on_forward = self._tracer.begin
-        self._shards.on_group = partial(self._tracer.mark, "step")
+        self._shards.on_sub_group = partial(self._tracer.mark, "step")
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Engine:
         if not self.is_boundary:
             return False
         self._shards.check_groups()
-        self._tracer.mark("step", "")
+        self._tracer.begin_step()
         factors = self._factor.complete()
         self._hear_of_disks()
         self._change_weights(*factors)

@@ -10,7 +10,7 @@ shard       this rank's slice of the parameters in their own dtype, shape (shard
 private     a copy of a common `home` that its user may write to, while a `zero.gathered` block lasts.
 master      fp32 values of the shard, what the optimizer updates. For fp32 groups it *is* the shard
             where both are in the same memory.
-record      the master and the optimizer's moments, wherever they are.
+record      the master and the optimizer's moments, wherever they are: of each sub-group one.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from zero import layout
 from zero.communicator import Communicator, NamedHandle
 from zero.layout import ParameterSpec
 from zero.room import allocate
+from zero.sub_group import SubGroup, sub_groups
+from zero.tiers.joined import joined
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
 from zero.tiers.stores import Stores
@@ -65,6 +67,7 @@ class FlatGroup:
         self.window = self.layout.shard_slice(shard)
         self.pieces = self.layout.pieces(shard)
         self.placement = placement
+        self.subs = tuple(sub_groups(placement))
         self._stores = stores
         self._accelerator: Accelerator = stores.accelerator
         self._cast_buffers: dict[torch.dtype, FlatBuffer] = {}
@@ -76,45 +79,61 @@ class FlatGroup:
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
             self.parameters, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
         )
-        self.shard: Values = self.home.data[self.window]
-        self.record: Record | None = None
+        self.shard = self.home.data[self.window]
 
     @property
     def shards(self) -> int:
         return self.layout.shards
 
     @property
+    def shard(self) -> Values:
+        return self._shard
+
+    @shard.setter
+    def shard(self, values: Values) -> None:
+        self._shard = values
+        for sub in self.subs:
+            sub.follow(values)
+
+    @property
     def master(self) -> Values | None:
-        """None of a frozen group."""
-        return None if self.record is None else self.record.master
+        """None of a frozen group; where the shard serves as it, the shard."""
+        if not self.subs:
+            return None
+        if all(sub.shard_serves for sub in self.subs):
+            return self.shard
+        return joined([sub.kept.master for sub in self.subs])
 
     @property
     def widest(self) -> Values:
         """The most precise values there are: the master's, or a frozen group's own."""
-        return self.shard if self.record is None else self.record.master
-
-    @property
-    def kept(self) -> Record:
-        """The record of a trainable group."""
-        assert self.record is not None
-        return self.record
+        master = self.master
+        return self.shard if master is None else master
 
     def settle(self, whole: bool, ranks: Group) -> None:
         """After the values are final: make the master, take on `dtype`, keep the whole buffer or part with
         it. ranks: those that the shards are spread over."""
-        tier, params = self.placement.optimizer, self.placement.params
-        together = tier == params != "disk" or (self.placement.visits and params == "device")
-        shard_serves = self.dtype.itemsize >= 4 and together
-        if self.trainable and not shard_serves:
-            dtype = torch.promote_types(self.dtype, torch.float32)
-            upper = (lambda: self.shard) if self.dtype is torch.bfloat16 else None
-            self.record = self._stores.record(self._mine, dtype, tier, upper)
+        for sub in self.subs:
+            if not self._will_serve(sub):
+                self._make_record(sub)
         if self.home.data.dtype is not self.dtype:
             self._narrow()
         if not whole:
             self._part_with_whole(ranks)
-        if self.trainable and shard_serves:
-            self.record = Record(tier, self.shard)
+        for sub in self.subs:
+            if sub.record is None:
+                sub.record = Record(sub.tier, sub.shard)
+
+    def _will_serve(self, sub: SubGroup) -> bool:
+        """Whether the shard is to be the master of a sub-group."""
+        params = self.placement.params
+        together = sub.tier == params != "disk" or (sub.visits and params == "device")
+        return self.dtype.itemsize >= 4 and together
+
+    def _make_record(self, sub: SubGroup) -> None:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        upper = (lambda: sub.shard) if self.dtype is torch.bfloat16 else None
+        sub.record = self._stores.record(self._mine[sub.window], dtype, sub.tier, upper)
 
     def park(self) -> None:
         """Keep the shard on the host and give all memory of the device back, until `unpark`."""
@@ -166,7 +185,8 @@ class FlatGroup:
         buffers = [self.home, *self._cast_buffers.values(), *([self._private] if self._private else [])]
         whole = sum(b.nbytes for b in buffers if b.materialized)
         device = self._accelerator.device
-        record = 0 if self.record is None else self.record.bytes_on(device, self.shard)
+        records = (sub for sub in self.subs if sub.record is not None)
+        record = sum(sub.kept.bytes_on(device, sub.shard) for sub in records)
         if not isinstance(self.shard, Tensor) or self.shard.device != device:
             brought = 0 if self._brought is None else self._brought[0].nbytes
             return Held(parameters=brought, gathered=whole, optimizer=record)

@@ -183,6 +183,11 @@ class GradientReducer:
         result[1] += ~torch.isfinite(result[0])  # squares that overflow count as infinite
         return result
 
+    def land(self) -> None:
+        """Wait for gradients that are on their way to the host."""
+        for gradients in self.all:
+            gradients.slice.find()
+
     def device_bytes(self) -> int:
         """Bytes of the device in use for whole buffers and slices."""
         flying = sum(

@@ -1,4 +1,4 @@
-"""One group's part of an optimizer step: kernel calls, decided first and then made."""
+"""One sub-group's part of an optimizer step: kernel calls, decided first and then made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accelz.kernels import Kernels
 from zero.kernel_rules import Rule
-from zero.owned import OwnedGroup
+from zero.owned import OwnedSubGroup
 from zero.tiers.record import Opened
 
 SCRATCH = 8  # fp32 values that a kernel may need beside each element it works on
@@ -37,7 +37,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel call. first: the first piece, whose count is that of all. window: elements of the shard."""
+    """One kernel call. first: the first piece, whose count is that of all. window: of the sub-group."""
 
     first: int
     window: slice
@@ -66,7 +66,7 @@ class GroupStep:
         factors: Factors,
         narrow: Tensor | None,
     ) -> None:
-        """Step `state` and count it in `steps`, (pieces,). gradient: (shard_numel,). narrow: the same shape,
+        """Step `state` and count it in `steps`, (pieces,). gradient: (numel,). narrow: the same shape,
         16-bit, takes the weights. All on one device."""
         self._count(steps, factors.skip)
         kernel = self.rule.function(kernels, state.master.dtype)
@@ -92,8 +92,8 @@ class GroupStep:
         steps.add_(mask.to(steps.device) * increment)
 
 
-def plan_step(rule: Rule, optimizer: Optimizer, owned: OwnedGroup, used: set[int]) -> GroupStep:
-    """The step of a group whose parameters `used` have gradients, with the hyper-parameters of now."""
+def plan_step(rule: Rule, optimizer: Optimizer, owned: OwnedSubGroup, used: set[int]) -> GroupStep:
+    """The step of a sub-group whose parameters `used` have gradients, with the hyper-parameters of now."""
     missed = owned.missing(used)
     calls = []
     for first, window in owned.runs(missed):

@@ -60,7 +60,7 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
     check_equal(plans, config, communicator, param_group_of)
     stores = _make_stores(optimizer, config, accelerator)
-    planner = Planner(config.tiers, values, stores.resolve)
+    planner = Planner(config.tiers, values, stores.resolve, divisible=rule_for(optimizer) is not None)
     drafts = draft_units(plans, config, planner, group.size, param_group_of)
     planner.warn_of_shortfalls()
     reserve_disk(drafts, config, stores, communicator)
@@ -87,7 +87,7 @@ def _taking_over(model: nn.Module) -> Iterator[None]:
 def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:
     rule = rule_for(optimizer)
     tiers, moments = config.tiers, len(rule.moments) if rule else 0
-    return Stores(accelerator, moments, tiers.path, tiers.compact, visits=tiers.step == "device")
+    return Stores(accelerator, moments, tiers.folder, tiers.compact, visits=tiers.step == "device")
 
 
 def _move_buffers(

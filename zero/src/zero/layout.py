@@ -43,6 +43,14 @@ class Piece:
     def shard_slice(self) -> slice:
         return slice(self.shard_start, self.shard_start + self.length)
 
+    def within(self, window: slice) -> Piece | None:
+        """What of it is in a stretch of the shard, with its place there; None for nothing."""
+        low = max(self.shard_start, window.start)
+        high = min(self.shard_start + self.length, window.stop)
+        if low >= high:
+            return None
+        return Piece(self.index, self.start + low - self.shard_start, low - window.start, high - low)
+
 
 @dataclass(frozen=True)
 class FlatLayout:

@@ -26,12 +26,13 @@ class MemoryTracer:
         self.steps = 0
         self.report: MemoryReport | None = None
         self._memory = accelerator.memory
+        self._streams = accelerator.streams
         self._units = units
         self._reducer = reducer
         self._optimizer = optimizer
         self._begun = 0.0
         self._samples: list[Sample] = []
-        self._leaving = 0  # gradients that have left, or will have when the optimizer begins
+        self._away = 0  # gradients that have left
         self._before = 0  # that was in use, and not the engine's, before the forwards without a backward
         self._settled = True  # there is no such forward
         self._activations = 0
@@ -42,7 +43,7 @@ class MemoryTracer:
             return
         if not self._samples:
             self._begun = time.perf_counter()
-            self._memory.reset_peak()
+            self._forget_the_past()
         if self._settled:
             self._before = self._memory.stats().allocated - self.held().total
             self._settled = False
@@ -53,6 +54,14 @@ class MemoryTracer:
         self.mark("backward", "")
         self._settled = True
 
+    def begin_step(self) -> None:
+        """The optimizer begins: once what leaves has left, so that nothing is on its way in its samples."""
+        if self.steps:
+            self.mark("step", "")
+            self._reducer.land()
+            self._forget_the_past()
+            self._away = self._bits(lambda g: g.slice.away)
+
     def mark(self, phase: PhaseName, unit: str) -> None:
         """A unit comes or goes, or has been stepped."""
         if not self.steps:
@@ -61,14 +70,18 @@ class MemoryTracer:
         self._memory.reset_peak()
         seconds = time.perf_counter() - self._begun
         if phase != "step":  # at whose end there are none any more
-            self._leaving = self._bits(lambda g: g.slice.present and g.group.placement.gradients != "device")
-        away = self._leaving if phase == "step" else self._bits(lambda g: g.slice.away)
+            self._away = self._bits(lambda g: g.slice.away)
         held = self.held()
         left = max(stats.allocated - held.total - self._before, 0)
         self._activations = min(left, self._activations) if phase == "step" else left
         self._samples.append(
-            Sample(phase, unit, seconds, held, self._activations, stats.allocated, stats.peak, away)
+            Sample(phase, unit, seconds, held, self._activations, stats.allocated, stats.peak, self._away)
         )
+
+    def _forget_the_past(self) -> None:
+        """A device may count what has gone until it has passed this point."""
+        self._streams.synchronize()
+        self._memory.reset_peak()
 
     def _bits(self, is_set: Callable[[GroupGradients], bool]) -> int:
         return sum(is_set(gradients) << n for n, gradients in enumerate(self._reducer.all))

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from zero.validated import Bytes, Validated
+from zero.validated import Validated, as_bytes
 
 Tier = Literal["device", "host", "disk"]
 Kind = Literal["optimizer", "params", "gradients", "activations"]
@@ -22,10 +22,13 @@ class Parts(Validated):
     gradients: float | None = None
     activations: float | None = None
 
-    def of(self, kind: Kind) -> float | None:
-        """The part of one kind."""
-        part: float | None = getattr(self, kind)
-        return part
+
+class Budgets(Validated):
+    """Bytes of host memory per rank, by kind of state. None: no limit."""
+
+    optimizer: int | None = None
+    params: int | None = None
+    gradients: int | None = None
 
 
 class Offload(Validated):
@@ -41,11 +44,16 @@ class Offload(Validated):
     activations: what the forward saves for the backward, between the two; of models that are compiled as one
         graph (`Config.compile`). The longest-lived values leave first.
     fraction: part of the state, by elements, that leaves the device; the rest stays. A number is of optimizer
-        state; {"params": 0.5, "gradients": 0.25} of each kind, those that are not named leaving whole. What a
-        unit has in one dtype stays together: a warning tells where that is too coarse to come near.
-    host_budget: host memory for optimizer state in bytes, or e.g. "8GiB", per rank, the second copies of
-        `overlap` included. What it cannot hold stays on the device with optimizer="host", and is on disk with
-        optimizer="disk"; None: no limit, and none of it for "disk".
+        state; {"params": 0.5, "gradients": 0.25} of each kind, those that are not named leaving whole. Of
+        parameters and gradients, and of optimizer state that no kernel steps, what a unit has in one dtype
+        stays together: a warning tells where that is too coarse to come near.
+    host_budget: host memory per rank in bytes, or e.g. "8GiB". A number is for optimizer state, the second
+        copies of `overlap` included; {"optimizer": "8GiB", "params": "2GiB"} is for each kind. What it cannot
+        hold stays on the device where the kind is set to "host", and is on disk with "disk". Kinds that are
+        not named: no limit with "host", and none of it with "disk".
+    sub_group_size: elements, rounded up to a multiple of 64, of the largest record of optimizer state that is
+        away from the device and stepped by a kernel. A few records at a time are on their way, so this bounds
+        the buffers: three records in host memory for "disk", on the device for step="device".
     path: directory on a local disk for what is there. A rank's file has mode 0600 and no name, so nothing is
         left when a job ends, however it ends.
     overlap: step what is on the host while backward goes on, once its gradients are there. Exact: each record
@@ -64,9 +72,10 @@ class Offload(Validated):
     params: Tier = "device"
     gradients: Tier | None = None
     activations: Literal["device", "host"] = "device"
-    fraction: Parts = Parts()
-    host_budget: Bytes | None = Field(default=None, ge=0)
-    path: Path | None = Field(default=None, strict=False)
+    fraction: Parts | float | Mapping[str, float] = Parts()
+    host_budget: Budgets | int | str | Mapping[str, int | str] | None = Budgets()
+    sub_group_size: int = Field(default=1 << 24, ge=1)
+    path: Path | str | None = None
     overlap: bool = False
     compact: bool = False
 
@@ -83,6 +92,20 @@ class Offload(Validated):
                 raise ValueError(f"the part of {kind} must be a number above 0, and at most 1")
         return Parts(**{kind: float(part) for kind, part in parts.items()})
 
+    @field_validator("host_budget", mode="before")
+    @classmethod
+    def _bytes_by_kind(cls, value: Any) -> Any:
+        if isinstance(value, Budgets):
+            return value
+        budgets = value if isinstance(value, Mapping) else {"optimizer": value}
+        found = {kind: as_bytes(each) for kind, each in budgets.items()}
+        for kind, nbytes in found.items():
+            if kind not in Budgets.model_fields:
+                raise ValueError(f"{kind!r} has no budget; known: {', '.join(Budgets.model_fields)}")
+            if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
+                raise ValueError(f"the budget for {kind} must be bytes, 0 or more, or e.g. '8GiB'")
+        return Budgets(**found)
+
     @field_validator("path", mode="before")
     @classmethod
     def _not_empty(cls, value: Any) -> Any:
@@ -90,7 +113,7 @@ class Offload(Validated):
             raise ValueError(
                 "no directory is named; write path='/local/disk', or path='.' for the current one"
             )
-        return value
+        return Path(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Offload:
@@ -99,13 +122,14 @@ class Offload(Validated):
             raise ValueError("state on disk needs a place: Offload(..., path='/local/disk')")
         if self.path is not None and not on_disk:
             raise ValueError("path is given, but nothing is on disk: Offload(optimizer='disk', ...)")
-        if self.optimizer == "device" and self.host_budget is not None:
-            raise ValueError("host_budget is of optimizer state: set optimizer='host' or 'disk'")
+        if self.optimizer == "device" and "sub_group_size" in self.model_fields_set:
+            raise ValueError("sub_group_size is of optimizer state: set optimizer='host' or 'disk'")
         for kind in get_args(Kind):
-            if self.fraction.of(kind) is not None and getattr(self, kind) in ("device", None):
-                raise ValueError(
-                    f"fraction is of what leaves the device, {kind} is not set to: {kind}='host' or 'disk'"
-                )
+            for name, value in (("fraction", self._fraction(kind)), ("host_budget", self.budget(kind))):
+                if value is not None and getattr(self, kind) in ("device", None):
+                    raise ValueError(
+                        f"{name} is of what leaves the device, {kind} is not set to: {kind}='host' or 'disk'"
+                    )
         self._check_step()
         self._check_overlap()
         if self.compact and self.optimizer != "disk":
@@ -127,7 +151,8 @@ class Offload(Validated):
                 )
 
     def _check_overlap(self) -> None:
-        nothing = self.host_budget == 0 or (self.optimizer == "disk" and self.host_budget is None)
+        budget = self.budget("optimizer")
+        nothing = budget == 0 or (self.optimizer == "disk" and budget is None)
         if self.overlap and (self.optimizer == "device" or nothing):
             raise ValueError(
                 "overlap is about optimizer state on the host: set optimizer='host', or a host_budget above 0"
@@ -137,5 +162,22 @@ class Offload(Validated):
 
     def part(self, kind: Kind) -> float:
         """How much of a kind of state leaves the device, of 1, where its tier is another."""
-        part = self.fraction.of(kind)
+        part = self._fraction(kind)
         return 1.0 if part is None else part
+
+    def budget(self, kind: Kind) -> int | None:
+        """Bytes of host memory for a kind of state; None: no limit."""
+        assert isinstance(self.host_budget, Budgets)
+        budget: int | None = getattr(self.host_budget, kind, None)
+        return budget
+
+    @property
+    def folder(self) -> Path | None:
+        """`path`."""
+        assert not isinstance(self.path, str)
+        return self.path
+
+    def _fraction(self, kind: Kind) -> float | None:
+        assert isinstance(self.fraction, Parts)
+        part: float | None = getattr(self.fraction, kind)
+        return part

@@ -32,7 +32,7 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device
             "offload='auto' has nothing to move: on this device everything is in the host's memory already",
             stacklevel=3,
         )
-    return 0 if config.tiers.host_budget is None else values_per_element(optimizer, config.dtype)
+    return 0 if config.tiers.budget("optimizer") is None else values_per_element(optimizer, config.dtype)
 
 
 def _check_own_steps(optimizer: Optimizer, config: Config) -> None:

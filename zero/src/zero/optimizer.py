@@ -28,7 +28,7 @@ from zero.group_gradients import GroupGradients
 from zero.group_step import Factors, GroupStep, plan_step
 from zero.kernel_rules import Rule, rule_for
 from zero.offload import Tier
-from zero.owned import OwnedGroup, OwnedPiece, StepCount
+from zero.owned import OwnedPiece, OwnedSubGroup, StepCount
 from zero.piece_state import is_elementwise
 from zero.pieces import own, piece_of_master, shaped, sliced
 from zero.room import room_for
@@ -95,8 +95,9 @@ def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, 
 class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
-    on_group(unit): called when a group has been stepped, or has the gradients that the user's optimizer steps
-    it with, and with "" when that has. wide_bytes: of the device, in use for such gradients.
+    owned, subs: the sub-groups, by group and all in order. on_sub_group(unit): called when one is stepped, or
+    has the gradients that the user's optimizer steps it with, and with "" when that has. wide_bytes: of the
+    device, in use for such gradients.
     """
 
     def __init__(
@@ -111,8 +112,9 @@ class ShardedOptimizer:
         self._accelerator = stores.accelerator
         self._rule = rule_for(optimizer)
         self.owned = {group: own(group, param_group_of) for group in groups}
-        self.visits = Visits(stores, self.owned, self._show)
-        self.on_group: Callable[[str], None] = lambda unit: None
+        self.subs = [owned for subs in self.owned.values() for owned in subs]
+        self.visits = Visits(stores, self.subs, self._show)
+        self.on_sub_group: Callable[[str], None] = lambda unit: None
         self.wide_bytes = 0
         self._stepping = False
         self._ahead: StepsAhead | None = None
@@ -143,45 +145,41 @@ class ShardedOptimizer:
         self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
     ) -> None:
         factors = Factors(scale, skip)
-        away = factors.to(HOST) if any(map(self._is_stepped_by_host, gradients)) else factors
-        present = [g for g in gradients if g.slice.present]
+        present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
+        away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
         if self._ahead is not None:
             self._ahead.judge(away)
             present = self._ahead.in_turn(present)
-        with closing(self._in_turn(present)) as turns:
-            for have, state in turns:
-                owned = self.owned[have.group]
+        with closing(self._in_turn([owned for owned, _ in present])) as turns:
+            for (owned, have), state in zip(present, turns, strict=True):
                 step = self._plan(owned, have.used)
                 here = factors if state.master.device == self._accelerator.device else away
-                with self._room("for the step of", have.group):
+                with self._room("for the step of", owned):
                     if not self._taken(owned, step):
-                        self._step_group(owned, have, state, step, here)
+                        self._step_sub_group(owned, have, state, step, here)
                 owned.remember(step.missed)
-                self.on_group(have.group.unit)
+                self.on_sub_group(owned.group.unit)
 
-    def _in_turn(
-        self, gradients: Sequence[GroupGradients]
-    ) -> Generator[tuple[GroupGradients, Opened], None, None]:
-        """Every group with its record in memory; those on disk come and go through the pipeline, and to the
-        device as visits."""
-        groups = [have.group for have in gradients]
-        stored = self._stores.pipeline.through([g.kept for g in groups if g.kept.tier == "disk"])
-        visiting = self.visits.in_turn([g for g in groups if g in self.visits])
+    def _in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
+        """The record of each in memory; those on disk come and go through the pipeline, and to the device as
+        visits."""
+        stored = self._stores.pipeline.through([o.sub.kept for o in subs if o.sub.kept.tier == "disk"])
+        visiting = self.visits.in_turn([o for o in subs if o.sub in self.visits])
         with closing(stored) as read, closing(visiting) as visitors:
-            for have in gradients:
-                record = have.group.kept
-                if have.group in self.visits:
-                    yield have, next(visitors)
+            for owned in subs:
+                record = owned.sub.kept
+                if owned.sub in self.visits:
+                    yield next(visitors)
                 else:
-                    yield have, next(read) if record.tier == "disk" else record.opened()
+                    yield next(read) if record.tier == "disk" else record.opened()
             for _ in itertools.chain(read, visitors):  # asking once more ends the last turn
-                raise AssertionError("a record that no group has")
+                raise AssertionError("a record that no sub-group has")
 
-    def _is_stepped_by_host(self, have: GroupGradients) -> bool:
-        return have.group.kept.tier != "device" and have.group not in self.visits
+    def _is_stepped_by_host(self, owned: OwnedSubGroup) -> bool:
+        return owned.sub.kept.tier != "device" and owned.sub not in self.visits
 
-    def _room(self, purpose: str, group: FlatGroup) -> AbstractContextManager[None]:
-        return room_for(self._accelerator, purpose, group.unit, 4 * group.layout.shard_numel)
+    def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
+        return room_for(self._accelerator, purpose, owned.group.unit, 4 * owned.sub.numel)
 
     def check_groups(self) -> None:
         """Raise OptimizerError if param_groups gained or lost parameters since the engine took them over."""
@@ -200,28 +198,35 @@ class ShardedOptimizer:
                 "optimizer.step() was called directly and would change nothing: call engine.step() instead"
             )
 
-    def move(self, group: FlatGroup, tier: Tier) -> None:
-        """Move a group's record between the memories of device and host; one on disk stays."""
-        self._move(group, self._stores.resolve(tier), visits=False)
+    def move(self, owned: OwnedSubGroup, tier: Tier) -> None:
+        """Move a record between the memories of device and host; one on disk stays."""
+        self._move(owned, self._stores.resolve(tier), visits=False)
 
-    def put_back(self, group: FlatGroup) -> None:
-        """Move a group's record to where its placement says."""
-        self._move(group, group.placement.optimizer, group.placement.visits)
+    def park(self) -> None:
+        """Have all records on the host; those on disk stay."""
+        for owned in self.subs:
+            self.move(owned, "host")
 
-    def _move(self, group: FlatGroup, tier: Tier, visits: bool) -> None:
-        if group.kept.tier == "disk":
+    def unpark(self) -> None:
+        """Have all records where they belong."""
+        for owned in self.subs:
+            self._move(owned, owned.sub.tier, owned.sub.visits)
+
+    def _move(self, owned: OwnedSubGroup, tier: Tier, visits: bool) -> None:
+        sub, old = owned.sub, owned.sub.kept
+        if old.tier == "disk":
             return
-        self.visits.part_with(group)
-        owned, old = self.owned[group], group.kept
-        with self._room("for the optimizer state of", group):
-            new = self._stores.moved(old, tier, group.shard, visits)
+        self.visits.part_with(sub)
+        old = sub.kept
+        with self._room("for the optimizer state of", owned):
+            new = self._stores.moved(old, tier, sub.shard, visits)
             if new.tier == old.tier and new.master is old.master:
                 return
             there = new.opened().master.device
             device = self._accelerator.device if visits else there
             steps = None if owned.count is None else owned.count.steps.to(device)
             kept = [(p.parameter, {k: v.to(there) for k, v in self._kept_for(p)}) for p in owned.pieces]
-        group.record = new  # nothing of it before there is room for all of it
+        sub.record = new  # nothing of it before there is room for all of it
         if owned.count is not None and steps is not None:
             owned.count.steps = steps
         self._show(owned)
@@ -229,21 +234,21 @@ class ShardedOptimizer:
             if state:
                 self.optimizer.state[parameter].update(state)
 
-    def _show(self, owned: OwnedGroup) -> None:
-        """Make the optimizer's pieces and their state views of the group's record as it is now."""
+    def _show(self, owned: OwnedSubGroup) -> None:
+        """Make the optimizer's pieces and their state views of the record as it is now."""
         for index, piece in enumerate(owned.pieces):
-            rebind(piece.parameter, piece_of_master(owned.group, piece.piece))
+            rebind(piece.parameter, piece_of_master(owned, piece.piece))
             if self._rule is not None:
                 self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, self._rule))
 
-    def moments_bytes(self, group: FlatGroup) -> int:
-        """Bytes of a group's state beside the master, wherever it is."""
+    def moments_bytes(self, owned: OwnedSubGroup) -> int:
+        """Bytes of a sub-group's state beside the master, wherever it is."""
         if self._rule is not None:
-            return sum(m.numel() * m.element_size() for m in group.kept.moments)
-        return sum(v.numel() * v.element_size() for v in self._elementwise(group))
+            return sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
+        return sum(v.numel() * v.element_size() for v in self._elementwise(owned))
 
-    def _elementwise(self, group: FlatGroup) -> Iterator[Tensor]:
-        for piece in self.owned[group].pieces:
+    def _elementwise(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
+        for piece in owned.pieces:
             yield from (value for _, value in self._kept_for(piece))
 
     def _kept_for(self, piece: OwnedPiece) -> Iterator[tuple[str, Tensor]]:
@@ -257,7 +262,7 @@ class ShardedOptimizer:
         user's optimizer itself keeps."""
         if self._rule is not None:
             return self.visits.device_bytes()
-        values = [v for group in self.owned for v in self._elementwise(group)]
+        values = [v for owned in self.subs for v in self._elementwise(owned)]
         device = self._accelerator.device
         return sum(v.numel() * v.element_size() for v in values if v.device == device)
 
@@ -266,36 +271,34 @@ class ShardedOptimizer:
         lists: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         initial = dict(self.optimizer.state)  # some optimizers have state before their first step
         self.optimizer.state.clear()
-        for owned in self.owned.values():
+        for owned in self.subs:
             for piece in owned.pieces:
                 lists[piece.param_group].append(piece.parameter)
                 original = owned.group.parameters[piece.piece.index]
                 if original in initial:
-                    self.optimizer.state[piece.parameter] = sliced(
-                        initial[original], owned.group, piece.piece
-                    )
+                    self.optimizer.state[piece.parameter] = sliced(initial[original], owned, piece.piece)
         for group, parameters in zip(self.optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
         if self._rule is not None:
-            for owned in self.owned.values():
-                with self._room("for the optimizer state of", owned.group):
+            for owned in self.subs:
+                with self._room("for the optimizer state of", owned):
                     self._make_state(owned, self._rule)
 
-    def _make_state(self, owned: OwnedGroup, rule: Rule) -> None:
-        record = owned.group.kept
+    def _make_state(self, owned: OwnedSubGroup, rule: Rule) -> None:
+        record = owned.sub.kept
         self._stores.make_moments(record)
         device = record.master.device if isinstance(record.master, Tensor) else HOST
-        device = self._accelerator.device if owned.group in self.visits else device
+        device = self._accelerator.device if owned.sub in self.visits else device
         owned.count = StepCount(torch.zeros(len(owned.pieces), dtype=torch.float32, device=device))
         for index, piece in enumerate(owned.pieces):
             self.optimizer.state[piece.parameter] = self._state_of_piece(owned, index, rule)
 
-    def _state_of_piece(self, owned: OwnedGroup, index: int, rule: Rule) -> dict[str, Any]:
+    def _state_of_piece(self, owned: OwnedSubGroup, index: int, rule: Rule) -> dict[str, Any]:
         """Views of the flat state; of moments on disk, their places there."""
         assert owned.count is not None
         piece = owned.pieces[index].piece
         state: dict[str, Any] = {"step": owned.count.steps[index]} if rule.counts else {}
-        for name, moment in zip(rule.moments, owned.group.kept.moments, strict=True):
+        for name, moment in zip(rule.moments, owned.sub.kept.moments, strict=True):
             state[name] = (
                 moment[piece.shard_slice]
                 if isinstance(moment, Stored)
@@ -303,25 +306,24 @@ class ShardedOptimizer:
             )
         return state
 
-    def _taken(self, owned: OwnedGroup, step: GroupStep) -> bool:
+    def _taken(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
         """Whether the step was made ahead, and has taken effect."""
         if self._ahead is None or not self._ahead.take(owned, step):
             return False
         self._show(owned)
         return True
 
-    def _step_group(
-        self, owned: OwnedGroup, have: GroupGradients, state: Opened, step: GroupStep, factors: Factors
+    def _step_sub_group(
+        self, owned: OwnedSubGroup, have: GroupGradients, state: Opened, step: GroupStep, factors: Factors
     ) -> None:
-        device = state.master.device
-        gradient = fetch(have.slice.get(), device)
-        serves = owned.group.shard is owned.group.kept.master
-        outlet = self._stores.outlet(state.master if serves else owned.group.shard, state.master)
+        sub, device = owned.sub, state.master.device
+        gradient = fetch(sub.of(have.slice.get()), device)
+        outlet = self._stores.outlet(state.master if sub.shard_serves else sub.shard, state.master)
         kernels = self._stores.kernels(device)
         step.run(kernels, state, owned.counted.steps, gradient, factors, outlet.narrow)
         outlet.deliver(step.written, factors.skip)
 
-    def _plan(self, owned: OwnedGroup, used: set[int]) -> GroupStep:
+    def _plan(self, owned: OwnedSubGroup, used: set[int]) -> GroupStep:
         assert self._rule is not None
         return plan_step(self._rule, self.optimizer, owned, used)
 
@@ -330,27 +332,27 @@ class ShardedOptimizer:
     ) -> None:
         if skip is not None and bool(skip):  # this optimizer decides on the host
             return
-        present = [have for have in gradients if have.slice.present]
-        pieces = [piece.parameter for owned in self.owned.values() for piece in owned.pieces]
+        present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
+        pieces = [piece.parameter for owned in self.subs for piece in owned.pieces]
         purpose, nbytes = f"for the step of {type(self.optimizer).__name__}", sum(p.nbytes for p in pieces)
         try:
-            for have in present:
-                with self._room("for the fp32 gradients of", have.group):
-                    self._set_piece_gradients(self.owned[have.group], have, scale)
-                self.on_group(have.group.unit)
+            for owned, have in present:
+                with self._room("for the fp32 gradients of", owned):
+                    self._set_piece_gradients(owned, have, scale)
+                self.on_sub_group(owned.group.unit)
             with room_for(self._accelerator, purpose, None, nbytes):
                 self.optimizer.step()
-            self.on_group("")
+            self.on_sub_group("")
         finally:
             self.wide_bytes = 0
             for parameter in pieces:
                 parameter.grad = None
-        for have in present:
-            self._stores.outlet(have.group.shard, have.group.kept.opened().master).deliver_master()
+        for owned, _ in present:
+            self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
-    def _set_piece_gradients(self, owned: OwnedGroup, have: GroupGradients, scale: Tensor | None) -> None:
-        master = owned.group.kept.opened().master
-        gradient = fetch(have.slice.get(), master.device)
+    def _set_piece_gradients(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
+        master = owned.sub.kept.opened().master
+        gradient = fetch(owned.sub.of(have.slice.get()), master.device)
         if scale is not None or gradient.dtype is not master.dtype:
             wide = torch.empty_like(gradient, dtype=master.dtype)
             scale = None if scale is None else scale.to(master.device)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from zero.flat_group import FlatGroup
 from zero.optimizer import ShardedOptimizer
-from zero.owned import OwnedGroup
 from zero.piece_state import in_memory_order, is_elementwise
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.stored import Stored
@@ -34,18 +33,17 @@ class OptimizerState:
     def of(self, name: str) -> dict[str, Tensor]:
         """The state of one parameter, whole, on every rank's device."""
         unit, group, index = self._whole.locate(name)
-        owned = self._owned.get(group)
-        if owned is None:
+        if group not in self._owned:
             return {}
         return {
-            key: _entry(self._gather(unit, owned, key, kind), group, index, kind).clone()
-            for key, kind in self._keys(owned).items()
+            key: _entry(self._gather(unit, group, key, kind), group, index, kind).clone()
+            for key, kind in self._keys(group).items()
         }
 
-    def _keys(self, owned: OwnedGroup) -> dict[str, Kind]:
+    def _keys(self, group: FlatGroup) -> dict[str, Kind]:
         """The state tensors of a group's parameters, agreed by the ranks (one may own no piece)."""
         mine: dict[str, Kind] = {}
-        for piece in owned.pieces:
+        for piece in (piece for owned in self._owned[group] for piece in owned.pieces):
             for key, value in self._state.get(piece.parameter, {}).items():
                 if isinstance(value, (Tensor, Stored)):
                     wide = is_elementwise(key, value, piece.parameter)
@@ -56,19 +54,18 @@ class OptimizerState:
                 merged[key] = "elements" if "elements" in (kind, merged.get(key)) else "scalar"
         return dict(sorted(merged.items()))
 
-    def _gather(self, unit: ShardedUnit, owned: OwnedGroup, key: str, kind: Kind) -> Tensor:
+    def _gather(self, unit: ShardedUnit, group: FlatGroup, key: str, kind: Kind) -> Tensor:
         """One state tensor of a whole group: flat in buffer order, or one number per parameter."""
-        group = owned.group
         numel = group.layout.shard_numel if kind == "elements" else len(group.names)
         flat = torch.zeros(numel, dtype=torch.float32, device=group.home.data.device)
-        for piece in owned.pieces:
-            value = self._state.get(piece.parameter, {}).get(key)
-            if value is not None and kind == "elements":
-                flat[piece.piece.shard_slice].copy_(
-                    fetch(in_memory_order(value, piece.parameter), flat.device)
-                )
-            elif value is not None:
-                flat[piece.piece.index] = value
+        for owned in self._owned[group]:
+            for piece in owned.pieces:
+                value = self._state.get(piece.parameter, {}).get(key)
+                if value is not None and kind == "elements":
+                    target = flat[owned.sub.window][piece.piece.shard_slice]
+                    target.copy_(fetch(in_memory_order(value, piece.parameter), flat.device))
+                elif value is not None:
+                    flat[piece.piece.index] = value
         if kind == "elements":
             return self._whole.gather(unit, group, flat)
         if group.shards > 1:

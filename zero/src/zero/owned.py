@@ -1,4 +1,4 @@
-"""The trainable groups as an optimizer sees them: this rank's pieces, and how often each was stepped."""
+"""The trainable sub-groups as an optimizer sees them: this rank's pieces, and how often each was stepped."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from zero.flat_group import FlatGroup
 from zero.layout import Piece
+from zero.sub_group import SubGroup
 
 
 @dataclass
 class OwnedPiece:
-    """A piece as the optimizer sees it. history: equal for pieces that missed the same steps."""
+    """A piece as the optimizer sees it. piece: its place is that in the sub-group, where a parameter may have
+    one piece of several. history: equal for pieces that missed the same steps."""
 
     piece: Piece
     param_group: int
@@ -24,29 +26,30 @@ class OwnedPiece:
 @dataclass
 class StepCount:
     """steps: (pieces,) fp32, each piece's own number of steps, beside the record or, where that is on disk,
-    on the host. window: steps that the group took part in."""
+    on the host. window: steps that the sub-group took part in."""
 
     steps: Tensor
     window: int = 0
 
 
-@dataclass
-class OwnedGroup:
-    """A trainable group with this rank's pieces; count: where a kernel serves."""
+@dataclass(eq=False)
+class OwnedSubGroup:
+    """A sub-group of `group` with this rank's pieces; count: where a kernel serves."""
 
     group: FlatGroup
+    sub: SubGroup
     pieces: list[OwnedPiece] = field(default_factory=list)
     count: StepCount | None = None
 
     @property
     def counted(self) -> StepCount:
-        """The count of a group that a kernel serves."""
+        """The count of a sub-group that a kernel serves."""
         assert self.count is not None
         return self.count
 
     def originals(self) -> list[Tensor]:
         """What a step reads, beside the gradient: a record in memory, and the optimizer's views of it."""
-        state = self.group.kept.opened()
+        state = self.sub.kept.opened()
         views = [piece.parameter for piece in self.pieces]
         return [state.master, *state.moments, self.counted.steps, *views]
 
@@ -65,7 +68,7 @@ class OwnedGroup:
             self.pieces[index].history = hash((self.pieces[index].history, self.counted.window))
 
     def runs(self, missed: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-        """Longest stretches of the shard that one kernel call can step: (first piece, elements)."""
+        """Longest stretches of the sub-group that one kernel call can step: (first piece, elements)."""
         first: int | None = None
         key: tuple[int, int] | None = None
         for index, piece in enumerate(self.pieces):

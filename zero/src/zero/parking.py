@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from zero.errors import UsageError
-from zero.flat_group import FlatGroup
 from zero.optimizer import ShardedOptimizer
 from zero.sharded_unit import ShardedUnit
 
@@ -25,8 +24,7 @@ class Parking:
 
     def park(self) -> None:
         """Move everything to the host; nothing may be gathered."""
-        for group in self._trainable():
-            self._optimizer.move(group, "host")
+        self._optimizer.park()
         for unit in self._units:
             unit.park()
         self.away = True
@@ -36,9 +34,5 @@ class Parking:
         handles = [handle for unit in self._units if self.away for handle in unit.unpark()]
         for handle in handles:
             handle.wait()
-        for group in self._trainable():
-            self._optimizer.put_back(group)
+        self._optimizer.unpark()
         self.away = False
-
-    def _trainable(self) -> Iterator[FlatGroup]:
-        return (group for unit in self._units for group in unit.groups if group.trainable)

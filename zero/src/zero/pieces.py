@@ -1,4 +1,4 @@
-"""A group's pieces as tensors: views of its master, and of state that has a whole parameter's shape."""
+"""A sub-group's pieces as tensors: views of its master, and of state that has a whole parameter's shape."""
 
 from __future__ import annotations
 
@@ -9,33 +9,39 @@ from torch import Tensor, nn
 
 from zero.flat_group import FlatGroup
 from zero.layout import Piece
-from zero.owned import OwnedGroup, OwnedPiece
+from zero.owned import OwnedPiece, OwnedSubGroup
+from zero.sub_group import SubGroup
 from zero.tiers.stored import Stored
 
 
-def own(group: FlatGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedGroup:
+def own(group: FlatGroup, param_group_of: dict[nn.Parameter, int]) -> tuple[OwnedSubGroup, ...]:
     """The group's pieces that an optimizer steps. param_group_of: index of each parameter's param group."""
-    owned = OwnedGroup(group)
-    for piece in group.pieces:
-        index = param_group_of.get(group.parameters[piece.index])
-        if index is not None:
-            values = piece_of_master(group, piece)
+    return tuple(_own(group, sub, param_group_of) for sub in group.subs)
+
+
+def _own(group: FlatGroup, sub: SubGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedSubGroup:
+    owned = OwnedSubGroup(group, sub)
+    for whole in group.pieces:
+        index = param_group_of.get(group.parameters[whole.index])
+        piece = whole.within(sub.window)
+        if index is not None and piece is not None:
+            values = piece_of_master(owned, piece)
             parameter = nn.Parameter(values.data)  # counts changes by itself, whatever it is a view of
             owned.pieces.append(OwnedPiece(piece, index, parameter))
     return owned
 
 
-def piece_of_master(group: FlatGroup, piece: Piece) -> Tensor:
+def piece_of_master(owned: OwnedSubGroup, piece: Piece) -> Tensor:
     """A view of the master; where that is on disk, a tensor of its shape that has no values."""
-    master = group.kept.master
+    master = owned.sub.kept.master
     if isinstance(master, Stored):
-        like = torch.empty(group.layout.shard_numel, dtype=master.dtype, device="meta")
-        return shaped(like, group, piece)
-    return shaped(master, group, piece)
+        like = torch.empty(owned.sub.numel, dtype=master.dtype, device="meta")
+        return shaped(like, owned.group, piece)
+    return shaped(master, owned.group, piece)
 
 
 def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
-    """A piece of a flat shard, in the parameter's shape if it is the whole parameter."""
+    """A piece of a sub-group's flat values, in the parameter's shape if it is the whole parameter."""
     part = flat[piece.shard_slice]
     spec = group.layout.specs[piece.index]
     return (
@@ -45,13 +51,13 @@ def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
     )
 
 
-def sliced(state: dict[str, Any], group: FlatGroup, piece: Piece) -> dict[str, Any]:
+def sliced(state: dict[str, Any], owned: OwnedSubGroup, piece: Piece) -> dict[str, Any]:
     """A piece's part of a parameter's state: slices of what is element-wise, copies of the rest."""
-    spec = group.layout.specs[piece.index]
+    spec = owned.group.layout.specs[piece.index]
     result = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == spec.shape and key != "step":
-            device = piece_of_master(group, piece).device
+            device = piece_of_master(owned, piece).device
             flat = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=device)
             flat.copy_(value)
             part = flat.as_strided((piece.length,), (1,), piece.start)

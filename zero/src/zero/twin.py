@@ -7,7 +7,7 @@ from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from zero.group_step import Factors, GroupStep
-from zero.owned import OwnedGroup
+from zero.owned import OwnedSubGroup
 from zero.tiers.outlet import complete
 from zero.tiers.record import Opened
 from zero.tiers.stores import Stores
@@ -15,21 +15,21 @@ from zero.tiers.values import put
 
 
 class Twin:
-    """Of a group that a kernel serves and whose record is on the host. It takes as much memory as the record,
-    and where the master is not the shard as the weights."""
+    """Of a sub-group that a kernel serves and whose record is on the host. It takes as much memory as the
+    record, and where the master is not the shard as the weights."""
 
-    def __init__(self, stores: Stores, owned: OwnedGroup) -> None:
-        group, state = owned.group, owned.group.kept.opened()
+    def __init__(self, stores: Stores, owned: OwnedSubGroup) -> None:
+        sub, state = owned.sub, owned.sub.kept.opened()
         empty_host = stores.accelerator.memory.empty_host
         self._stores = stores
         self._kernels = stores.kernels(HOST)
         self._owned = owned
-        self._serves = group.shard is state.master  # gathers read the master, so it has to be page-locked
+        self._serves = sub.shard_serves  # gathers read the master, so it has to be page-locked
         locked = empty_host(state.master.shape, state.master.dtype) if self._serves else None
         master = torch.empty_like(state.master) if locked is None else locked
         self._state = Opened(master, tuple(torch.empty_like(moment) for moment in state.moments))
         self._steps = torch.empty_like(owned.counted.steps)
-        self._weights = None if self._serves else empty_host((group.shard.numel(),), group.shard.dtype)
+        self._weights = None if self._serves else empty_host((sub.numel,), sub.shard.dtype)
 
     def step(self, step: GroupStep, gradient: Tensor, factors: Factors) -> None:
         """Copy the record and step the copy. gradient, factors: on the host.
@@ -37,7 +37,7 @@ class Twin:
         The gradient has landed, and so have the weights that the twin sent last: see `Carrier.send`. What the
         device was to read of it in its time as record had been read when that ended: see `begin_write`.
         """
-        record, mine = self._owned.group.kept.opened(), self._state
+        record, mine = self._owned.sub.kept.opened(), self._state
         mine.master.copy_(record.master)
         for moment, theirs in zip(mine.moments, record.moments, strict=True):
             moment.copy_(theirs)
@@ -57,13 +57,20 @@ class Twin:
 
     def take_the_place(self) -> None:
         """Of the record, which becomes the twin; the weights begin to go where the shard is."""
-        group, count, record = self._owned.group, self._owned.counted, self._owned.group.kept
-        before, after = record.opened(), self._state
-        record.master, record.moments, self._state = after.master, after.moments, before
+        group, sub, count = self._owned.group, self._owned.sub, self._owned.counted
+        before, after = sub.kept.opened(), self._state
+        if self._serves and sub.shard is not group.shard:  # a part of the shard has to stay where it is
+            before.master.data.copy_(
+                after.master
+            )  # and no other part of it has changed: see `Attempt.versions`
+            before, after = Opened(after.master, before.moments), Opened(before.master, after.moments)
+        sub.kept.master, sub.kept.moments, self._state = after.master, after.moments, before
         count.steps, self._steps = self._steps, count.steps
-        if self._weights is None:
+        if self._serves and sub.shard is group.shard:
             group.shard = after.master
-        elif isinstance(group.shard, Tensor) and group.shard.device != HOST:
-            self._stores.carrier.send(self._weights, group.shard)
+        elif self._weights is None:
+            return
+        elif isinstance(sub.shard, Tensor) and sub.shard.device != HOST:
+            self._stores.carrier.send(self._weights, sub.shard)
         else:
-            put(group.shard, slice(0, self._weights.numel()), self._weights)
+            put(sub.shard, slice(0, self._weights.numel()), self._weights)

@@ -23,7 +23,8 @@ class Validated(BaseModel):
             raise ConfigError(_explain(type(self), error)) from None
 
 
-def _as_bytes(value: Any) -> Any:
+def as_bytes(value: Any) -> Any:
+    """A size such as "8GiB" as a number; what is no text stays as it is. Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
@@ -32,7 +33,7 @@ def _as_bytes(value: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-Bytes = Annotated[int, BeforeValidator(_as_bytes)]
+Bytes = Annotated[int, BeforeValidator(as_bytes)]
 """A number of bytes, or a size such as "8GiB"."""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accelz.streams import Event
-from zero.owned import OwnedGroup
+from zero.owned import OwnedSubGroup
 from zero.room import allocate
 from zero.tiers.carrier import Carrier
 from zero.tiers.record import Opened, Record
@@ -29,9 +29,9 @@ class Where(Enum):
 
 
 class Visitor:
-    """The record of one group. outwards: carries what leaves, beside what `stores.carrier` brings."""
+    """The record of one sub-group. outwards: carries what leaves, beside what `stores.carrier` brings."""
 
-    def __init__(self, stores: Stores, owned: OwnedGroup, outwards: Carrier) -> None:
+    def __init__(self, stores: Stores, owned: OwnedSubGroup, outwards: Carrier) -> None:
         self.where = Where.HOME
         self.owned = owned
         self._accelerator = stores.accelerator
@@ -51,12 +51,12 @@ class Visitor:
     def may_stay(self) -> bool:
         """Whether nobody misses it on the host when it is stepped: no shard is its master."""
         master = self._rest.opened().master
-        return self.owned.group.shard is not master or not self._is_away(master)
+        return self.owned.sub.shard is not master or not self._is_away(master)
 
     @property
     def shown(self) -> bool:
-        """Whether the group's record is what is on the device."""
-        return self._rest is not self.owned.group.kept
+        """Whether the sub-group's record is what is on the device."""
+        return self._rest is not self.owned.sub.kept
 
     def come(self) -> None:
         """Begin to copy it to the device. Raises torch.OutOfMemoryError, having changed nothing."""
@@ -83,9 +83,9 @@ class Visitor:
         return Opened(self._near[0], tuple(self._near[1:]))
 
     def stay(self) -> None:
-        """Let what is on the device be the group's record, until it has landed."""
+        """Let what is on the device be the sub-group's record, until it has landed."""
         assert self.where is Where.NEAR
-        self.owned.group.record = Record("device", self._near[0], tuple(self._near[1:]))
+        self.owned.sub.record = Record("device", self._near[0], tuple(self._near[1:]))
 
     def go(self) -> None:
         """Begin to copy it back."""
@@ -109,14 +109,14 @@ class Visitor:
         self._forget()
 
     def _forget(self) -> None:
-        self.owned.group.record = self._rest
+        self.owned.sub.record = self._rest
         self.where, self._home, self._copied = Where.HOME, None, None
         self._near.clear()
 
     @property
     def _rest(self) -> Record:
         """The record on the host."""
-        return self._home or self.owned.group.kept
+        return self._home or self.owned.sub.kept
 
     def _values(self) -> list[Tensor]:
         home = self._rest.opened()

@@ -7,15 +7,15 @@ whose records stay behind their step, until the next forward sends them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import torch
 
-from zero.flat_group import FlatGroup
 from zero.group_gradients import GroupGradients
 from zero.group_step import scratch_bytes
-from zero.owned import OwnedGroup
+from zero.owned import OwnedSubGroup
 from zero.sharded_unit import ShardedUnit
+from zero.sub_group import SubGroup
 from zero.tiers.carrier import Carrier
 from zero.tiers.record import Opened
 from zero.tiers.stores import Stores
@@ -25,35 +25,35 @@ WINDOW = 3
 
 
 class Visits:
-    """The visitors among an optimizer's groups; a follower of the gradients that they come for.
+    """The visitors among an optimizer's sub-groups; a follower of the gradients that they come for.
 
-    show(owned): makes the optimizer's views those of the group's record as it is now. expected: whether units
+    show(owned): makes the optimizer's views those of the record as it is now. expected: whether units
     may be brought, because a step follows.
     """
 
     def __init__(
-        self, stores: Stores, owned: Mapping[FlatGroup, OwnedGroup], show: Callable[[OwnedGroup], None]
+        self, stores: Stores, owned: Sequence[OwnedSubGroup], show: Callable[[OwnedSubGroup], None]
     ) -> None:
         self.expected = False
         self._show = show
-        visiting = {group: mine for group, mine in owned.items() if group.placement.visits}
-        self._visitors: dict[FlatGroup, Visitor] = {}
+        visiting = [mine for mine in owned if mine.sub.visits]
+        self._visitors: dict[SubGroup, Visitor] = {}
         self._passing: list[Visitor] = []  # that came in this step, in their order
         if visiting:
             outwards = Carrier(stores.accelerator)
-            self._visitors = {g: Visitor(stores, mine, outwards) for g, mine in visiting.items()}
+            self._visitors = {mine.sub: Visitor(stores, mine, outwards) for mine in visiting}
             stores.relieve = self.relieve
         chunk = stores.accelerator.kernels.chunk
-        self.scratch = max((scratch_bytes(g.layout.shard_numel, chunk) for g in visiting), default=0)
+        self.scratch = max((scratch_bytes(mine.sub.numel, chunk) for mine in visiting), default=0)
 
-    def __contains__(self, group: FlatGroup) -> bool:
-        return group in self._visitors
+    def __contains__(self, sub: SubGroup) -> bool:
+        return sub in self._visitors
 
-    def in_turn(self, groups: Sequence[FlatGroup]) -> Generator[Opened, None, None]:
-        """Each group's record on the device, to be stepped. What has not been brought goes back when the next
+    def in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
+        """The record of each on the device, to be stepped. What has not been brought goes back when the next
         one is asked for, and is back when the iterator is exhausted.
         """
-        turns = [self._visitors[group] for group in groups]
+        turns = [self._visitors[owned.sub] for owned in subs]
         try:
             for turn, visitor in enumerate(turns):
                 self._enter(visitor)
@@ -87,10 +87,10 @@ class Visits:
             if visitor.where is Where.LEAVING:
                 self._part_with(visitor)
 
-    def part_with(self, group: FlatGroup) -> None:
-        """Have a group's record on the host, if it is a visitor's."""
-        if group in self:
-            self._part_with(self._visitors[group])
+    def part_with(self, sub: SubGroup) -> None:
+        """Have a record on the host, if it is a visitor's."""
+        if sub in self:
+            self._part_with(self._visitors[sub])
 
     def rest(self) -> None:
         """Have all records on the host."""
@@ -98,7 +98,7 @@ class Visits:
             self._part_with(visitor)
 
     def device_bytes(self) -> int:
-        """Bytes of the device in use, beside the groups' records."""
+        """Bytes of the device in use, beside the sub-groups' records."""
         here = (v for v in self._visitors.values() if v.where is not Where.HOME)
         return sum(visitor.nbytes for visitor in here if not visitor.shown)
 
@@ -122,7 +122,8 @@ class Visits:
         return freed
 
     def _of(self, unit: ShardedUnit) -> Iterator[Visitor]:
-        return (self._visitors[group] for group in unit.groups if group in self._visitors)
+        subs = (sub for group in unit.groups for sub in group.subs)
+        return (self._visitors[sub] for sub in subs if sub in self._visitors)
 
     def _enter(self, visitor: Visitor) -> None:
         """Its turn has come: if it has not been brought, make it one of those that pass."""

@@ -7,7 +7,7 @@ slice, cut as if it were sharded. Module buffers, and optimizer state that is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from zero.owned import OwnedPiece
 from zero.piece_state import in_memory_order, is_elementwise
 from zero.precision import LossScale
 from zero.sharded_unit import ShardedUnit
+from zero.tiers.joined import joined
 from zero.tiers.stored import Stored
 
 
@@ -132,8 +133,10 @@ def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
 
 
 def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> None:
-    owned = engine.shards.owned.get(group)
-    pieces = {piece.piece.index: piece for piece in owned.pieces} if owned else {}
+    pieces: dict[int, list[OwnedPiece]] = {}
+    for owned in engine.shards.owned.get(group, ()):
+        for piece in owned.pieces:
+            pieces.setdefault(piece.piece.index, []).append(piece)
     flat = group.widest
     for index, start, place, length in _written_by(group, engine.rank, engine.world_size):
         spec = group.layout.specs[index]
@@ -154,16 +157,24 @@ def _written_by(group: FlatGroup, rank: int, ranks: int) -> Iterator[tuple[int, 
 
 
 def _collect_state(
-    engine: EngineParts, spec: ParameterSpec, piece: OwnedPiece, start: int, length: int, found: RankState
+    engine: EngineParts,
+    spec: ParameterSpec,
+    pieces: Sequence[OwnedPiece],
+    start: int,
+    length: int,
+    found: RankState,
 ) -> None:
-    for name, value in engine.shards.optimizer.state.get(piece.parameter, {}).items():
+    """pieces: of one parameter, in its order; what is not element-wise is the same for all."""
+    state, first = engine.shards.optimizer.state, pieces[0]
+    for name, value in state.get(first.parameter, {}).items():
         key = state_key(name, spec.name)
-        if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, piece.parameter):
-            first = start - piece.piece.start
-            values = in_memory_order(value, piece.parameter)[first : first + length]
+        if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, first.parameter):
+            flat = joined([in_memory_order(state[p.parameter][name], p.parameter) for p in pieces])
+            begin = start - first.piece.start
+            values = flat[begin : begin + length]
             found.parts.append(Part(key, spec.shape, values, start, stride_of(spec)))
         elif isinstance(value, Tensor):
-            _check_whole(name, value, spec, piece)
+            _check_whole(name, value, spec, first)
             if start == 0:
                 found.parts.append(Part(key, tuple(value.shape), value.detach().contiguous().view(-1)))
         elif start == 0:

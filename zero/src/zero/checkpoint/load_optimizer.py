@@ -49,9 +49,9 @@ class OptimizerLoad:
                 f"{len(optimizer.param_groups)}; weights_only=True loads the weights alone"
             )
         problems: dict[str, list[str]] = {"without optimizer state": [], "with other optimizer state": []}
-        for group, owned in self._engine.shards.owned.items():
+        for owned in self._engine.shards.subs:
             for piece in owned.pieces:
-                spec = group.layout.specs[piece.piece.index]
+                spec = owned.group.layout.specs[piece.piece.index]
                 entry = self._with_state(spec.name)
                 if entry is None:
                     if strict:
@@ -71,9 +71,9 @@ class OptimizerLoad:
 
     def fill(self) -> None:
         """The state of this rank's pieces, and the options of the param_groups."""
-        for group, owned in self._engine.shards.owned.items():
+        for owned in self._engine.shards.subs:
             for piece in owned.pieces:
-                spec = group.layout.specs[piece.piece.index]
+                spec = owned.group.layout.specs[piece.piece.index]
                 entry = self._with_state(spec.name)
                 if entry is not None:
                     self._fill_piece(piece, entry, stride_of(spec), kernel=owned.count is not None)

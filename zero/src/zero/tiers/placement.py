@@ -1,9 +1,9 @@
-"""Which tier each group's state goes to."""
+"""Which tier each group's state goes to, and in which sub-groups."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -12,14 +12,30 @@ from zero.offload import Kind, Offload, Tier
 NEAR = 0.1  # of a kind of state, by which rounding to whole groups may miss a fraction without a word
 
 
+ALIGN = 64  # elements: every sub-group begins on a cache line, and on disk its sections are whole pages
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A group to be placed. item_bytes, gradient_bytes: of a parameter's element, and of its reduced
+    gradient's. resident: the group's whole buffer stays on the device, and its shard is part of it."""
+
+    shard_numel: int
+    item_bytes: int
+    gradient_bytes: int
+    trainable: bool
+    resident: bool
+
+
 @dataclass(frozen=True)
 class Placement:
     """The tiers of one group. It says nothing of whole buffers, which are on the device while in use.
 
-    visits: its optimizer state is on the device for the step.
+    optimizer: (elements, tier) of each sub-group, in the order of the shard; of a frozen group none. visits:
+    records on the host are on the device for the step.
     """
 
-    optimizer: Tier = "device"
+    optimizer: tuple[tuple[int, Tier], ...] = ()
     params: Tier = "device"
     gradients: Tier = "device"
     visits: bool = False
@@ -48,6 +64,11 @@ class _Share:
         """They do."""
         self._away += numel
 
+    @property
+    def rest(self) -> int:
+        """Elements that may leave yet."""
+        return int(self._part * self._seen) - self._away
+
     def shortfall(self) -> str:
         """How far whole groups have missed the part; "" for not at all, or not by much."""
         close = self._away and self._part * self._seen - self._away <= NEAR * self._seen
@@ -58,31 +79,30 @@ class _Share:
 
 
 class Planner:
-    """Places groups one after another, the same on every rank: shards are of equal sizes.
+    """Places groups, the same on every rank: shards are of equal sizes.
 
     values: of the master's size that a record has for each element; where there is a host budget. resolve:
-    what a tier is on this device; where the host is the device, nothing has a second copy.
+    what a tier is on this device; where the host is the device, nothing has a second copy. divisible: whether
+    a record may be stepped in parts, as a kernel does it.
     """
 
-    def __init__(self, offload: Offload, values: int, resolve: Callable[[Tier], Tier]) -> None:
+    def __init__(
+        self, offload: Offload, values: int, resolve: Callable[[Tier], Tier], divisible: bool
+    ) -> None:
         self._offload = offload
         self._resolve = resolve
         self._values = values
+        self._divisible = divisible
+        self._size = -(-offload.sub_group_size // ALIGN) * ALIGN
         self._twins = offload.overlap and resolve("host") == "host"
         self._visits = offload.step == "device"
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
-        self._on_host = 0
+        self._on_host: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
 
-    def place(self, shard_numel: int, item_bytes: int, trainable: bool, resident: bool) -> Placement:
-        """item_bytes: of a parameter's element. resident: the group's whole buffer stays on the device, and
-        its shard is part of it."""
-        params = "device" if resident else self._tier("params", self._offload.params, shard_numel)
-        if not trainable:
-            return Placement(params=params)
-        optimizer = self._optimizer_tier(shard_numel, self._host_bytes(shard_numel, item_bytes, params))
-        visits = self._visits and optimizer == "host"
-        stepped = "device" if visits else optimizer
-        return Placement(optimizer, params, self._gradient_tier(shard_numel, stepped), visits)
+    def place(self, groups: Sequence[Candidate]) -> list[Placement]:
+        """All groups of a model, in its order."""
+        leaving = self._leaving([group.shard_numel if group.trainable else 0 for group in groups])
+        return [self._place(group, away) for group, away in zip(groups, leaving, strict=True)]
 
     def warn_of_shortfalls(self) -> None:
         """Once all groups are placed: tell of fractions that whole groups cannot come near."""
@@ -90,51 +110,108 @@ class Planner:
         told = "; ".join(f"{kind}: {what}" for kind, what in found.items() if what)
         if told:
             warnings.warn(
-                f"Offload(fraction=...) moves whole groups (a unit's parameters of one dtype). {told}. "
+                f"Offload(fraction=...) moves whole groups (a unit's parameters of one dtype) of all but "
+                f"optimizer state that kernels step. {told}. "
                 "Make units smaller with Config(units=...), or let all of it leave",
                 stacklevel=3,
             )
+
+    def _place(self, group: Candidate, away: int) -> Placement:
+        wanted = "device" if group.resident else self._offload.params
+        params = self._tier("params", wanted, group.shard_numel, group.item_bytes)
+        if not group.trainable:
+            return Placement(params=params)
+        records = tuple(self._cut(self._divide(group, params, away)))
+        near = {"device", "host"} if self._visits else {"device"}
+        stepped_there = {tier for _, tier in records} <= near
+        gradients = self._gradient_tier(group, stepped_there)
+        return Placement(records, params, gradients, self._visits)
+
+    def _leaving(self, sizes: Sequence[int]) -> list[int]:
+        """How much optimizer state of each group leaves the device: of all but one or two all or nothing, so
+        that gradients go one way."""
+        share = self._shares["optimizer"]
+        if self._offload.optimizer == "device":
+            return [0] * len(sizes)
+        away = []
+        for numel in sizes:
+            leaves = share.see(numel)
+            share.leave(numel if leaves else 0)
+            away.append(numel if leaves else 0)
+        home = [index for index, numel in enumerate(sizes) if away[index] < numel]
+        for index in sorted(home, key=lambda i: -sizes[i]) if self._divisible else ():
+            away[index] = _rounded(min(share.rest, sizes[index]))
+            share.leave(away[index])
+        return away
+
+    def _divide(self, group: Candidate, params: Tier, away: int) -> Iterator[tuple[int, Tier]]:
+        """The shard from its beginning: what the host has, what the disk has, what stays."""
+        host = self._take_host("optimizer", away, self._host_bytes(group.item_bytes, params), self._divisible)
+        on_disk = self._offload.optimizer == "disk"
+        if host < away and not on_disk:
+            self._shares["optimizer"].limited = True
+        disk = away - host if on_disk else 0
+        yield host, self._resolve("host")
+        yield disk, "disk"
+        yield group.shard_numel - host - disk, "device"
+
+    def _cut(self, stretches: Iterator[tuple[int, Tier]]) -> Iterator[tuple[int, Tier]]:
+        """In sub-groups of the size that is asked for; what is on the device is one."""
+        near = 0
+        for numel, tier in stretches:
+            if tier == "device":
+                near += numel
+                continue
+            while numel > 0:
+                size = min(numel, self._size) if self._divisible else numel
+                yield size, tier
+                numel -= size
+        if near:
+            yield near, "device"
+
+    def _take_host(self, kind: Kind, numel: int, each: int, divisible: bool) -> int:
+        """How many elements of `each` bytes the host takes."""
+        budget = self._offload.budget(kind)
+        if budget is None:
+            return numel if getattr(self._offload, kind) == "host" else 0
+        fits = max(budget - self._on_host[kind], 0) // each if each else numel
+        taken = numel if fits >= numel else (_rounded(fits) if divisible else 0)
+        self._on_host[kind] += taken * each
+        return taken
 
     def _leaves(self, kind: Kind) -> bool:
         wanted: Tier | None = getattr(self._offload, kind)
         return kind != "activations" and wanted is not None and self._resolve(wanted) != "device"
 
-    def _tier(self, kind: Kind, wanted: Tier, numel: int) -> Tier:
-        if wanted == "device" or not self._shares[kind].see(numel):
-            return "device"
-        self._shares[kind].leave(numel)
-        return self._resolve(wanted)
-
-    def _gradient_tier(self, numel: int, stepped: Tier) -> Tier:
-        """stepped: where its optimizer state is stepped, or read from to be."""
-        if self._offload.gradients is not None:
-            return self._tier("gradients", self._offload.gradients, numel)
-        return "device" if stepped == "device" else self._resolve("host")
-
-    def _host_bytes(self, numel: int, item_bytes: int, params: Tier) -> int:
-        """What a group's optimizer state takes on the host; see `Twin`, and `FlatGroup.settle`."""
-        record = numel * self._values * max(item_bytes, 4)
-        if self._visits and item_bytes >= 4 and params == "device":
-            return record - numel * item_bytes
-        if not self._twins:
-            return record
-        shard_serves = item_bytes >= 4 and params == "host"
-        return 2 * record + (0 if shard_serves else numel * item_bytes)
-
-    def _optimizer_tier(self, numel: int, nbytes: int) -> Tier:
-        wanted, share = self._offload.optimizer, self._shares["optimizer"]
+    def _tier(self, kind: Kind, wanted: Tier, numel: int, each: int) -> Tier:
+        """Of values that stay together, of `each` bytes."""
+        share = self._shares[kind]
         if wanted == "device" or not share.see(numel):
             return "device"
-        fits = self._fits(nbytes)
-        if not fits and wanted == "host":
+        on_host = self._take_host(kind, numel, each, divisible=False) == numel
+        if not on_host and wanted == "host":
             share.limited = True
             return "device"
         share.leave(numel)
-        self._on_host += nbytes if fits else 0
-        return self._resolve("host" if fits else "disk")
+        return self._resolve("host" if on_host else "disk")
 
-    def _fits(self, nbytes: int) -> bool:
-        budget = self._offload.host_budget
-        if budget is None:
-            return self._offload.optimizer == "host"
-        return self._on_host + nbytes <= budget
+    def _gradient_tier(self, group: Candidate, stepped_there: bool) -> Tier:
+        """stepped_there: all of its optimizer state, on the device."""
+        wanted = self._offload.gradients
+        if wanted is not None:
+            return self._tier("gradients", wanted, group.shard_numel, group.gradient_bytes)
+        return "device" if stepped_there else self._resolve("host")
+
+    def _host_bytes(self, item_bytes: int, params: Tier) -> int:
+        """What an element's optimizer state takes on the host; see `Twin`, and `FlatGroup.settle`."""
+        record = self._values * max(item_bytes, 4)
+        if self._visits and item_bytes >= 4 and params == "device":
+            return record - item_bytes
+        if not self._twins:
+            return record
+        shard_serves = item_bytes >= 4 and params == "host"
+        return 2 * record + (0 if shard_serves else item_bytes)
+
+
+def _rounded(numel: int) -> int:
+    return numel // ALIGN * ALIGN

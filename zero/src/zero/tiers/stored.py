@@ -38,6 +38,10 @@ class Stored(ABC):
             raise ValueError("stored values are sliced with step 1")
         return self.part(begin, max(end, begin))
 
+    def to(self, device: torch.device) -> Tensor:
+        """A copy on `device`, shape (numel,)."""
+        return self.read().to(device)
+
     def read(self) -> Tensor:
         """A copy in host memory, shape (numel,)."""
         values = torch.empty(self._numel, dtype=self.dtype, device=HOST)

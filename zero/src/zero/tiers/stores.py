@@ -85,14 +85,14 @@ class Stores:
 
     def disk_bytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
         """What a group of `numel` elements in `dtype` keeps on disk. gradient: dtype of its reduced slice."""
-        dtypes = []
-        if placement.optimizer == "disk":
-            dtypes += self._record_dtypes(torch.promote_types(dtype, torch.float32), dtype is torch.bfloat16)
+        wide = torch.promote_types(dtype, torch.float32)
+        of_record = self._record_dtypes(wide, dtype is torch.bfloat16)
+        sections = [(n, d) for n, tier in placement.optimizer if tier == "disk" for d in of_record]
         if placement.params == "disk":
-            dtypes.append(dtype)
+            sections.append((numel, dtype))
         if placement.gradients == "disk":
-            dtypes.append(gradient)
-        return sum(section_bytes(numel, each) for each in dtypes)
+            sections.append((numel, gradient))
+        return sum(section_bytes(*section) for section in sections)
 
     def reserve(self, nbytes: int) -> None:
         """Take the space on disk for all of this engine's state. Raises OffloadError on a full disk."""
