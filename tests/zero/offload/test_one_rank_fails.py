@@ -301,3 +301,85 @@ def test_a_disk_that_fails_on_one_rank_is_told_to_all(cluster: Clusters, tmp_pat
     for found in cluster(2).run(failing_disk_body, path=str(tmp_path), name=name, limit=60):
         assert re.match("rank 1: .* bytes of state could not be .*: Input/output error", found["told"])
         assert found["same"]
+
+
+def whole_values(engine: zero.Engine) -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Each way to whole values: the call of the disk that is to fail, and what calls it."""
+    weight = engine.module[1].weight
+
+    def read() -> None:
+        with zero.gathered(weight):
+            raise AssertionError("values that could not be read")
+
+    def write() -> None:
+        with zero.gathered(weight, write_rank=0), torch.no_grad():
+            weight.fill_(0.5)
+
+    state = engine.state_dict()
+    return {
+        "gathered": ("preadv", read),
+        "state_dict": ("preadv", lambda: engine.state_dict(master=True)),
+        "full_master": ("preadv", lambda: engine.full_master("1.weight")),
+        "full_optimizer_state": ("preadv", lambda: engine.full_optimizer_state("1.weight")),
+        "gathered, written": ("pwritev", write),
+        "load_state_dict": ("pwritev", lambda: engine.load_state_dict(state)),
+    }
+
+
+def whole_values_body(context: Context, path: str) -> dict[str, tuple[str, bool]]:
+    """What is said of each, and whether the engine goes on."""
+    engine = disk_engine(path)
+    losses = [one_step(engine, step) for step in range(3)]
+    engine.load_checkpoint(saved(engine, Path(path, "sound")))
+    found = {}
+    for name, (call, run) in whole_values(engine).items():
+        engine._stores.read_ahead.clear()
+        with broken(call, errno.EIO, mine=context.rank == 1), pytest.raises(zero.OffloadError) as failed:
+            run()
+        changed = "writ" in name or "load" in name
+        if changed:
+            with pytest.raises(zero.UsageError, match="interrupted"):
+                one_step(engine, 3)
+            engine.load_checkpoint(Path(path, "sound"))
+        found[name] = str(failed.value), one_step(engine, 3) != losses[0]
+        engine.load_checkpoint(Path(path, "sound"))
+    return found
+
+
+def saved(engine: zero.Engine, path: Path) -> Path:
+    engine.save_checkpoint(path)
+    return path
+
+
+def test_whole_values_that_one_rank_cannot_move_are_told_to_all(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(whole_values_body, path=str(tmp_path), limit=60):
+        for name, (told, goes_on) in found.items():
+            assert re.match("rank 1: .* bytes of state could not be .* the disk of", told), name
+            assert goes_on, name
+
+
+def compiled_body(context: Context, path: str) -> list[str]:
+    """Rank 1 cannot read parameters in a forward, then in a backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    config = zero.Config(
+        timeout=20, compile=zero.Compile(inner="aot_eager"), offload=zero.Offload(params="disk", path=path)
+    )
+    engine = zero.initialize(model, torch.optim.AdamW(model.parameters()), config)
+    one_step(engine, 0)
+    assert engine.explain().mode == "graph"
+    x, told = torch.ones(BATCH, WIDTH, device=engine.accelerator.device), []
+    for loss in (None, engine(x).square().mean()):
+        engine._stores.read_ahead.clear()
+        disk = broken("preadv", errno.EIO, mine=context.rank == 1)
+        with disk, pytest.raises(zero.OffloadError) as failed:
+            engine(x) if loss is None else engine.backward(loss)
+        told.append(str(failed.value))
+        engine.zero_grad()
+    one_step(engine, 1)
+    return told
+
+
+def test_a_disk_that_fails_in_compiled_models_is_told_to_all(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(compiled_body, path=str(tmp_path), limit=120):
+        assert all(re.match("rank 1: .* bytes of state could not be read", told) for told in found), found

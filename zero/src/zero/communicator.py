@@ -62,7 +62,7 @@ class Communicator:
     """Collectives by unit name over one group. control: a second group of the same ranks, for host memory;
     its traffic must not interleave with the data's.
 
-    in_pass: inside a forward or backward that ends with an agreement of the ranks.
+    in_pass: inside what ends with an agreement of the ranks, such as a forward or backward.
     """
 
     def __init__(self, accelerator: Accelerator, group: Group, control: Group, key: str) -> None:
@@ -148,6 +148,17 @@ class Communicator:
             if self.group.size == 1:
                 raise
             self._fault = self._fault or str(error)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do in collectives: an OffloadError that one of them postpones in the block is
+        raised at its end, on every rank."""
+        before, self.in_pass = self.in_pass, True
+        try:
+            yield
+        finally:
+            self.in_pass = before
+        self.agree()
 
     def _raise_fault(self) -> NoReturn:
         causes = self.share_all(self._fault)

@@ -73,6 +73,7 @@ class Engine:
         self._loss_scale = LossScale.of(config, accelerator)
         self._whole = WholeValues(units, communicator)
         self._whole.check = self._parking.check
+        self._whole.interrupt = self._interrupt
         self._optimizer_state = OptimizerState(self._whole, self._shards)
         parts = EngineParts(
             module,
@@ -397,6 +398,10 @@ class Engine:
         self._passes.release_all()
         self._interrupted = True
         self._whole.begin_write()
+
+    def _interrupt(self) -> None:
+        """Some values are new, others old."""
+        self._interrupted = True
 
     def _change_weights(self, scale: Tensor | None, skip: Tensor | None) -> None:
         """Everything that an optimizer step changes. Interrupted half-way it cannot be repeated: some values

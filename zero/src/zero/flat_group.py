@@ -86,6 +86,12 @@ class FlatGroup:
         return self.layout.shards
 
     @property
+    def on_disk(self) -> bool:
+        """Whether anything of it is."""
+        tiers = (self.placement.params, self.placement.gradients, *(sub.tier for sub in self.subs))
+        return "disk" in tiers
+
+    @property
     def shard(self) -> Values:
         return self._shard
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accelz.flat_buffer import HOST
 from zero.flat_group import FlatGroup
 from zero.sharded_unit import ShardedUnit
-from zero.whole import WholeValues, assign, view_of
+from zero.whole import WholeValues, view_of
 
 
 def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
@@ -20,8 +20,8 @@ def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
     master: fp32 masters where there are some. One group at a time is whole on the device.
     """
     values: dict[str, Tensor] = {}
-    for unit in whole.units:
-        for group in unit.groups:
+    with whole.together():
+        for unit, group in ((u, g) for u in whole.units for g in u.groups):
             shard = group.master if master and group.master is not None else group.shard
             full = whole.gather(unit, group, shard)
             if whole.is_source:
@@ -46,11 +46,11 @@ def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, 
     known = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False)}
     given = {known[n]: value for n, value in state.items() if n in known}
     present = set(whole.share(sorted(given)))
-    whole.begin_write()
-    for unit in whole.units:
-        for group in unit.groups:
-            _load_group(whole, unit, group, given, present)
-    _load_buffers(model, whole, state)
+    with whole.changing():
+        for unit in whole.units:
+            for group in unit.groups:
+                _load_group(whole, unit, group, given, present)
+        _load_buffers(model, whole, state)
 
 
 def _plain(value: Any, names: Mapping[nn.Parameter, str], values: Mapping[str, Tensor]) -> Any:
@@ -84,7 +84,7 @@ def _load_group(
     for index, _ in wanted:
         if unit.resident:
             view_of(group.home.data, group, index).copy_(view_of(full, group, index))
-        assign(group, index, full)
+        whole.assign(group, index, full)
 
 
 def _load_buffers(model: nn.Module, whole: WholeValues, state: Mapping[str, Any]) -> None:

@@ -35,10 +35,11 @@ class OptimizerState:
         unit, group, index = self._whole.locate(name)
         if group not in self._owned:
             return {}
-        return {
-            key: _entry(self._gather(unit, group, key, kind), group, index, kind).clone()
-            for key, kind in self._keys(group).items()
-        }
+        with self._whole.together():
+            return {
+                key: _entry(self._gather(unit, group, key, kind), group, index, kind).clone()
+                for key, kind in self._keys(group).items()
+            }
 
     def _keys(self, group: FlatGroup) -> dict[str, Kind]:
         """The state tensors of a group's parameters, agreed by the ranks (one may own no piece)."""
@@ -63,7 +64,8 @@ class OptimizerState:
                 value = self._state.get(piece.parameter, {}).get(key)
                 if value is not None and kind == "elements":
                     target = flat[owned.sub.window][piece.piece.shard_slice]
-                    target.copy_(fetch(in_memory_order(value, piece.parameter), flat.device))
+                    with self._whole.communicator.postponing():
+                        target.copy_(fetch(in_memory_order(value, piece.parameter), flat.device))
                 elif value is not None:
                     flat[piece.piece.index] = value
         if kind == "elements":

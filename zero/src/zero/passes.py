@@ -205,7 +205,16 @@ class Passes:
         leave = stores.resolve(tiers.activations) == "host"
         part = tiers.part("activations") if leave else 0.0
         return CompiledModel(
-            module, self._units, facts, runtime, persistence, settings, part, self.phase, self._prepare
+            module,
+            self._units,
+            facts,
+            runtime,
+            persistence,
+            settings,
+            part,
+            self.phase,
+            self._prepare,
+            communicator.together if tiers.params == "disk" else nullcontext,
         )
 
 

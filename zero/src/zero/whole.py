@@ -5,7 +5,8 @@ Everything here that takes or returns whole values is collective: every rank cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,10 +22,14 @@ Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and ind
 
 
 class WholeValues:
-    """The sharded units as a set of named parameters. check(): raises where they cannot be gathered now."""
+    """The sharded units as a set of named parameters.
+
+    check(): raises where they cannot be gathered now. interrupt(): told that weights have changed by half.
+    """
 
     def __init__(self, units: Sequence[ShardedUnit], communicator: Communicator) -> None:
         self.check: Callable[[], None] = lambda: None
+        self.interrupt: Callable[[], None] = lambda: None
         self.units = tuple(units)
         self.communicator = communicator
         self._places: dict[str, Place] = {
@@ -48,9 +53,30 @@ class WholeValues:
             raise StateError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
         return self._places[name]
 
+    def together(self) -> AbstractContextManager[None]:
+        """Around whatever gathers or changes values: a disk that fails on one rank is an OffloadError on all
+        of them, at the end."""
+        on_disk = any(group.on_disk for unit in self.units for group in unit.groups)
+        return self.communicator.together() if on_disk else nullcontext()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """`together`, around a change of weights: after an error they have changed by half."""
+        self.begin_write()
+        try:
+            with self.together():
+                yield
+        except BaseException:
+            self.interrupt()
+            raise
+
     def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
-        """All ranks' slices put together, shape (layout.numel,), on the device."""
-        shard = fetch(values, group.home.data.device)
+        """All ranks' slices put together, shape (layout.numel,), on the device. In a `together` block."""
+        shard = torch.zeros(0)
+        with self.communicator.postponing():
+            shard = fetch(values, group.home.data.device)
+        if not shard.numel():  # and told later
+            shard = torch.zeros(values.numel(), dtype=values.dtype, device=group.home.data.device)
         if group.shards == 1:
             return shard
         full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
@@ -60,7 +86,8 @@ class WholeValues:
     def parameter(self, name: str, shard: Values) -> Tensor:
         """One parameter's whole value, its own copy, from its group's `shard`."""
         unit, group, index = self.locate(name)
-        return view_of(self.gather(unit, group, shard), group, index).clone()
+        with self.together():
+            return view_of(self.gather(unit, group, shard), group, index).clone()
 
     def spread(
         self,
@@ -104,15 +131,25 @@ class WholeValues:
     def hold(self, names: Sequence[str]) -> None:
         """Keep the units of these parameters gathered until unhold()."""
         self.check()
-        for unit in self._units_of(names):
-            unit.holds += 1
-            unit.gather(None)
-            for group in unit.groups:
-                group.isolate()
+        held: list[ShardedUnit] = []
+        try:
+            with self.together():
+                for unit in self._units_of(names):
+                    unit.holds += 1
+                    held.append(unit)
+                    unit.gather(None)
+                    for group in unit.groups:
+                        group.isolate()
+        except BaseException:
+            self._let_go(held)
+            raise
 
     def unhold(self, names: Sequence[str]) -> None:
         """End a hold()."""
-        for unit in self._units_of(names):
+        self._let_go(self._units_of(names))
+
+    def _let_go(self, units: Sequence[ShardedUnit]) -> None:
+        for unit in units:
             unit.holds -= 1
             if not unit.holds:
                 for group in unit.groups:
@@ -121,14 +158,19 @@ class WholeValues:
 
     def write_back(self, names: Sequence[str], source: int) -> None:
         """Spread held parameters' values from rank `source` into every rank's shards and masters."""
-        self.begin_write()
-        for name in names:
-            unit, group, index = self.locate(name)
-            slot = group.layout.slots[index]
-            if self.communicator.group.size > 1:
-                values = group.whole[slot.offset : slot.offset + slot.numel]
-                self.communicator.broadcast(unit.name, values, source)
-            assign(group, index, group.whole)
+        with self.changing():
+            for name in names:
+                unit, group, index = self.locate(name)
+                slot = group.layout.slots[index]
+                if self.communicator.group.size > 1:
+                    values = group.whole[slot.offset : slot.offset + slot.numel]
+                    self.communicator.broadcast(unit.name, values, source)
+                self.assign(group, index, group.whole)
+
+    def assign(self, group: FlatGroup, index: int, whole: Tensor) -> None:
+        """Take parameter `index` over from a whole buffer into this rank's shard and its master."""
+        with self.communicator.postponing():
+            _assign(group, index, whole)
 
     def _units_of(self, names: Sequence[str]) -> list[ShardedUnit]:
         return list(dict.fromkeys(self.locate(name)[0] for name in names))
@@ -140,8 +182,7 @@ def view_of(whole: Tensor, group: FlatGroup, index: int) -> Tensor:
     return whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset)
 
 
-def assign(group: FlatGroup, index: int, whole: Tensor) -> None:
-    """Take parameter `index` over from a whole buffer into this rank's shard and its master."""
+def _assign(group: FlatGroup, index: int, whole: Tensor) -> None:
     for piece in group.pieces:
         if piece.index == index:
             start = group.layout.slots[index].offset + piece.start

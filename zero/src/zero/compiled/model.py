@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class CompiledModel:
     """Takes over the calls of `module`; its other modules, called by themselves, stay eager.
 
     activations: part of what is saved for the backward that waits on the host. begin: what the engine does
-    before a forward of the whole model.
+    before a forward of the whole model; around: to be entered around it.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class CompiledModel:
         activations: float,
         phase: Phase,
         begin: Begin,
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module = module
         self._units = tuple(units)
@@ -58,6 +60,7 @@ class CompiledModel:
         self._settings = settings
         self._phase = phase
         self._begin = begin
+        self._around = around
         self._backend = ShardingBackend(facts, runtime.parameters, settings, activations)
         for each in module.modules():
             _settle_hook_order(each)
@@ -75,7 +78,8 @@ class CompiledModel:
         begun = self._begin(self._module, args, kwargs)
         args, kwargs = (args, kwargs) if begun is None else begun
         try:
-            return self._as_one_graph(self._whole, args, kwargs)
+            with self._around():
+                return self._as_one_graph(self._whole, args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZeroError):
                 raise error.inner_exception from error
