@@ -31,12 +31,13 @@ def back(first: Tensor, second: Tensor, a: Tensor, tangent: Tensor) -> Tensor:
     return gradient * a
 
 
-def pair(*visiting: int, scratch: int = 0) -> tuple[ShardedGraph, ShardedGraph]:
-    """visiting: bytes of each unit's state; the first two are those of a and b."""
+def pair(*visiting: int, scratch: int = 0, records: int = 1) -> tuple[ShardedGraph, ShardedGraph]:
+    """visiting: bytes of each unit's state, in so many records; the first two are those of a and b."""
     graphs = graph_of(ahead, "x", "a", "b"), graph_of(back, "first", "second", "a", "tangent")
     units = tuple(UnitFacts(str(n), True, {}, visiting=nbytes) for n, nbytes in enumerate(visiting))
+    passing = 3 * max(visiting) // records
     for graph in graphs:
-        graph.facts = replace(FACTS, units=units, scratch=scratch)
+        graph.facts = replace(FACTS, units=units, scratch=scratch, passing=passing)
     return graphs
 
 
@@ -73,20 +74,22 @@ def test_state_comes_as_it_fits_and_leaves_before_it_is_missed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visiting", "scratch", "coming"),
+    ("visiting", "scratch", "records", "coming"),
     [
-        ((288, 288), 0, [0, 1]),  # 576 bytes are free at the end
-        ((288, 289), 0, []),  # what passes in the step takes as much
-        ((288, 288), 1, []),
-        ((100, 0, 100, 100, 100, 100), 76, [0, 2, 3, 4, 5]),
-        ((100, 0, 100, 100, 100, 100), 77, [0]),  # and three that pass
-        ((50, 150, 50, 50, 50, 150, 100), 0, [0, 2]),  # of 126 bytes
+        ((288, 288), 0, 1, [0, 1]),  # 576 bytes are free at the end
+        ((288, 289), 0, 1, []),  # what passes in the step takes as much
+        ((288, 288), 1, 1, []),
+        ((100, 0, 100, 100, 100, 100), 76, 1, [0, 2, 3, 4, 5]),
+        ((100, 0, 100, 100, 100, 100), 77, 1, [0]),  # and three that pass
+        ((50, 150, 50, 50, 50, 150, 100), 0, 1, [0, 2]),  # of 126 bytes
+        ((50, 6000, 50, 50), 0, 1, []),
+        ((50, 6000, 50, 50), 0, 60, [0, 2, 3]),  # three records of a large unit leave 276 bytes
     ],
 )
 def test_a_step_has_room_for_what_did_not_fit(
-    visiting: tuple[int, ...], scratch: int, coming: list[int]
+    visiting: tuple[int, ...], scratch: int, records: int, coming: list[int]
 ) -> None:
-    forward, backward = pair(*visiting, scratch=scratch)
+    forward, backward = pair(*visiting, scratch=scratch, records=records)
     assert schedule_optimizer(forward, backward) == len(coming)
     brought = [unit for n in backward.graph.nodes if n.target is RELOAD_OPTIMIZER for unit in n.args[2]]
     assert brought == coming

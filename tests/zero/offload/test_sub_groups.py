@@ -16,6 +16,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.test_load import fingerprint
 from tests.zero.training import adamw, collected
 from zero.tiers.swap_file import PAGE
+from zero.visitor import Visitor
 
 VOCABULARY, WIDTH = 512, 64
 SUB = 2048  # elements of a record
@@ -132,6 +133,64 @@ def test_three_records_visit_the_device(cluster: Clusters, device: str) -> None:
     for stays, visits, more in cluster(2).run(visits_body):
         assert visits == stays
         assert more <= 3 * 3 * 4 * SUB
+
+
+# -- a record is on its own ----------------------------------------------------------------------------
+
+
+def journeys_body(context: Context, params: str) -> tuple[int, int]:
+    """Records that visit the device, and how often one has come in a step."""
+    offload = zero.Offload(optimizer="host", params=params, step="device", sub_group_size=SUB)
+    engine = build(offload)
+    with patch.object(Visitor, "come", autospec=True, side_effect=Visitor.come) as come:
+        one_step(engine, 0)
+    return len(engine._shards.subs), come.call_count
+
+
+@pytest.mark.parametrize("params", ["device", "host"])
+def test_a_record_comes_once_in_a_step(cluster: Clusters, device: str, params: str) -> None:
+    """Also where its master is a part of the shard, another part of which is stepped meanwhile."""
+    if device != "sim":
+        pytest.skip("needs a device that is not the host")
+    for records, journeys in cluster(2).run(journeys_body, params=params):
+        assert journeys == records > 3
+
+
+def mixed_body(context: Context) -> tuple[int, int]:
+    offload = zero.Offload(optimizer="host", params="host", fraction=0.5, overlap=True, sub_group_size=SUB)
+    engine = build(offload)
+    one_step(engine, 0)
+    ahead = engine._shards._ahead
+    assert ahead is not None
+    return ahead.taken, ahead.wasted
+
+
+def test_steps_ahead_are_of_use_beside_records_on_the_device(cluster: Clusters, device: str) -> None:
+    if device != "sim":
+        pytest.skip("needs a device that is not the host")
+    for taken, wasted in cluster(2).run(mixed_body):
+        assert taken
+        assert not wasted
+
+
+def misfit_body(context: Context, path: str) -> str:
+    """What is told of a checkpoint that has less optimizer state."""
+    config = zero.Config(offload=zero.Offload(optimizer="host", sub_group_size=SUB), timeout=20)
+    saved = Large()
+    engine = zero.initialize(saved, torch.optim.SGD(saved.head.parameters(), lr=0.1, momentum=0.9), config)
+    engine.save_checkpoint(path)
+    model = Large()
+    engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), config)
+    with pytest.raises(zero.StateError) as told:
+        engine.load_checkpoint(path)
+    return str(told.value)
+
+
+def test_a_parameter_in_several_pieces_is_named_once(cluster: Clusters, tmp_path: Path, device: str) -> None:
+    if device != "sim":
+        pytest.skip("needs a device that is not the host")
+    for told in cluster(1).run(misfit_body, path=str(tmp_path / "checkpoint")):
+        assert told.count("embedding.weight") == 1, told
 
 
 # -- placement by measurement --------------------------------------------------------------------------

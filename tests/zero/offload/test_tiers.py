@@ -217,6 +217,13 @@ def elements(placements: Sequence[Placement]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.parametrize(("part", "groups"), [(0.29, 100), (0.58, 50)])
+def test_records_are_the_group_whatever_the_rounding(part: float, groups: int) -> None:
+    """0.29 × 100 is below 29 in floating point: nothing is left to leave then, and not less."""
+    for placement in placed(zero.Offload(optimizer="host", fraction=part), (1024,) * groups):
+        assert sum(n for n, _ in placement.optimizer) == 1024
+
+
 def test_a_fraction_of_each_kind_leaves_the_device() -> None:
     fraction = {"optimizer": 0.5, "params": 0.25}
     offload = zero.Offload(optimizer="disk", params="host", gradients="host", path="/", fraction=fraction)

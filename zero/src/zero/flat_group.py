@@ -103,12 +103,8 @@ class FlatGroup:
 
     @property
     def master(self) -> Values | None:
-        """None of a frozen group; where the shard serves as it, the shard."""
-        if not self.subs:
-            return None
-        if all(sub.shard_serves for sub in self.subs):
-            return self.shard
-        return joined([sub.kept.master for sub in self.subs])
+        """None of a frozen group; where the shard serves as it, the shard, in parts that count changes."""
+        return joined([sub.kept.master for sub in self.subs]) if self.subs else None
 
     @property
     def widest(self) -> Values:

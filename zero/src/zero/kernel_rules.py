@@ -1,4 +1,4 @@
-"""Optimizers that run as one kernel call per flat shard: which, with what state, by which kernel."""
+"""Optimizers that run as one kernel call per flat sub-group: which, with what state, by which kernel."""
 
 from __future__ import annotations
 

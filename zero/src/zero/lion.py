@@ -15,7 +15,7 @@ class Lion(Optimizer):
 
     Each weight moves by lr against the sign of beta1 × exp_avg + (1 - beta1) × gradient, so lr is 3 to 10
     times smaller and weight_decay (decoupled) as much larger than for AdamW. State: one value per weight.
-    Under a zero engine it runs as one kernel call per flat shard. Raises ValueError for options out of range.
+    Under a zero engine it runs as a kernel over flat state. Raises ValueError for options out of range.
     """
 
     def __init__(

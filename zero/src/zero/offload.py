@@ -53,7 +53,8 @@ class Offload(Validated):
         not named: no limit with "host", and none of it with "disk".
     sub_group_size: elements, rounded up to a multiple of 64, of the largest record of optimizer state that is
         away from the device and stepped by a kernel. A few records at a time are on their way, so this bounds
-        the buffers: three records in host memory for "disk", on the device for step="device".
+        the buffers: three records in host memory for "disk", on the device for step="device". On disk a
+        record takes whole pages: below some 10,000 elements these are more than values.
     path: directory on a local disk for what is there. A rank's file has mode 0600 and no name, so nothing is
         left when a job ends, however it ends.
     overlap: step what is on the host while backward goes on, once its gradients are there. Exact: each record

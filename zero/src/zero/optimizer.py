@@ -1,10 +1,10 @@
 """The user's optimizer over this rank's shards.
 
 The optimizer object stays: schedulers, hooks and hyper-parameters keep working on its param_groups. Its
-parameters become *pieces*: views of the fp32 master shards, one for each model parameter that this rank
-owns a part of (in the parameter's shape where it owns the whole). Adam, AdamW, SGD and Lion run as one kernel
-call per flat shard, straight from the 16-bit gradient; their per-piece state is views of the flat state, so
-`optimizer.state` looks as torch's does. Every other optimizer steps the pieces itself.
+parameters become *pieces*: views of the fp32 masters, one for each model parameter that a sub-group of this
+rank has a part of (in the parameter's shape where that is the whole). Adam, AdamW, SGD and Lion run as one
+kernel call per flat sub-group, straight from the 16-bit gradient; their per-piece state is views of the flat
+state, so `optimizer.state` looks as torch's does. Every other optimizer steps the pieces itself.
 """
 
 from __future__ import annotations

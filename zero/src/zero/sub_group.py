@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import Tensor
+
 from zero.offload import Tier
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
@@ -46,8 +48,13 @@ class SubGroup:
         self.shard = self.of(shard)
 
     def of(self, values: Values) -> Values:
-        """This stretch of (shard_numel,) values; themselves where it is all of them."""
-        return values if self.numel == values.numel() else values[self.window]
+        """This stretch of (shard_numel,) values; themselves where it is all of them.
+
+        A part of a tensor counts changes by itself, so that stepping one sub-group is no change of another.
+        """
+        if self.numel == values.numel():
+            return values
+        return (values.data if isinstance(values, Tensor) else values)[self.window]
 
 
 def sub_groups(placement: Placement) -> Iterator[SubGroup]:

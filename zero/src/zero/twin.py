@@ -60,9 +60,7 @@ class Twin:
         group, sub, count = self._owned.group, self._owned.sub, self._owned.counted
         before, after = sub.kept.opened(), self._state
         if self._serves and sub.shard is not group.shard:  # a part of the shard has to stay where it is
-            before.master.data.copy_(
-                after.master
-            )  # and no other part of it has changed: see `Attempt.versions`
+            before.master.copy_(after.master)
             before, after = Opened(after.master, before.moments), Opened(before.master, after.moments)
         sub.kept.master, sub.kept.moments, self._state = after.master, after.moments, before
         count.steps, self._steps = self._steps, count.steps

@@ -64,6 +64,11 @@ class Visits:
         finally:
             self._clear()
 
+    @property
+    def passing_bytes(self) -> int:
+        """The most of the device that records take which pass in a step."""
+        return WINDOW * max((visitor.nbytes for visitor in self._visitors.values()), default=0)
+
     def nbytes(self, unit: ShardedUnit) -> int:
         """Bytes of the device that the records of a unit take while they are there."""
         return sum(visitor.nbytes for visitor in self._of(unit))

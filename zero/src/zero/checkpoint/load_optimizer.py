@@ -48,17 +48,18 @@ class OptimizerLoad:
                 f"the checkpoint's optimizer has {len(saved.param_groups)} param_groups and this one "
                 f"{len(optimizer.param_groups)}; weights_only=True loads the weights alone"
             )
-        problems: dict[str, list[str]] = {"without optimizer state": [], "with other optimizer state": []}
+        missing: dict[str, None] = {}  # a parameter may have several pieces
+        other: dict[str, None] = {}
         for owned in self._engine.shards.subs:
             for piece in owned.pieces:
                 spec = owned.group.layout.specs[piece.piece.index]
                 entry = self._with_state(spec.name)
                 if entry is None:
                     if strict:
-                        problems["without optimizer state"].append(spec.name)
+                        missing[spec.name] = None
                 elif not self._state_fits(entry, piece, spec.numel, owned.count is not None):
-                    problems["with other optimizer state"].append(f"{spec.name} ({', '.join(entry.state)})")
-        raise_for(problems)
+                    other[f"{spec.name} ({', '.join(entry.state)})"] = None
+        raise_for({"without optimizer state": list(missing), "with other optimizer state": list(other)})
 
     def _state_fits(self, entry: ParameterEntry, piece: OwnedPiece, numel: int, kernel: bool) -> bool:
         if kernel:

@@ -44,12 +44,14 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """handle: of the engine's runtime, see `runtime.lookup`. scratch: what a step takes beside state."""
+    """handle: of the engine's runtime, see `runtime.lookup`. scratch: bytes that a step takes beside state.
+    passing: bytes of the state that is on the device for its own step alone."""
 
     handle: int
     units: tuple[UnitFacts, ...]
     parameters: tuple[ParameterFacts, ...] = field(repr=False)
     scratch: int = 0
+    passing: int = 0
 
 
 def gather_facts(handle: int, units: Sequence[ShardedUnit], visits: Visits, accumulates: bool) -> Facts:
@@ -61,7 +63,7 @@ def gather_facts(handle: int, units: Sequence[ShardedUnit], visits: Visits, accu
             for name in group.names:
                 parameters.append(ParameterFacts(len(parameters), name, unit.index, group.trainable))
     of_units = tuple(_of_unit(unit, visits, accumulates) for unit in units)
-    return Facts(handle, of_units, tuple(parameters), visits.scratch)
+    return Facts(handle, of_units, tuple(parameters), visits.scratch, visits.passing_bytes)
 
 
 def _of_unit(unit: ShardedUnit, visits: Visits, accumulates: bool) -> UnitFacts:

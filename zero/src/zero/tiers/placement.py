@@ -12,7 +12,7 @@ from zero.offload import Kind, Offload, Tier
 NEAR = 0.1  # of a kind of state, by which rounding to whole groups may miss a fraction without a word
 
 
-ALIGN = 64  # elements: every sub-group begins on a cache line, and on disk its sections are whole pages
+ALIGN = 64  # elements: every sub-group begins on a cache line
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Share:
     @property
     def rest(self) -> int:
         """Elements that may leave yet."""
-        return int(self._part * self._seen) - self._away
+        return max(int(self._part * self._seen) - self._away, 0)
 
     def shortfall(self) -> str:
         """How far whole groups have missed the part; "" for not at all, or not by much."""

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of one shard: master and moments, in their tier."""
+"""What an optimizer keeps of one sub-group: master and moments, in their tier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero.tiers.values import Values
 
 @dataclass(frozen=True)
 class Opened:
-    """A record in memory, to be stepped. All (shard_numel,), on one device."""
+    """A record in memory, to be stepped. All (numel,), on one device."""
 
     master: Tensor
     moments: tuple[Tensor, ...]
@@ -24,7 +24,7 @@ class Opened:
 
 @dataclass
 class Record:
-    """master: the originals of the shard's parameters, fp32 (fp64 where they are). moments: one value each.
+    """master: the originals of parameters, fp32 (fp64 where they are). moments: one value each.
 
     tier: where they are, but for a master that is the shard and stays with it. On disk a record is one
     contiguous stretch, master first, of whole pages a section.
@@ -52,7 +52,7 @@ class Record:
         return [v for v in (first, *self.moments) if isinstance(v, Section)]
 
     def unpack(self, sections: Sequence[Tensor], scratch: Tensor | None) -> Opened:
-        """What has been read of a record on disk, to be stepped. scratch: (shard_numel,) fp32, for a split
+        """What has been read of a record on disk, to be stepped. scratch: (numel,) fp32, for a split
         master."""
         if not isinstance(self.master, SplitMaster):
             return Opened(sections[0], tuple(sections[1:]))

@@ -24,7 +24,7 @@ _CHUNK = 1 << 18  # elements worked on at a time: temporaries stay in the cache
 
 
 class SplitMaster(Stored):
-    """weights: gives the bf16 shard, in any tier. lower: the lower halves, (numel,) int16, on disk."""
+    """weights: gives the bf16 weights, in any tier. lower: the lower halves, (numel,) int16, on disk."""
 
     def __init__(
         self, weights: Callable[[], Values], lower: Section, whole: SplitMaster | None = None

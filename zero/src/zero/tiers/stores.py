@@ -107,7 +107,7 @@ class Stores:
     ) -> Record:
         """A record whose master is a copy of `values` in `dtype`; `make_moments` completes it.
 
-        weights: gives the bf16 shard, where that may serve as the upper half of a master on disk.
+        weights: gives the bf16 weights, where that may serve as the upper half of a master on disk.
         """
         if tier == "disk":
             dtypes = self._record_dtypes(dtype, weights is not None)

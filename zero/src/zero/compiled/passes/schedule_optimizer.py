@@ -22,7 +22,6 @@ from torch import fx
 from zero.compiled.graphs import ShardedGraph, outputs
 from zero.compiled.liveness import Liveness, visiting
 from zero.compiled.ops import OFFLOAD_OPTIMIZER, RELOAD_OPTIMIZER, WAIT_OFFLOAD_OPTIMIZER
-from zero.visits import WINDOW
 
 
 def schedule_optimizer(forward: ShardedGraph, backward: ShardedGraph) -> int:
@@ -51,7 +50,7 @@ def _chosen(backward: ShardedGraph, room: int) -> list[int]:
     units, room = _away(backward), room - backward.facts.scratch
     if not backward.parameters or visiting(backward, units) <= room:
         return units if backward.parameters else []
-    room -= WINDOW * max(backward.facts.units[unit].visiting for unit in units)
+    room -= backward.facts.passing
     coming = []
     for unit in units:
         if backward.facts.units[unit].visiting <= room:
