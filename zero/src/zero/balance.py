@@ -136,13 +136,14 @@ class Balancer:
         gone = [owned for owned in self._near if owned not in then]
         records = sum(map(self._record_bytes, come)) - sum(map(self._record_bytes, gone))
         scratch = 0 if self._near else max(map(self._scratch_bytes, come), default=0)
-        whole = [have for have in self._all if self._is_whole(have, then) and not self._is_whole(have, now)]
-        return max(
-            sample.peak
-            + records
-            + sum(have.slice_bytes for have in whole if sample.away >> self._all.index(have) & 1)
-            + (scratch if sample.phase == "step" else 0)
-            for sample in report.samples
+        slices = [
+            (1 << place, have.slice_bytes)
+            for place, have in enumerate(self._all)
+            if self._is_whole(have, then) and not self._is_whole(have, now)
+        ]
+        return records + max(
+            peak + sum(nbytes for bit, nbytes in slices if away & bit)
+            for away, peak in _levels(report, scratch).items()
         )
 
     def _is_whole(self, have: GroupGradients, near: set[OwnedSubGroup]) -> bool:
@@ -201,6 +202,15 @@ class Balancer:
         shard_serves = group.dtype is master.dtype and group.placement.params == "device"
         apart = 0 if shard_serves else master.numel() * master.element_size()
         return apart + self._optimizer.moments_bytes(owned)
+
+
+def _levels(report: MemoryReport, scratch: int) -> dict[int, int]:
+    """The highest points of a step by which gradients were away. scratch: what the optimizer takes more."""
+    levels: dict[int, int] = {}
+    for sample in report.samples:
+        peak = sample.peak + (scratch if sample.phase == "step" else 0)
+        levels[sample.away] = max(peak, levels.get(sample.away, 0))
+    return levels
 
 
 def usable(accelerator: Accelerator) -> int:
