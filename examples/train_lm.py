@@ -97,7 +97,7 @@ class Run:
             engine.backward(loss)  # [zero 2] instead of loss.backward()
             engine.step()  # [zero 3] instead of optimizer.step(): acts on the last micro-batch
             total += loss.detach() / settings.accumulate
-        rate = self.scheduler.get_last_lr()[0]
+        rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         mean = self.ranks.mean(total)  # waits for the device: a real run would look less often
         speed = settings.batch * settings.shape.context / (time.perf_counter() - began)

@@ -57,7 +57,7 @@ class Config(Validated):
     cast_inputs: bool = True
     cast_buffers: bool = False
     offload: Offload | Literal["auto"] | None = None
-    compile: Compile | None = None
+    compile: Compile | bool | None = None
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
 
     @field_validator("units", mode="before")
@@ -83,7 +83,7 @@ class Config(Validated):
     def _offload_fits_the_stage(self) -> Config:
         if self.tiers.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
-        if self.tiers.activations != "device" and self.compile is None:
+        if self.tiers.activations != "device" and self.compiling is None:
             raise ValueError("offload: activations move in compiled graphs; set compile=True")
         if self.tiers.compact and self.precision not in ("bf16", "model"):
             raise ValueError("offload: compact splits masters of bf16 parameters; set precision='bf16'")
@@ -95,6 +95,12 @@ class Config(Validated):
         if self.offload == "auto":
             return Offload(optimizer="host")
         return self.offload or Offload()
+
+    @property
+    def compiling(self) -> Compile | None:
+        """`compile` as settings; None for a model that runs as it is."""
+        assert not isinstance(self.compile, bool)
+        return self.compile
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -51,7 +51,7 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     accelerator = accelz.current()
     check_dtypes(model, config, accelerator)
     plans = find_units(model, config.units, config.persistent_below)
-    if config.compile is not None and config.stage == 3:
+    if config.compiling is not None and config.stage == 3:
         plans = split_by_use(plans)
     param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
     values = check_offload(model, optimizer, config, accelerator.device)

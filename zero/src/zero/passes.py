@@ -74,7 +74,7 @@ class Passes:
         if disk is not None:
             module.register_forward_hook(self._leave_forward, always_call=True)
             module.register_forward_hook(self._agree_on_forward)
-        self.compiled = self._compile(module, config.compile, stores, communicator)
+        self.compiled = self._compile(module, config.compiling, stores, communicator)
 
     def try_twice(self, second_try: SecondTry) -> None:
         """Repeat operations that find no room. Those of compiled models are not seen one by one."""
@@ -199,7 +199,7 @@ class Passes:
             self.phase.mark,
             self._visits,
         )
-        persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist_budget)
+        persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)
         tiers, accumulates = self._config.tiers, self._config.gradient_accumulation_steps > 1
         facts = gather_facts(runtime.handle, self._units, self._visits, accumulates)
         leave = stores.resolve(tiers.activations) == "host"

@@ -59,16 +59,18 @@ class Twin:
         """Of the record, which becomes the twin; the weights begin to go where the shard is."""
         group, sub, count = self._owned.group, self._owned.sub, self._owned.counted
         before, after = sub.kept.opened(), self._state
-        if self._serves and sub.shard is not group.shard:  # a part of the shard has to stay where it is
+        is_all = sub.shard is group.shard  # a part of the shard has to stay where it is
+        if self._serves and not is_all:
             before.master.copy_(after.master)
             before, after = Opened(after.master, before.moments), Opened(before.master, after.moments)
         sub.kept.master, sub.kept.moments, self._state = after.master, after.moments, before
         count.steps, self._steps = self._steps, count.steps
-        if self._serves and sub.shard is group.shard:
-            group.shard = after.master
-        elif self._weights is None:
+        if self._serves:
+            if is_all:
+                group.shard = after.master
             return
-        elif isinstance(sub.shard, Tensor) and sub.shard.device != HOST:
+        assert self._weights is not None
+        if isinstance(sub.shard, Tensor) and sub.shard.device != HOST:
             self._stores.carrier.send(self._weights, sub.shard)
         else:
             put(sub.shard, slice(0, self._weights.numel()), self._weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
@@ -33,7 +33,10 @@ def as_bytes(value: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-Bytes = Annotated[int, BeforeValidator(as_bytes)]
+if TYPE_CHECKING:
+    Bytes = int | str  # what is written
+else:
+    Bytes = Annotated[int, BeforeValidator(as_bytes)]  # what is there then
 """A number of bytes, or a size such as "8GiB"."""
 
 

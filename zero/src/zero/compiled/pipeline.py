@@ -77,7 +77,7 @@ def _visits(graph: ShardedGraph) -> bool:
 
 
 def _begin_ahead(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
-    counts = {"prefetch": prefetch(graph, settings.prefetch_budget)}
+    counts = {"prefetch": prefetch(graph, settings.prefetch_bytes)}
     if any(unit.away for unit in graph.facts.units):
         counts |= {"reload_parameters": reload_parameters(graph)}
     return counts

@@ -36,3 +36,14 @@ class Compile(Validated):
         if isinstance(value, int) and value < 0:
             raise ValueError("must be 'auto', or bytes, 0 or more")
         return value
+
+    @property
+    def prefetch_bytes(self) -> int | None:
+        """`prefetch_budget`."""
+        assert not isinstance(self.prefetch_budget, str)
+        return self.prefetch_budget
+
+    @property
+    def persist(self) -> Literal["auto"] | int:
+        """`persist_budget`."""
+        return self.persist_budget if isinstance(self.persist_budget, int) else "auto"
