@@ -355,3 +355,27 @@ def test_a_gather_under_autocast_that_finds_no_room_moves_state(sim: Clusters) -
     for said, stepped in sim(2).run(relieved_body):
         assert any("of optimizer state moved to the host" in message for message in said), said
         assert stepped
+
+
+def gathered_body(context: Context) -> list[tuple[str, int]]:
+    """`zero.gathered` where the n-th unit finds no room: what is said, and units that nobody lets go."""
+    from accelz_sim import faults
+
+    config = zero.Config(stage=3, precision="bf16", units=(nn.Linear,), timeout=20)
+    run, found = Run(context, config, "AdamW").until("forward"), []
+    for nth in range(1, len(run.engine.units) + 1):
+        with pytest.raises(zero.OutOfMemoryError) as failed, faults.out_of_memory(nth):
+            zero.gathered(run.engine.module).__enter__()
+        found.append((str(failed.value), sum(unit.holds for unit in run.engine.units)))
+        run.forward()
+        run.backward()
+        run.step()
+    return found
+
+
+def test_gathered_without_room_lets_go_of_what_it_had(sim: Clusters) -> None:
+    for found in sim(2).run(gathered_body):
+        assert len(found) > 1
+        for said, held in found:
+            assert "no room to gather unit" in said
+            assert not held
