@@ -17,6 +17,7 @@ import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from accelz.flat_buffer import rebind
+from tests.zero.training import collected
 
 WIDTH, LAYERS = 256, 6
 LAYER = WIDTH * WIDTH * 4  # bytes of one fp32 layer: 64-byte aligned, so that no buffer is padded
@@ -37,6 +38,7 @@ def peak_of(accelerator: Accelerator, work: Callable[[], Any]) -> tuple[int, Any
     return accelerator.memory.stats().peak, value
 
 
+@collected()
 def init_body(context: Context, stage: int, precision: Any, start: str) -> tuple[int, int]:
     """The peak of initialize with an optimizer that keeps no state, and what stays."""
     accelerator = context.accelerator
@@ -84,6 +86,7 @@ def test_peak_of_init(sim: Clusters, size: int, stage: int, precision: str, star
         assert peak <= MODEL + LAYER + masters + 2**20
 
 
+@collected()
 def peaks_body(context: Context, stage: int, precision: Any) -> dict[str, int]:
     accelerator = context.accelerator
     gc.collect()

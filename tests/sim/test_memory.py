@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -140,3 +141,23 @@ def test_each_device_counts_for_itself(accelerator: Accelerator) -> None:
         assert accelerator.memory.stats().allocated == 24
     finally:
         accelerator.bind(0)
+
+
+@on_sim
+def test_threads_may_free_at_one_time(accelerator: Accelerator) -> None:
+    """What one gives back is handed to no other before it is poisoned: the process would die of it."""
+    before = _allocated(accelerator)
+
+    def work(seed: int) -> None:
+        sizes = torch.randint(1, 3000, (4000,), generator=torch.Generator().manual_seed(seed)).tolist()
+        held: list[torch.Tensor] = []
+        for numel in sizes:
+            held.append(torch.empty(numel, device=accelerator.device))
+            del held[:-8]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert _allocated(accelerator) == before

@@ -83,14 +83,21 @@ Block forget(void* pointer) {
   const Block block = found->second;
   h.blocks.erase(found);
   h.counters[block.device].allocated -= block.nbytes;
-  h.graveyard.push_back(pointer);
   return block;
+}
+
+// To be freed once no stream is busy: what was queued before this has been done by then.
+void bury(void* pointer) {
+  auto& h = heap();
+  const std::lock_guard lock(h.mutex);
+  h.graveyard.push_back(pointer);
 }
 
 void poison_behind(void* pointer, const Block& block) {
   const auto poison = [pointer, nbytes = block.nbytes] { std::memset(pointer, kPoison, nbytes); };
   // Work of the stream that allocated it comes first; other streams have to be waited for by the user.
   if (!submit_behind(block.stream, poison)) poison();
+  bury(pointer);
   reap();
 }
 
