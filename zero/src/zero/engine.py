@@ -396,7 +396,7 @@ class Engine:
             raise UsageError("load_checkpoint inside zero.gathered: leave the block first")
         self.zero_grad()
         self._passes.release_all()
-        self._interrupted = True
+        self._interrupt()
         self._whole.begin_write()
 
     def _interrupt(self) -> None:
@@ -415,7 +415,7 @@ class Engine:
             self._refresh()
             self.steps += 1
         except BaseException:
-            self._interrupted = True
+            self._interrupt()
             self.zero_grad()
             raise
 

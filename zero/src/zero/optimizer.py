@@ -213,10 +213,10 @@ class ShardedOptimizer:
             self._move(owned, owned.sub.tier, owned.sub.visits)
 
     def _move(self, owned: OwnedSubGroup, tier: Tier, visits: bool) -> None:
-        sub, old = owned.sub, owned.sub.kept
-        if old.tier == "disk":
+        sub = owned.sub
+        if sub.kept.tier == "disk":
             return
-        self.visits.part_with(sub)
+        self.visits.part_with(sub)  # which puts the record on the host in place of one on the device
         old = sub.kept
         with self._room("for the optimizer state of", owned):
             new = self._stores.moved(old, tier, sub.shard, visits)

@@ -72,16 +72,18 @@ class WholeValues:
 
     def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
         """All ranks' slices put together, shape (layout.numel,), on the device. In a `together` block."""
-        shard = torch.zeros(0)
-        with self.communicator.postponing():
-            shard = fetch(values, group.home.data.device)
-        if not shard.numel():  # and told later
-            shard = torch.zeros(values.numel(), dtype=values.dtype, device=group.home.data.device)
+        shard = self._fetch(values, group.home.data.device)
         if group.shards == 1:
             return shard
         full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
         self.communicator.all_gather(unit.name, full, shard).wait()
         return full
+
+    def _fetch(self, values: Values, device: torch.device) -> Tensor:
+        """The values on `device`; zeros where they cannot be read, which `together` tells."""
+        with self.communicator.postponing():
+            return fetch(values, device)
+        return torch.zeros(values.numel(), dtype=values.dtype, device=device)
 
     def parameter(self, name: str, shard: Values) -> Tensor:
         """One parameter's whole value, its own copy, from its group's `shard`."""

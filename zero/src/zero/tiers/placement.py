@@ -10,8 +10,6 @@ from typing import get_args
 from zero.offload import Kind, Offload, Tier
 
 NEAR = 0.1  # of a kind of state, by which rounding to whole groups may miss a fraction without a word
-
-
 ALIGN = 64  # elements: every sub-group begins on a cache line
 
 
