@@ -5,6 +5,9 @@
 namespace {
 
 using at::IntArrayRef, at::Scalar, at::ScalarType, at::Tensor;  // as torch's lists call them
+#if __has_include(<ATen/core/Dimname.h>)
+using at::DimnameList;  // torch before 2.13 names dimensions
+#endif
 
 #define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
 #define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
