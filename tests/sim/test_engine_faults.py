@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
-from tests.zero.training import collected
+from tests.zero.training import collect_all, collected
 
 LAYERS = 2
 WIDTH = 8  # square layers are cut in the middle: all ranks allocate alike, and fail alike
@@ -112,7 +112,7 @@ def sweep_body(context: Context) -> dict[Case, dict[str, Found]]:
             result = run.result()
             assert context.rank or not same(result, before), "a step that changes nothing shows nothing"
             del run
-            gc.collect()
+            collect_all()
             found[case] = {phase: sweep(context, case, phase, result) for phase in PHASES}
     return found
 

@@ -17,7 +17,7 @@ import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from accelz.flat_buffer import rebind
-from tests.zero.training import collected
+from tests.zero.training import collect_all, collected
 
 WIDTH, LAYERS = 256, 6
 LAYER = WIDTH * WIDTH * 4  # bytes of one fp32 layer: 64-byte aligned, so that no buffer is padded
@@ -218,7 +218,7 @@ def retry_body(context: Context, room: int, settings: dict[str, Any]) -> tuple[s
     from accelz_sim import memory
 
     accelerator = context.accelerator
-    gc.collect()
+    collect_all()
     before, whole = accelerator.memory.stats().allocated, accelerator.memory.stats().capacity
     memory.set_capacity(before + room)
     try:

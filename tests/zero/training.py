@@ -21,11 +21,16 @@ from accelz.conformance.cluster import Context
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, rank) -> loss of that rank's micro-batch
 
 
+def collect_all() -> None:
+    """Collect garbage until there is none: what goes may let go of more, which the next collection finds."""
+    while gc.collect():
+        pass
+
+
 @contextmanager
 def collected() -> Iterator[None]:
     """For bodies that collect garbage often: what is there already goes first, or is left alone then."""
-    while gc.collect():  # a graph of dynamo's that goes lets go of more, which the next collection finds
-        pass
+    collect_all()
     gc.freeze()
     try:
         yield
