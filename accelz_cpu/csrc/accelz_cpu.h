@@ -16,9 +16,10 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature or a meaning below does; the Python side refuses another. */
-enum { ACCELZ_ABI = 3 };
+enum { ACCELZ_ABI = 4 };
 
-enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8 };
+enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8,
+       ACCELZ_INT8, ACCELZ_FLOAT8_E4M3 };
 enum { ACCELZ_SUM, ACCELZ_MAX, ACCELZ_MIN };
 enum { ACCELZ_ALL_GATHER, ACCELZ_BROADCAST, ACCELZ_REDUCE_SCATTER, ACCELZ_ALL_REDUCE };
 
@@ -82,6 +83,17 @@ ACCELZ_API void accelz_scale_cast(void *output, int output_dtype, const void *so
 /* total += addend, computed in fp32 and rounded once. */
 ACCELZ_API void accelz_accumulate(void *total, int total_dtype, const void *addend, int addend_dtype,
                                   size_t numel, int threads);
+
+enum { ACCELZ_MAX_BLOCK = 4096 };
+
+/* codes = source / the scale of its block, rounded to the nearest; scales: numel / block of them, rounded up.
+ * codes_dtype: INT8 or FLOAT8_E4M3. block: a power of two from 32 to ACCELZ_MAX_BLOCK. See accelz.kernels. */
+ACCELZ_API void accelz_quantise(void *codes, int codes_dtype, float *scales, const void *source, int source_dtype,
+                                size_t numel, size_t block, int threads);
+
+/* output = codes * the scale of their block, computed in fp32 and rounded once. */
+ACCELZ_API void accelz_dequantise(void *output, int output_dtype, const void *codes, int codes_dtype,
+                                  const float *scales, size_t numel, size_t block, int threads);
 
 /* output[i] = rows[0][i] op rows[1][i] op …, for `count` rows of numel elements of any dtype, one row after
  * another in memory. In this order; 16-bit values are added up in fp32 and rounded once; max and min keep NaN. */

@@ -51,7 +51,9 @@ size_t element_size(int dtype) {
         case ACCELZ_INT64: return 8;
         case ACCELZ_FLOAT32:
         case ACCELZ_INT32: return 4;
-        case ACCELZ_UINT8: return 1;
+        case ACCELZ_UINT8:
+        case ACCELZ_INT8:
+        case ACCELZ_FLOAT8_E4M3: return 1;
         default: return 2;
     }
 }

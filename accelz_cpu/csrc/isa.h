@@ -48,6 +48,11 @@ struct IsaKernels {
     void (*scale_cast)(void *output, int output_dtype, const void *source, int source_dtype, float scale,
                        size_t numel);
     void (*accumulate)(void *total, int total_dtype, const void *addend, int addend_dtype, size_t numel);
+    // Whole blocks, but for the last.
+    void (*quantise)(void *codes, int codes_dtype, float *scales, const void *source, int source_dtype, size_t numel,
+                     size_t block);
+    void (*dequantise)(void *output, int output_dtype, const void *codes, int codes_dtype, const float *scales,
+                       size_t numel, size_t block);
     // output[i] = inputs[0][i] op inputs[1][i] op …, in this order; 16-bit values are added up in fp32.
     // output may be one of the inputs. max and min keep NaN.
     void (*reduce)(void *output, const void *const *inputs, int count, int dtype, int op, size_t numel);

@@ -310,6 +310,104 @@ void accumulate(void *total, int total_dtype, const void *addend, int addend_dty
     });
 }
 
+// ---- quantised values: a scale for each block ----
+
+struct s8 { uint8_t bits; };
+struct e4m3 { uint8_t bits; };  // no infinities: 0x7f is NaN, the largest value is 448
+
+inline float largest(s8) { return 127.0f; }
+inline float largest(e4m3) { return 448.0f; }
+
+// Adding 1.5 * 2^23 leaves no bits below 1: rounds to the nearest, ties to even, and the lowest byte is the integer.
+inline s8 coded(float value, s8) { return {uint8_t(bit_cast<uint32_t>(value + 0x1.8p23f))}; }
+
+// Below 2^-6 codes are multiples of 2^-9; above, the upper bits of an fp32 with an exponent bias of 7.
+inline e4m3 coded(float value, e4m3) {
+    const uint32_t bits = bit_cast<uint32_t>(value), sign = (bits >> 24) & 0x80u, rest = bits & 0x7fffffffu;
+    const uint32_t even = ((rest + 0x7ffffu + ((rest >> 20) & 1u)) >> 20) - ((127 - 7) << 3);
+    const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(rest) * 512.0f + 0x1.8p23f);
+    return {uint8_t(sign | (rest < 0x3c800000u ? subnormal : even))};
+}
+
+inline float decoded(s8 code) { return float(int8_t(code.bits)); }
+
+inline float decoded(e4m3 code) {
+    const uint32_t sign = uint32_t(code.bits & 0x80u) << 24, rest = code.bits & 0x7fu;
+    const uint32_t normal = (rest << 20) + ((127 - 7) << 23);
+    const uint32_t subnormal = bit_cast<uint32_t>(float(int32_t(rest)) * 0x1p-9f);
+    return bit_cast<float>(sign | (rest == 0x7fu ? 0x7fc00000u : rest < 8 ? subnormal : normal));
+}
+
+// As bits, which order sizes and put what is not finite on top.
+inline uint32_t largest_size(const float *values, size_t n) {
+    uint32_t most = 0;
+    for (size_t i = 0; i < n; i++) {
+        const uint32_t size = bit_cast<uint32_t>(values[i]) & 0x7fffffffu;
+        most = most > size ? most : size;
+    }
+    return most;
+}
+
+// Returns the scale: NaN for a block that is not finite, 0 for one too small to have a reciprocal.
+template <class Code>
+float quantised_block(Code *__restrict codes, const float *__restrict values, size_t n) {
+    const uint32_t most = largest_size(values, n);
+    const bool finite = most < 0x7f800000u;
+    float scale = finite ? bit_cast<float>(most) / largest(Code{}) : __builtin_nanf("");
+    if (scale < 0x1p-126f) scale = 0;
+    const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    for (size_t i = 0; i < n; i++) {
+        const float value = values[i] * inverse;
+        codes[i] = coded(value == value ? value : 0.0f, Code{});  // an infinity times 0
+    }
+    return scale;
+}
+
+template <class Code, class From>
+void quantised(Code *codes, float *scales, const From *source, size_t numel, size_t block) {
+    alignas(64) float scratch[ACCELZ_MAX_BLOCK];
+    for (size_t at = 0; at < numel; at += block) {
+        const size_t n = smaller(block, numel - at);
+        *scales++ = quantised_block(codes + at, widen(source + at, scratch, n), n);
+    }
+}
+
+template <class To, class Code>
+void dequantised(To *output, const Code *codes, const float *scales, size_t numel, size_t block) {
+    alignas(64) float values[TILE];
+    const size_t tile = smaller(TILE, block);
+    for (size_t at = 0; at < numel; at += tile) {
+        const size_t n = smaller(tile, numel - at);
+        const float scale = scales[at / block];
+        for (size_t i = 0; i < n; i++) values[i] = decoded(codes[at + i]) * scale;
+        narrow(output + at, values, n);
+    }
+}
+
+template <class Body>
+inline void with_code(int dtype, Body body) {
+    if (dtype == ACCELZ_INT8) body((s8 *)nullptr);
+    if (dtype == ACCELZ_FLOAT8_E4M3) body((e4m3 *)nullptr);
+}
+
+void quantise(void *codes, int codes_dtype, float *scales, const void *source, int source_dtype, size_t numel,
+              size_t block) {
+    with_code(codes_dtype, [&](auto *code) {
+        with_type(source_dtype, [&](auto *from) {
+            quantised((decltype(code))codes, scales, (const decltype(from))source, numel, block);
+        });
+    });
+}
+
+void dequantise(void *output, int output_dtype, const void *codes, int codes_dtype, const float *scales, size_t numel,
+                size_t block) {
+    with_code(codes_dtype, [&](auto *code) {
+        with_type(output_dtype, [&](auto *to) {
+            dequantised((decltype(to))output, (const decltype(code))codes, scales, numel, block);
+        });
+    });
+}
+
 // ---- reduction over ranks ----
 
 struct Sum {
@@ -430,8 +528,8 @@ void stream(void *output, const void *source, size_t bytes, void *second) {
 extern const IsaKernels kernels;
 #define ACCELZ_TEXT(name) #name
 #define ACCELZ_NAME(name) ACCELZ_TEXT(name)
-const IsaKernels kernels = {ACCELZ_NAME(ACCELZ_ISA), adamw,      sgd,    lion,  sum_of_squares,
-                            scale_cast,              accumulate, reduce, stream};
+const IsaKernels kernels = {ACCELZ_NAME(ACCELZ_ISA), adamw,    sgd,        lion,   sum_of_squares,
+                            scale_cast,  accumulate, quantise, dequantise, reduce, stream};
 
 }  // namespace ACCELZ_ISA
 }  // namespace accelz

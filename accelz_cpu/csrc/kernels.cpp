@@ -13,7 +13,7 @@ namespace {
 
 using accelz::isa;
 
-constexpr size_t PIECE = size_t(1) << 16;       // elements; a quarter of a megabyte of fp32
+constexpr size_t PIECE = size_t(1) << 16;       // elements, in whole blocks; a quarter of a megabyte of fp32
 constexpr size_t NORM_PIECE = size_t(1) << 18;  // a multiple of isa_kernels.cpp's block
 
 template <class AnyStep>
@@ -123,6 +123,22 @@ void accelz_accumulate(void *total, int total_dtype, const void *addend, int add
     accelz::run_pieces(numel, PIECE, threads, [&](size_t begin, size_t end) {
         isa().accumulate(at(total, total_dtype, begin), total_dtype, at(addend, addend_dtype, begin), addend_dtype,
                          end - begin);
+    });
+}
+
+void accelz_quantise(void *codes, int codes_dtype, float *scales, const void *source, int source_dtype, size_t numel,
+                     size_t block, int threads) {
+    accelz::run_pieces(numel, PIECE, threads, [&](size_t begin, size_t end) {
+        isa().quantise(at(codes, codes_dtype, begin), codes_dtype, scales + begin / block,
+                       at(source, source_dtype, begin), source_dtype, end - begin, block);
+    });
+}
+
+void accelz_dequantise(void *output, int output_dtype, const void *codes, int codes_dtype, const float *scales,
+                       size_t numel, size_t block, int threads) {
+    accelz::run_pieces(numel, PIECE, threads, [&](size_t begin, size_t end) {
+        isa().dequantise(at(output, output_dtype, begin), output_dtype, at(codes, codes_dtype, begin), codes_dtype,
+                         scales + begin / block, end - begin, block);
     });
 }
 

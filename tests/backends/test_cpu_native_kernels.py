@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelz.kernels import Kernels
+from accelz.kernels import LIMITS, Kernels
 from accelz_cpu import native
 from accelz_cpu.native_kernels import NativeKernels
 
@@ -222,6 +223,55 @@ def test_casts_and_sums_equal_torch(
         mine, theirs = values.to(target, copy=True), values.to(target, copy=True)
         kernels.accumulate(mine, addend)
         theirs = (theirs.float() + addend.float()).to(target)
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("codes_dtype", sorted(LIMITS, key=str))
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("block", [32, 128, 4096])
+def test_quantised_values_equal_the_reference_s(
+    kernels: NativeKernels, library: CDLL, codes_dtype: torch.dtype, dtype: torch.dtype, block: int
+) -> None:
+    """Bit for bit, at every size of values, with blocks of zeros, of what is not finite, and a short one."""
+    numel = 70_001
+    powers = torch.randint(-44, 38, (numel // 4096 + 1,)).repeat_interleave(4096)
+    source = torch.randn(numel) * 10.0 ** powers[:numel].float()
+    source[: 2 * block] = 0
+    source[5 * block + 3], source[7 * block + 1], source[7 * block + 2] = -math.inf, math.nan, 0.0
+    source = source.to(dtype)
+    expected = _quantised(REFERENCE, source, codes_dtype, block)
+    for isa in (b"baseline", b"avx2", b"avx512"):
+        if library.accelz_use_isa(isa):
+            continue
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            for mine, theirs in zip(_quantised(kernels, source, codes_dtype, block), expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def _quantised(
+    kernels: Kernels, source: Tensor, codes_dtype: torch.dtype, block: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes as bytes, scales, and the values that are made of them."""
+    codes = torch.zeros(source.numel(), dtype=codes_dtype)
+    scales, values = torch.zeros(-(-source.numel() // block)), torch.zeros_like(source)
+    kernels.quantise(codes, scales, source, block)
+    kernels.dequantise(values, codes, scales, block)
+    return codes.view(torch.uint8), scales, values
+
+
+@pytest.mark.parametrize("codes_dtype", sorted(LIMITS, key=str))
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_code_means_what_it_means_in_torch(
+    kernels: NativeKernels, library: CDLL, codes_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    codes, scales = torch.arange(256, dtype=torch.uint8).view(codes_dtype), torch.tensor([1.0, 0.3])
+    for isa in (b"baseline", b"avx2", b"avx512"):
+        if library.accelz_use_isa(isa):
+            continue
+        mine, theirs = torch.zeros(256, dtype=dtype), torch.zeros(256, dtype=dtype)
+        kernels.dequantise(mine, codes, scales, 128)
+        REFERENCE.dequantise(theirs, codes, scales, 128)
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 

@@ -13,7 +13,7 @@ import torch
 
 import accelz_cpu
 
-ABI = 3
+ABI = 4
 LIBRARY = "libaccelz_cpu.so"
 DTYPES = {
     torch.float32: 0,
@@ -23,6 +23,8 @@ DTYPES = {
     torch.int64: 4,
     torch.int32: 5,
     torch.uint8: 6,
+    torch.int8: 7,
+    torch.float8_e4m3fn: 8,
 }
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes that the kernels take."""
@@ -82,6 +84,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "accelz_sum_of_squares": (c_double, (_P, _I, _N, _I)),
     "accelz_scale_cast": (None, (_P, _I, _P, _I, _P, _N, _I)),
     "accelz_accumulate": (None, (_P, _I, _P, _I, _N, _I)),
+    "accelz_quantise": (None, (_P, _I, _P, _P, _I, _N, _N, _I)),
+    "accelz_dequantise": (None, (_P, _I, _P, _I, _P, _N, _N, _I)),
     "accelz_reduce": (None, (_P, _P, _I, _I, _I, _N, _I)),
     "accelz_channel_create": (_P, (_I, _I)),
     "accelz_channel_descriptor": (_I, (_P,)),

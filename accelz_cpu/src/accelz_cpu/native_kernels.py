@@ -15,6 +15,7 @@ from ctypes import CDLL, byref
 import torch
 from torch import Tensor
 
+from accelz.kernels import check_blocks
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.native import DTYPES, FLOATS, AdamWArguments, LionArguments, SgdArguments, StepArguments
 
@@ -177,6 +178,38 @@ class NativeKernels(CpuKernels):
             torch.get_num_threads(),
         )
 
+    def quantise(self, output: Tensor, scales: Tensor, source: Tensor, block: int) -> None:
+        check_blocks(output, scales, source, block)
+        if not (_flat(source, scales) and _dense(output)):
+            super().quantise(output, scales, source, block)
+            return
+        self._library.accelz_quantise(
+            output.data_ptr(),
+            DTYPES[output.dtype],
+            scales.data_ptr(),
+            source.data_ptr(),
+            DTYPES[source.dtype],
+            source.numel(),
+            block,
+            torch.get_num_threads(),
+        )
+
+    def dequantise(self, output: Tensor, source: Tensor, scales: Tensor, block: int) -> None:
+        check_blocks(source, scales, output, block)
+        if not (_flat(output, scales) and _dense(source)):
+            super().dequantise(output, source, scales, block)
+            return
+        self._library.accelz_dequantise(
+            output.data_ptr(),
+            DTYPES[output.dtype],
+            source.data_ptr(),
+            DTYPES[source.dtype],
+            scales.data_ptr(),
+            source.numel(),
+            block,
+            torch.get_num_threads(),
+        )
+
 
 def _step_arguments(
     master: Tensor,
@@ -211,7 +244,11 @@ def _one_value(*scalars: Tensor | None) -> bool:
 
 def _flat(*tensors: Tensor | None) -> bool:
     """Whether the library takes them: dense host memory, of a dtype that it knows."""
-    return all(t is None or (t.dtype in FLOATS and t.is_cpu and t.is_contiguous()) for t in tensors)
+    return all(t is None or (t.dtype in FLOATS and _dense(t)) for t in tensors)
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
