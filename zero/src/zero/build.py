@@ -21,6 +21,7 @@ from zero.flat_group import FlatGroup
 from zero.group_gradients import GradientPolicy
 from zero.guard import LOST, NAME_ATTRIBUTE, REASON_ATTRIBUTE, ShardedParameter, is_lost
 from zero.layout import ParameterSpec
+from zero.quantised import block_of
 from zero.room import room_for
 from zero.sharded_unit import ShardedUnit
 from zero.tiers.placement import Candidate, Placement, Planner
@@ -72,12 +73,14 @@ def check_equal(
 
 @dataclass(frozen=True)
 class GroupDraft:
-    """A group before it is built: its parameters by name, and where its state will be."""
+    """A group before it is built: its parameters by name, and where its state will be. codes: the 8-bit dtype
+    that they travel in; None for what they are."""
 
     named: tuple[tuple[str, nn.Parameter], ...]
     dtype: torch.dtype
     shard_numel: int
     placement: Placement
+    codes: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -98,19 +101,23 @@ def draft_units(
 ) -> list[UnitDraft]:
     """Cut units into groups, and decide where the state of each goes. Changes nothing."""
     shards = world_size if config.stage > 0 else 1
-    parts = [_partition(plan, config, param_group_of) for plan in plans]
     whole = [config.stage < 3 or plan.persistent for plan in plans]
+    codes = [None if resident or world_size == 1 else config.codes for resident in whole]
+    parts = [_partition(plan, config, param_group_of, c) for plan, c in zip(plans, codes, strict=True)]
     policy = GradientPolicy.of(config, world_size)
     candidates = [
-        _candidate(named, dtype, policy.slice_dtype(dtype), shards, resident)
+        _candidate(part, policy.slice_dtype(part.dtype), shards, resident)
         for groups, resident in zip(parts, whole, strict=True)
-        for dtype, named in groups
+        for part in groups
     ]
     placed = zip(candidates, planner.place(candidates), strict=True)
     drafts = []
     for plan, groups, resident in zip(plans, parts, whole, strict=True):
-        of_plan = [(dtype, named, *next(placed)) for dtype, named in groups]
-        mine = tuple(GroupDraft(tuple(n), d, c.shard_numel, placement) for d, n, c, placement in of_plan)
+        of_plan = [(part, *next(placed)) for part in groups]
+        mine = tuple(
+            GroupDraft(tuple(part.named), part.dtype, candidate.shard_numel, placement, part.codes)
+            for part, candidate, placement in of_plan
+        )
         drafts.append(UnitDraft(plan, resident, mine))
     return drafts
 
@@ -151,7 +158,7 @@ def _build_unit(
     with room_for(accelerator, "to shard", plan.name, nbytes):
         deferred_init.materialize(p for _, p in plan.parameters)
         groups = [
-            FlatGroup(stores, part.placement, plan.name, part.named, part.dtype, shards, shard)
+            FlatGroup(stores, part.placement, plan.name, part.named, part.dtype, shards, shard, part.codes)
             for part in draft.groups
         ]
         if group.size > 1 and not awaited:
@@ -165,29 +172,37 @@ def _build_unit(
     return unit
 
 
-def _candidate(
-    named: Sequence[tuple[str, nn.Parameter]],
-    dtype: torch.dtype,
-    gradient: torch.dtype,
-    shards: int,
-    resident: bool,
-) -> Candidate:
-    specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
-    numel = layout.plan(specs, shards, dtype.itemsize).shard_numel
-    return Candidate(numel, dtype.itemsize, gradient.itemsize, named[0][1].requires_grad, resident)
+@dataclass(frozen=True)
+class _Part:
+    """What of a unit becomes one group."""
+
+    named: list[tuple[str, nn.Parameter]]
+    dtype: torch.dtype
+    codes: torch.dtype | None
+
+
+def _candidate(part: _Part, gradient: torch.dtype, shards: int, resident: bool) -> Candidate:
+    specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in part.named]
+    itemsize, trainable = part.dtype.itemsize, part.named[0][1].requires_grad
+    numel = layout.plan(specs, shards, itemsize, block_of(part.codes)).shard_numel
+    return Candidate(numel, itemsize, gradient.itemsize, trainable, resident)
 
 
 def _partition(
-    plan: UnitPlan, config: Config, param_group_of: dict[nn.Parameter, int]
-) -> list[tuple[torch.dtype, list[tuple[str, nn.Parameter]]]]:
-    """Parameters by (dtype, trainable), each list ordered by param group so that runs are long."""
-    parts: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    plan: UnitPlan, config: Config, param_group_of: dict[nn.Parameter, int], codes: torch.dtype | None
+) -> list[_Part]:
+    """Parameters by dtype, whether they are trainable, and what they travel in, each list ordered by param
+    group so that runs are long. Only matrices travel in codes: they have enough values for blocks of their
+    own, and stand a rounding that a norm's weights would not."""
+    parts: dict[tuple[torch.dtype, bool, torch.dtype | None], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in plan.parameters:
-        parts.setdefault((_target(parameter, config), parameter.requires_grad), []).append((name, parameter))
+        travels = codes if parameter.is_floating_point() and parameter.dim() > 1 else None
+        key = _target(parameter, config), parameter.requires_grad, travels
+        parts.setdefault(key, []).append((name, parameter))
     last = max(param_group_of.values()) + 1  # parameters the optimizer does not know come last
     for named in parts.values():
         named.sort(key=lambda item: param_group_of.get(item[1], last))
-    return [(dtype, named) for (dtype, _), named in parts.items()]
+    return [_Part(named, dtype, travels) for (dtype, _, travels), named in parts.items()]
 
 
 def _target(parameter: nn.Parameter, config: Config) -> torch.dtype:
@@ -196,7 +211,10 @@ def _target(parameter: nn.Parameter, config: Config) -> torch.dtype:
 
 def _digest(plans: Sequence[UnitPlan], config: Config, param_group_of: dict[nn.Parameter, int]) -> int:
     """What all ranks must have in common."""
-    text = [f"{config.stage} {config.precision} {config.gradient_accumulation_steps} {config.accumulate}"]
+    text = [
+        f"{config.stage} {config.precision} {config.gather_dtype} {config.gradient_accumulation_steps} "
+        f"{config.accumulate}"
+    ]
     for plan in plans:
         text.append(plan.name)
         text.extend(

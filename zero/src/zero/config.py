@@ -14,6 +14,7 @@ from zero.offload import Offload
 from zero.validated import Validated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 UnitRule = Literal["auto"] | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool]
 
 
@@ -28,6 +29,9 @@ class Config(Validated):
     accumulate: "sharded" reduces every micro-batch and keeps only this rank's slice; "local" keeps whole
         gradients and communicates once per optimizer step. Stage 1 is always local.
     reduce_dtype: dtype in which gradients travel; None sends them as they are computed.
+    gather_dtype: 8-bit dtype in which matrices travel to be computed with (stage 3), rounded in blocks of 128
+        with a scale each (ZeRO++, Wang et al., 2023); masters, vectors and `zero.gathered` stay exact. None
+        sends values as they are.
     clip_norm: largest global L2 norm of the gradient; None leaves it alone.
     loss_scale: fp16 only. "dynamic", or a fixed factor.
     loss_scale_window: steps without overflow after which a dynamic scale doubles.
@@ -48,6 +52,7 @@ class Config(Validated):
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     accumulate: Literal["sharded", "local"] = "sharded"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    gather_dtype: Literal["int8", "fp8"] | None = None
     clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     loss_scale: Literal["dynamic"] | float = "dynamic"
     loss_scale_window: int = Field(default=2000, ge=1)
@@ -80,6 +85,12 @@ class Config(Validated):
         return value
 
     @model_validator(mode="after")
+    def _gathers_to_quantise(self) -> Config:
+        if self.gather_dtype and self.stage < 3:
+            raise ValueError("gather_dtype: below stage 3 no weights travel to be computed with; set stage=3")
+        return self
+
+    @model_validator(mode="after")
     def _offload_fits_the_stage(self) -> Config:
         if self.tiers.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
@@ -101,6 +112,11 @@ class Config(Validated):
         """`compile` as settings; None for a model that runs as it is."""
         assert not isinstance(self.compile, bool)
         return self.compile
+
+    @property
+    def codes(self) -> torch.dtype | None:
+        """The dtype of `gather_dtype`."""
+        return None if self.gather_dtype is None else CODES[self.gather_dtype]
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -3,7 +3,8 @@
 Glossary
 --------
 home        the flat buffer in the parameters' own dtype.
-cast buffer a flat buffer in an autocast dtype, which an fp32 group travels in under torch.autocast.
+cast buffer a flat buffer for another form of the values: in an autocast dtype, which an fp32 group travels in
+            under torch.autocast, or rounded by a gather in 8 bits.
 shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). Where the whole
             buffer stays (stages 0 to 2, one rank, persistent units, ranks with memory in common) it is a
             view of `home`. With offloaded parameters it is on the host, or on disk.
@@ -27,8 +28,10 @@ from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, dense_stride
 from accelz.streams import Event
 from zero import layout
+from zero.cast import OWN, Cast
 from zero.communicator import Communicator, NamedHandle
 from zero.layout import ParameterSpec
+from zero.quantised import Quantised, block_of
 from zero.room import allocate
 from zero.sub_group import SubGroup, sub_groups
 from zero.tiers.joined import joined
@@ -45,6 +48,7 @@ class FlatGroup:
 
     unit: its name. parameters keep their identity; `dtype` is what they are cast to. shards: slices the
     buffer is cut in (1: replicated). shard: which one this rank owns. placement: where its state goes.
+    codes: the 8-bit dtype that the values may travel in; None sends them exact always.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class FlatGroup:
         dtype: torch.dtype,
         shards: int,
         shard: int,
+        codes: torch.dtype | None = None,
     ) -> None:
         self.unit = unit
         self.names = tuple(name for name, _ in named)
@@ -63,14 +68,16 @@ class FlatGroup:
         self.dtype = dtype
         self.trainable = self.parameters[0].requires_grad
         specs = [ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel()) for name, p in named]
-        self.layout = layout.plan(specs, shards, dtype.itemsize)
+        self.layout = layout.plan(specs, shards, dtype.itemsize, block_of(codes))
         self.window = self.layout.shard_slice(shard)
         self.pieces = self.layout.pieces(shard)
         self.placement = placement
         self.subs = tuple(sub_groups(placement))
         self._stores = stores
         self._accelerator: Accelerator = stores.accelerator
-        self._cast_buffers: dict[torch.dtype, FlatBuffer] = {}
+        self.codes = codes
+        self._cast_buffers: dict[Cast, FlatBuffer] = {}
+        self._travelling: dict[Cast, Quantised] = {}
         self._private: FlatBuffer | None = None
         self._brought: tuple[Tensor, Event] | None = None  # the shard on the device, from when on
         self._read: Event | None = None  # the device's last copy from a shard on the host
@@ -161,7 +168,8 @@ class FlatGroup:
     def _part_with_whole(self, ranks: Group) -> None:
         """Leave the whole buffer to all ranks in common, or nothing of it but the shard."""
         tier = self.placement.params
-        common = self._accelerator.flat_buffers.share(self.home, ranks) if tier == "device" else None
+        here = tier == "device" and self.codes is None  # what travels in codes is not what the shards hold
+        common = self._accelerator.flat_buffers.share(self.home, ranks) if here else None
         if common is not None:
             self.home = common
             self.shard = common.data[self.window]
@@ -186,6 +194,7 @@ class FlatGroup:
         """Bytes of the device in use for the group."""
         buffers = [self.home, *self._cast_buffers.values(), *([self._private] if self._private else [])]
         whole = sum(b.nbytes for b in buffers if b.materialized)
+        whole += sum(quantised.nbytes for quantised in self._travelling.values())
         device = self._accelerator.device
         records = (sub for sub in self.subs if sub.record is not None)
         record = sum(sub.kept.bytes_on(device, sub.shard) for sub in records)
@@ -205,57 +214,87 @@ class FlatGroup:
             self._private.bind()
 
     def rejoin(self) -> None:
-        """End isolate()."""
+        """End isolate(). The parameters are bound to `home`, if they were to the copy."""
         if self._private is not None:
             self._private = None
             self.home.bind()
 
-    def buffer(self, cast: torch.dtype | None) -> FlatBuffer:
-        """The buffer to gather into: `home`, or the cast buffer of an fp32 group under autocast."""
-        dtype = self.dtype_in(cast)
-        if dtype is self.dtype:
+    def buffer(self, cast: Cast) -> FlatBuffer:
+        """The buffer to gather into: `home` for the values as they are, else a cast buffer."""
+        form = self.form(cast)
+        if form == OWN:
             return self.home
-        if dtype not in self._cast_buffers:
-            self._cast_buffers[dtype] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
-        return self._cast_buffers[dtype]
+        if form not in self._cast_buffers:
+            dtype = form.dtype or self.dtype
+            self._cast_buffers[form] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
+        return self._cast_buffers[form]
 
-    def release(self, cast: torch.dtype | None) -> None:
+    def release(self, cast: Cast) -> None:
         """Drop the bytes of `buffer`. One that there has never been is not made for it: out of memory may be
         why."""
-        dtype = self.dtype_in(cast)
-        buffer = self.home if dtype is self.dtype else self._cast_buffers.get(dtype)
+        form = self.form(cast)
+        self._travelling.pop(form, None)
+        buffer = self.home if form == OWN else self._cast_buffers.get(form)
         if buffer is not None:
             buffer.release()
 
-    def dtype_in(self, cast: torch.dtype | None) -> torch.dtype:
-        """What the group is gathered in; each dtype has its buffer."""
-        return cast if cast is not None and self.dtype is torch.float32 else self.dtype
+    def form(self, cast: Cast) -> Cast:
+        """What of a unit's cast applies to this group; each form has its buffer."""
+        return Cast(cast.dtype if self.dtype is torch.float32 else None, cast.codes and self.codes)
 
-    def _open(self, cast: torch.dtype | None) -> FlatBuffer:
-        buffer = self.buffer(cast)
-        buffer.materialize()
-        return buffer
+    def start_gather(self, communicator: Communicator, cast: Cast) -> list[NamedHandle]:
+        """Begin to fill the buffer from all ranks' shards; what is to be waited for before `finish_gather`.
 
-    def start_gather(self, communicator: Communicator, cast: torch.dtype | None) -> NamedHandle | None:
-        """Begin to fill the buffer from all ranks' shards; the cast happens before anything travels.
-
-        None where nobody else has a shard.
+        Values are cast, or rounded to codes, before anything travels. Nothing does where nobody else has a
+        shard.
         """
-        nbytes = self.layout.numel * self.dtype_in(cast).itemsize
-        buffer = allocate(self._stores, "to gather", self.unit, nbytes, lambda: self._open(cast))
+        form = self.form(cast)
+        if form.codes is not None:
+            return self._start_quantised(communicator, form, form.codes)
+        buffer = self._open(form)
         shard = buffer.data[self.window]
         with communicator.postponing() if communicator.in_pass else nullcontext():
             shard = self._mine_in(buffer)
-        return None if self.shards == 1 else communicator.all_gather(self.unit, buffer.data, shard)
+        return [] if self.shards == 1 else [communicator.all_gather(self.unit, buffer.data, shard)]
+
+    def _start_quantised(
+        self, communicator: Communicator, form: Cast, codes: torch.dtype
+    ) -> list[NamedHandle]:
+        numel = self.layout.numel
+        make = partial(Quantised, numel, codes, self._accelerator.device)
+        whole = allocate(self._stores, "to gather", self.unit, Quantised.nbytes_of(numel), make)
+        self._travelling[form] = whole
+        with communicator.postponing() if communicator.in_pass else nullcontext(), self._in_memory() as shard:
+            whole.put(self._accelerator.kernels, self.window, self._near(shard))
+        return whole.all_gather(communicator, self.unit, self.window)
+
+    def finish_gather(self, cast: Cast) -> None:
+        """Values out of what has travelled in codes. The gather has been waited for."""
+        form = self.form(cast)
+        if form in self._travelling:
+            self._travelling[form].unpack(self._accelerator.kernels, self._open(form).data)
+            del self._travelling[form]
+
+    def _open(self, form: Cast) -> FlatBuffer:
+        def materialized() -> FlatBuffer:
+            buffer = self.buffer(form)
+            buffer.materialize()
+            return buffer
+
+        nbytes = self.layout.numel * (form.dtype or self.dtype).itemsize
+        return allocate(self._stores, "to gather", self.unit, nbytes, materialized)
+
+    def _near(self, shard: Tensor) -> Tensor:
+        """The shard on the device."""
+        move = partial(shard.to, self._accelerator.device, non_blocking=True)
+        return allocate(self._stores, "to gather", self.unit, shard.nbytes, move)
 
     def _mine_in(self, buffer: FlatBuffer) -> Tensor:
         """This rank's slice as it goes into `buffer`: the shard itself where it fits, else put there."""
         mine = buffer.data[self.window]
         with self._in_memory() as shard:
             if buffer is not self.home:
-                near = partial(shard.to, mine.device, non_blocking=True)
-                there = allocate(self._stores, "to gather", self.unit, shard.nbytes, near)
-                self._accelerator.kernels.scale_cast(mine, there)
+                self._accelerator.kernels.scale_cast(mine, self._near(shard))
             elif shard.device == mine.device and self.shards > 1 and not isinstance(self.shard, Section):
                 return shard
             else:
@@ -309,14 +348,14 @@ class FlatGroup:
             self._read.synchronize()
             self._read = None
 
-    def bind(self, cast: torch.dtype | None) -> None:
+    def bind(self, cast: Cast) -> None:
         """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""
         self._readable(cast).bind()
 
-    def values(self, cast: torch.dtype | None) -> tuple[Tensor, ...]:
+    def values(self, cast: Cast) -> tuple[Tensor, ...]:
         """What `bind` would make of the parameters, in their order."""
         return self._readable(cast).views
 
-    def _readable(self, cast: torch.dtype | None) -> FlatBuffer:
+    def _readable(self, cast: Cast) -> FlatBuffer:
         buffer = self.buffer(cast)
         return self._private if self._private and buffer is self.home else buffer

@@ -90,9 +90,10 @@ class FlatLayout:
         return (*gaps, slice(end, self.numel)) if end < self.numel else tuple(gaps)
 
 
-def plan(specs: Sequence[ParameterSpec], shards: int, itemsize: int) -> FlatLayout:
-    """Lay `specs` out in the given order. itemsize: bytes per element."""
-    align = max(1, ALIGN_BYTES // itemsize)
+def plan(specs: Sequence[ParameterSpec], shards: int, itemsize: int, block: int = 1) -> FlatLayout:
+    """Lay `specs` out in the given order. itemsize: bytes per element. block: elements, a power of two, that
+    are all of one parameter and of one slice."""
+    align = max(block, ALIGN_BYTES // itemsize)
     slots, offset = [], 0
     for spec in specs:
         slots.append(Slot(offset, spec.shape, spec.stride, spec.numel))

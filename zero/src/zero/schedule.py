@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-import torch
-
+from zero.cast import Cast
 from zero.sharded_unit import ShardedUnit, State
 from zero.tiers.read_ahead import DEPTH, ReadAhead
 
-Event = tuple[int, torch.dtype | None]  # (unit index, cast)
+Event = tuple[int, Cast]  # by unit index
 
 
 class Schedule:
@@ -41,7 +40,7 @@ class Schedule:
         if self._disk is not None:
             self._disk.clear()
 
-    def acquire(self, unit: ShardedUnit, cast: torch.dtype | None) -> None:
+    def acquire(self, unit: ShardedUnit, cast: Cast) -> None:
         """Gather `unit` and start on the units that were needed after it last time."""
         if unit.resident:
             return

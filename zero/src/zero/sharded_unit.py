@@ -1,18 +1,21 @@
 """A unit's life: SHARDED -> GATHERING -> GATHERED -> SHARDED, once per dtype it is needed in.
 
-A unit is gathered in a *cast*: None for the parameters' own dtypes, or an autocast dtype for its fp32
-groups. Nearly always one cast is alive; two may be when forwards under different autocast settings await
-one backward, because autograd has saved views of both buffers.
+A unit is gathered in a *cast*: in the parameters' own dtypes, or an autocast dtype for its fp32 groups,
+exact or through 8 bits. Nearly always one cast is alive; two may be when forwards under different autocast
+settings await one backward, because autograd has saved views of both buffers, or when `zero.gathered` shows
+exact values of a unit that computes with others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from itertools import chain
 
 import torch
 from torch import nn
 
+from zero.cast import OWN, Cast
 from zero.communicator import Communicator, NamedHandle
 from zero.flat_group import FlatGroup
 from zero.guard import guard, unguard
@@ -54,13 +57,15 @@ class ShardedUnit:
         self.resident = resident
         self.holds = 0
         self.calls_in_backward: set[object] = set()
-        self.persistent: set[torch.dtype | None] = set()
+        self.persistent: set[Cast] = set()
         self._communicator = communicator
         self._classes = {p: type(p) for g in groups for p in g.parameters}
-        self._pending: dict[torch.dtype | None, list[NamedHandle]] = {}
-        self._gathered: set[torch.dtype | None] = set()
+        self._pending: dict[Cast, list[NamedHandle]] = {}
+        self._gathered: set[Cast] = set()
         self._stale = False  # the weights have changed: nothing gathered before may stay
-        self._bound: torch.dtype | None = None
+        self._bound = OWN
+        self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
+        self._codes = next((group.codes for group in groups if group.codes), None)
         self._castable = any(g.dtype is torch.float32 for g in groups)
 
     @property
@@ -72,7 +77,7 @@ class ShardedUnit:
     def in_use(self) -> bool:
         return bool(self.holds or self.calls_in_backward)
 
-    def state(self, cast: torch.dtype | None = None) -> State:
+    def state(self, cast: Cast = OWN) -> State:
         if self.resident or cast in self._gathered:
             return State.GATHERED
         return State.GATHERING if cast in self._pending else State.SHARDED
@@ -82,39 +87,68 @@ class ShardedUnit:
         """Nothing gathered or on its way."""
         return not (self._pending or self._gathered)
 
-    def cast_for(self, autocast: torch.dtype | None) -> torch.dtype | None:
-        """The cast to gather in while autocast is on with this dtype (None: off)."""
-        return autocast if self._castable and autocast is not torch.float32 else None
+    def cast_for(self, autocast: torch.dtype | None) -> Cast:
+        """The cast to compute in while autocast is on with this dtype (None: off). What is shown exact is
+        computed with as well."""
+        narrow = autocast if self._castable and autocast is not torch.float32 else None
+        return Cast(narrow, None if self._shown_before else self._codes)
 
-    def start_gather(self, cast: torch.dtype | None) -> None:
+    def start_gather(self, cast: Cast) -> None:
         """Issue the gather unless it is done or under way."""
         if self.state(cast) is State.SHARDED:
             handles = self._pending.setdefault(cast, [])  # a failure half-way leaves what to wait for
             for group in self.groups:
-                handle = group.start_gather(self._communicator, cast)
-                if handle is not None:
-                    handles.append(handle)
+                handles += group.start_gather(self._communicator, cast)
 
-    def gather(self, cast: torch.dtype | None) -> None:
+    def gather(self, cast: Cast) -> None:
         """Make the parameters whole in `cast`, waiting for the gather if need be."""
         if not self.resident:
             self.complete(cast)
             self._unguard()
             self._bind(cast)
 
-    def complete(self, cast: torch.dtype | None) -> None:
+    def complete(self, cast: Cast) -> None:
         """Fill the buffers of `cast`, waiting for the gather if need be; the parameters may show others."""
         if self.resident:
             return
         self.start_gather(cast)
-        for handle in self._pending.get(cast, ()):
-            handle.wait()
-        if self._pending.pop(cast, None) is not None:
+        if cast in self._pending:
+            for handle in self._pending[cast]:
+                handle.wait()
+            for group in self.groups:
+                group.finish_gather(cast)
+            del self._pending[cast]
             self._gathered.add(cast)
+
+    def show_exact(self) -> None:
+        """Hold the unit, its parameters bound to exact values of this rank's own; ends with `end_show`."""
+        self.holds += 1
+        self._shown_before.append(self._bound)
+        self.gather(OWN)
+        for group in self.groups:
+            group.isolate()
+
+    def _show_again(self) -> None:
+        """Where nobody computes with the unit any more, it shows exact values if it is to."""
+        if self._shown_before and self.holds == len(self._shown_before) and OWN in self._gathered:
+            self._bind(OWN)
+
+    def end_show(self) -> None:
+        """End `show_exact`: who computes with the unit finds what was bound before. Release it then."""
+        self.holds -= 1
+        before = self._shown_before.pop()
+        if not self._shown_before:
+            for group in self.groups:
+                group.rejoin()
+        if before in self._gathered:
+            self._bind(before)
 
     def release(self) -> None:
         """Drop every gathered buffer that is not to persist, unless somebody uses the unit."""
-        if self.resident or self.in_use or self.idle:
+        if self.resident or self.idle:
+            return
+        if self.in_use:
+            self._show_again()
             return
         if self._pending and self._communicator.failed:
             return  # a transfer that cannot be waited for may still write: its buffer must stay
@@ -123,14 +157,14 @@ class ShardedUnit:
                 handle.wait()
         stay = set() if self._stale else self.persistent & self._gathered
         for group in self.groups:
-            kept = {group.dtype_in(cast) for cast in stay}
+            kept = {group.form(cast) for cast in stay}
             for cast in (*self._pending, *self._gathered):
-                if group.dtype_in(cast) not in kept:
+                if group.form(cast) not in kept:
                     group.release(cast)
         self._pending.clear()
         self._gathered = stay
         self._stale = False
-        self._bind(None)
+        self._bind(OWN)
         self._guard()
 
     def invalidate(self) -> None:
@@ -172,10 +206,8 @@ class ShardedUnit:
         """Begin to spread updated shards into the whole buffers of a resident unit."""
         if not self.resident:
             return []
-        begun = [
-            g.start_gather(self._communicator, None) for g in self.groups if g.trainable and g.shards > 1
-        ]
-        return [handle for handle in begun if handle is not None]
+        begun = [g.start_gather(self._communicator, OWN) for g in self.groups if g.trainable and g.shards > 1]
+        return list(chain.from_iterable(begun))
 
     def park(self) -> None:
         """Give the device's memory back; see `Engine.offload_states`."""
@@ -190,16 +222,17 @@ class ShardedUnit:
         if not self.resident:
             return []
         self._unguard()
-        begun = [g.start_gather(self._communicator, None) for g in self.groups if g.shards > 1]
-        return [handle for handle in begun if handle is not None]
+        begun = [g.start_gather(self._communicator, OWN) for g in self.groups if g.shards > 1]
+        return list(chain.from_iterable(begun))
 
     def abandon(self) -> None:
-        """Forget all users and release: after an exception, or when a forward never got its backward."""
-        self.holds = 0
+        """Forget all users but `show_exact` blocks, and release: after an exception, or when a forward never
+        got its backward."""
+        self.holds = len(self._shown_before)
         self.calls_in_backward.clear()
         self.release()
 
-    def _bind(self, cast: torch.dtype | None) -> None:
+    def _bind(self, cast: Cast) -> None:
         if cast != self._bound:
             for group in self.groups:
                 group.bind(cast)

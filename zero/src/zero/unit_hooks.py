@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.cast import Cast
 from zero.schedule import Schedule
 from zero.sharded_unit import ShardedUnit
 from zero.tensors import iter_tensors
@@ -138,7 +139,7 @@ class _Call:
         unit: ShardedUnit,
         schedule: Schedule,
         phase: Phase,
-        cast: torch.dtype | None,
+        cast: Cast,
         has_input: bool,
     ) -> None:
         self.has_input = has_input

@@ -137,11 +137,8 @@ class WholeValues:
         try:
             with self.together():
                 for unit in self._units_of(names):
-                    unit.holds += 1
                     held.append(unit)
-                    unit.gather(None)
-                    for group in unit.groups:
-                        group.isolate()
+                    unit.show_exact()
         except BaseException:
             self._let_go(held)
             raise
@@ -152,10 +149,7 @@ class WholeValues:
 
     def _let_go(self, units: Sequence[ShardedUnit]) -> None:
         for unit in units:
-            unit.holds -= 1
-            if not unit.holds:
-                for group in unit.groups:
-                    group.rejoin()
+            unit.end_show()
             unit.release()
 
     def write_back(self, names: Sequence[str], source: int) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from zero.cast import OWN
 from zero.checkpoint.engine_state import stride_of
 from zero.checkpoint.names import Target
 from zero.checkpoint.values import Values
@@ -56,16 +58,9 @@ def fill_buffers(module: nn.Module, values: Values, keys: Mapping[str, str]) -> 
 
 def spread(units: Iterable[ShardedUnit], communicator: Communicator) -> None:
     """Refresh whole parameters that are kept. Collective."""
-    handles = [
-        group.start_gather(communicator, None)
-        for unit in units
-        if unit.resident
-        for group in unit.groups
-        if group.shards > 1
-    ]
-    for handle in handles:
-        if handle is not None:
-            handle.wait()
+    kept = [g for unit in units if unit.resident for g in unit.groups if g.shards > 1]
+    for handle in list(chain.from_iterable(group.start_gather(communicator, OWN) for group in kept)):
+        handle.wait()
 
 
 def _fill_group(group: FlatGroup, values: Values, keys: Mapping[str, str]) -> None:

@@ -20,11 +20,13 @@ IN_BYTES = frozenset({"list_schedule"})
 
 @dataclass(frozen=True)
 class Gather:
-    """One gather in a graph. dtype: what fp32 parameters travel in. ahead: of its use."""
+    """One gather in a graph. dtype: what fp32 parameters are gathered in. nbytes: of the whole values.
+    travelling: of what stands for them on the way. ahead: of its use."""
 
     unit: str
     dtype: torch.dtype
     nbytes: int
+    travelling: int
     ahead: bool
 
 
@@ -79,6 +81,7 @@ def report(graph: ShardedGraph, kind: str, counts: dict[str, int]) -> GraphRepor
             graph.facts.units[graph.unit_of(node)].name,
             travels_in(node),
             graph.nbytes(node),
+            graph.nbytes_ahead(node),
             graph.unit_of(node) not in on_demand,
         )
         for node in graph.waits()
@@ -114,6 +117,9 @@ def _lines(report: GraphReport) -> list[str]:
     narrowed = (g.dtype for g in report.gathers if g.dtype is not torch.float32)
     casts = Counter(str(dtype).removeprefix("torch.") for dtype in narrowed)
     travel = ", ".join(f"{count} in {dtype}" for dtype, count in casts.items()) or "none narrowed"
+    travelling = sum(gather.travelling for gather in report.gathers)
+    if travelling < report.nbytes:
+        travel += f", travelling as {sizes.human(travelling)} of codes, scales and vectors"
     done = ", ".join(f"{n} {sizes.human(c) if n in IN_BYTES else c}" for n, c in report.counts.items())
     return [
         f"{report.kind}: {len(report.gathers)} gathers of {sizes.human(report.nbytes)} ({travel}), "

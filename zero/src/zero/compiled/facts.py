@@ -6,11 +6,13 @@ A *parameter number* is a parameter's place in `Facts.parameters`, a unit's *ind
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from zero.quantised import Quantised
 from zero.sharded_unit import ShardedUnit
 from zero.visits import Visits
 
@@ -19,7 +21,8 @@ from zero.visits import Visits
 class UnitFacts:
     """resident: always whole, never gathered. elements: of the whole flat buffers, by dtype. away: whether
     shards are not on the device. visiting: bytes of optimizer state that come to the device for the step.
-    slices: that reduced gradients are cut in, one of which stays on the device till then; 0: none does."""
+    slices: that reduced gradients are cut in, one of which stays on the device till then; 0: none does.
+    rounded: those of the elements that travel in codes."""
 
     name: str
     resident: bool
@@ -27,11 +30,25 @@ class UnitFacts:
     away: bool = False
     visiting: int = 0
     slices: int = 0
+    rounded: dict[torch.dtype, int] = field(default_factory=dict)
 
     def nbytes(self, travelling: torch.dtype) -> int:
         """Bytes of the gathered buffers where fp32 travels as `travelling`."""
-        narrow = {torch.float32: travelling}
-        return sum(n * narrow.get(dtype, dtype).itemsize for dtype, n in self.elements.items())
+        return _nbytes(self.elements, travelling)
+
+    def nbytes_ahead(self, travelling: torch.dtype) -> int:
+        """Bytes from the beginning of the gather until it is waited for."""
+        return self.nbytes(travelling) - _nbytes(self.rounded, travelling) + self.nbytes_coded
+
+    @property
+    def nbytes_coded(self) -> int:
+        """Bytes of codes and their scales."""
+        return sum(map(Quantised.nbytes_of, self.rounded.values()))
+
+
+def _nbytes(elements: dict[torch.dtype, int], travelling: torch.dtype) -> int:
+    narrow = {torch.float32: travelling}
+    return sum(n * narrow.get(dtype, dtype).itemsize for dtype, n in elements.items())
 
 
 @dataclass(frozen=True)
@@ -67,9 +84,11 @@ def gather_facts(handle: int, units: Sequence[ShardedUnit], visits: Visits, accu
 
 
 def _of_unit(unit: ShardedUnit, visits: Visits, accumulates: bool) -> UnitFacts:
-    elements: dict[torch.dtype, int] = {}
+    elements, rounded = Counter[torch.dtype](), Counter[torch.dtype]()
     for group in unit.groups:
-        elements[group.dtype] = elements.get(group.dtype, 0) + group.layout.numel
+        elements[group.dtype] += group.layout.numel
+        if group.codes is not None:
+            rounded[group.dtype] += group.layout.numel
     near = any(group.placement.gradients == "device" for group in unit.groups if group.trainable)
     slices = unit.groups[0].shards if near and not accumulates else 0
-    return UnitFacts(unit.name, unit.resident, elements, unit.away, visits.nbytes(unit), slices)
+    return UnitFacts(unit.name, unit.resident, elements, unit.away, visits.nbytes(unit), slices, rounded)

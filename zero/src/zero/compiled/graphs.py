@@ -78,6 +78,10 @@ class ShardedGraph:
         parameter: ParameterFacts = self.facts.parameters[numbers[0]]
         return parameter.unit
 
+    def nbytes_ahead(self, wait: fx.Node) -> int:
+        """Bytes that are there from the beginning of the gather until it is waited for."""
+        return self.facts.units[self.unit_of(wait)].nbytes_ahead(travels_in(wait))
+
     def nbytes(self, wait: fx.Node) -> int:
         """Bytes of the buffer whose values are waited for."""
         return self.facts.units[self.unit_of(wait)].nbytes(travels_in(wait))

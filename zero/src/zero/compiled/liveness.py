@@ -19,7 +19,14 @@ from torch import fx
 
 from accelz.flat_buffer import HOST
 from zero.compiled.graphs import ShardedGraph, begun_by, is_alias, outputs, unit_of
-from zero.compiled.ops import OFFLOAD_OPTIMIZER, REDUCE, RELEASE, RELOAD_OPTIMIZER, WAIT_OFFLOAD_OPTIMIZER
+from zero.compiled.ops import (
+    OFFLOAD_OPTIMIZER,
+    REDUCE,
+    RELEASE,
+    RELOAD_OPTIMIZER,
+    WAIT,
+    WAIT_OFFLOAD_OPTIMIZER,
+)
 
 
 def peak_of(graph: ShardedGraph, inputs_go: bool) -> int:
@@ -150,7 +157,11 @@ def _count_units(graph: ShardedGraph, comes: Counter[fx.Node], goes: Counter[fx.
     for node in graph.graph.nodes:
         for unit, dtype in begun_by(node):
             whole[unit] = graph.facts.units[unit].nbytes(dtype)
-            comes[node] += whole[unit]
+            comes[node] += graph.facts.units[unit].nbytes_ahead(dtype)
+        if node.target is WAIT:
+            coded = graph.facts.units[graph.unit_of(node)].nbytes_coded
+            comes[node] += graph.nbytes(node) - graph.nbytes_ahead(node) + coded
+            goes[node] += coded
         if node.target is RELEASE and not (len(node.args) > 3 and node.args[3]):
             goes[node] = whole.get(unit_of(node), 0)
 

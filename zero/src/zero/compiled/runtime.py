@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.memory import Memory
+from zero.cast import Cast
 from zero.compiled.activations import Activations
 from zero.errors import UsageError
 from zero.flat_group import FlatGroup
@@ -76,7 +77,7 @@ class Runtime:
         self._mark = mark
         self._visits = visits
         self._held: Counter[ShardedUnit] = Counter()
-        self._whole: dict[tuple[ShardedUnit, torch.dtype | None], int] = {}
+        self._whole: dict[tuple[ShardedUnit, Cast], int] = {}
         _runtimes[self.handle] = self
 
     @property
@@ -94,18 +95,20 @@ class Runtime:
 
     def nbytes(self, what: Gathered) -> int:
         """Bytes of whole buffers, beside those that ranks have in common."""
-        buffers = [group.buffer(_cast(what[1])) for group in self.unit(what).groups]
+        unit = self.unit(what)
+        buffers = [group.buffer(unit.cast_for(what[1])) for group in unit.groups]
         return sum(buffer.nbytes for buffer in buffers if not buffer.common)
 
     def begin_gather(self, unit: int, dtype: torch.dtype) -> None:
         """Nothing waits. dtype: what fp32 parameters travel in."""
-        cast = _cast(dtype)
+        cast = self._units[unit].cast_for(dtype)
         self._count(self._units[unit], cast)
         self._units[unit].start_gather(cast)
 
     def gather(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Whole values of parameters of one unit; it stays gathered until as many `release`."""
-        unit, cast = self._slots[numbers[0]][0], _cast(dtype)
+        unit = self._slots[numbers[0]][0]
+        cast = unit.cast_for(dtype)
         unit.holds += 1
         self._held[unit] += 1
         self._count(unit, cast)
@@ -163,7 +166,7 @@ class Runtime:
     def set_persistent(self, unit: int, dtype: torch.dtype, persistent: bool) -> None:
         """Whether the unit stays gathered in this dtype from now on, until the weights change."""
         change = self._units[unit].persistent.add if persistent else self._units[unit].persistent.discard
-        change(_cast(dtype))
+        change(self._units[unit].cast_for(dtype))
 
     def invalidate(self, unit: int) -> None:
         """Drop the unit's whole values, also what persists."""
@@ -205,7 +208,7 @@ class Runtime:
             self.profile.sample()
         self._mark(unit.name)
 
-    def _count(self, unit: ShardedUnit, cast: torch.dtype | None) -> None:
+    def _count(self, unit: ShardedUnit, cast: Cast) -> None:
         self._forget_released()
         if not unit.resident:
             self._whole[unit, cast] = sum(group.buffer(cast).nbytes for group in unit.groups)
@@ -213,11 +216,6 @@ class Runtime:
 
     def _forget_released(self) -> None:
         self._whole = {k: n for k, n in self._whole.items() if k[0].state(k[1]) is not State.SHARDED}
-
-
-def _cast(dtype: torch.dtype) -> torch.dtype | None:
-    """The cast of a unit whose fp32 parameters travel in `dtype`."""
-    return None if dtype is torch.float32 else dtype
 
 
 def lookup(handle: int) -> Runtime:

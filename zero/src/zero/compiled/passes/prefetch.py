@@ -21,15 +21,15 @@ def prefetch(graph: ShardedGraph, budget: int | None) -> int:
     """budget in bytes; None: the graph's largest gather. Returns how many gathers begin ahead."""
     waits = graph.waits()
     if budget is None:
-        budget = max(map(graph.nbytes, waits), default=0)
+        budget = max(map(graph.nbytes_ahead, waits), default=0)
     begun, ahead = 1, 0  # gathers begun before the current one is waited for, and their bytes
     count = 0
     for place, current in enumerate(waits):
         if place and begun > place:
-            ahead -= graph.nbytes(current)
+            ahead -= graph.nbytes_ahead(current)
         begun = first = max(begun, place + 1)
-        while begun < len(waits) and ahead + graph.nbytes(waits[begun]) <= budget:
-            ahead += graph.nbytes(waits[begun])
+        while begun < len(waits) and ahead + graph.nbytes_ahead(waits[begun]) <= budget:
+            ahead += graph.nbytes_ahead(waits[begun])
             begun += 1
         if begun > first:
             _begin(graph, waits[first:begun], current)
