@@ -40,7 +40,7 @@ class CompiledOptions:
     limit: float = 300.0
 
 
-_, _, PLAIN, _, EAGER, FSDP2, FSDP2_AUTOCAST = PEERS
+_, _, PLAIN, _, EAGER, _, _, FSDP2, FSDP2_AUTOCAST = PEERS
 
 
 def run(options: CompiledOptions) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +21,15 @@ ROOMY = 1 << 30  # bytes: room for every unit
 
 
 class AutocastPeer(Peer):
-    """zero at stage 3 with fp32 parameters under bf16 autocast."""
+    """zero at stage 3 with fp32 parameters under bf16 autocast. gather_dtype: as in `zero.Config`."""
 
-    def __init__(self, model: Decoder, setting: Setting, compile: zero.Compile | None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        setting: Setting,
+        compile: zero.Compile | None,
+        gather_dtype: Literal["int8", "fp8"] | None = None,
+    ) -> None:
         accelerator = accelz.current()
         if accelerator.device.type == "cpu":
             accelerator.collectives = GlooLanes()
@@ -30,7 +37,7 @@ class AutocastPeer(Peer):
         elif compile is not None:
             compile = compile.model_copy(update={"inner": "aot_eager"})
         self._device = accelerator.device.type
-        config = zero.Config(compile=compile, timeout=setting.timeout)
+        config = zero.Config(compile=compile, gather_dtype=gather_dtype, timeout=setting.timeout)
         self._engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), **ADAMW), config)
         self._engine.traffic.clear()
 
@@ -79,6 +86,10 @@ PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
         AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY, persist_budget=ROOMY)
     ),
     "zero3, eager": partial(AutocastPeer, compile=None),
+    "zero3, all ahead, int8": partial(
+        AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY), gather_dtype="int8"
+    ),
+    "zero3, eager, int8": partial(AutocastPeer, compile=None, gather_dtype="int8"),
     "fsdp2, compiled": build_fsdp2_compiled,
     "fsdp2, compiled, autocast": build_fsdp2_autocast,
 }
