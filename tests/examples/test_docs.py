@@ -15,7 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(
     ("document", "ranks"),
-    [("README.md", 1), ("docs/user-guide.md", 2), ("zero/README.md", 1), ("accelz/README.md", 1)],
+    [
+        ("README.md", 1),
+        ("docs/user-guide.md", 2),
+        ("docs/migration.md", 1),
+        ("zero/README.md", 1),
+        ("accelz/README.md", 1),
+    ],
 )
 def test_snippets_run_in_order(document: str, ranks: int, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zero.access import gathered
     from zero.compiled.settings import Compile
     from zero.config import Config
+    from zero.deepspeed_config import from_deepspeed
     from zero.deferred_init import init
     from zero.engine import Engine
     from zero.errors import (
@@ -58,6 +59,7 @@ _HOME = {  # where each public name lives; imported at its first use
     "StateError": "errors",
     "UsageError": "errors",
     "ZeroError": "errors",
+    "from_deepspeed": "deepspeed_config",
     "gathered": "access",
     "init": "deferred_init",
     "initialize": "initialization",
@@ -83,6 +85,7 @@ __all__ = [
     "StateError",
     "UsageError",
     "ZeroError",
+    "from_deepspeed",
     "gathered",
     "init",
     "initialize",

@@ -1,0 +1,155 @@
+"""DeepSpeed configurations taken over, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero
+
+HUGGING_FACE = {
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "none"},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": 5e8,
+        "stage3_prefetch_bucket_size": 1e7,
+        "stage3_param_persistence_threshold": 100000,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 2000,
+    "train_micro_batch_size_per_gpu": 2,
+    "wall_clock_breakdown": False,
+}
+
+
+def test_a_usual_one_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(HUGGING_FACE))
+    expected = zero.Config(
+        stage=3,
+        precision="bf16",
+        gradient_accumulation_steps=4,
+        clip_norm=1.0,
+        persistent_below=100000,
+        offload=zero.Offload(optimizer="host"),
+    )
+    for source in (HUGGING_FACE, path, str(path)):
+        assert zero.from_deepspeed(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"stage": 0}),
+        ({"zero_optimization": {"stage": 2}}, {"stage": 2}),
+        ({"fp16": {"enabled": True}}, {"stage": 0, "precision": "fp16", "loss_scale_window": 1000}),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 128, "loss_scale_window": 10, "hysteresis": 2}},
+            {"stage": 0, "precision": "fp16", "loss_scale": 128.0, "loss_scale_window": 10},
+        ),
+        ({"communication_data_type": "bfp16"}, {"stage": 0, "reduce_dtype": "bf16"}),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, {"gather_dtype": "int8"}),
+        ({"zero_optimization": {"stage": 3}, "compile": {"deepcompile": True}}, {"compile": True}),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, _accumulating := {
+            "stage": 0, "gradient_accumulation_steps": 8}),
+        ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8},
+            _accumulating),
+        ({"train_batch_size": 64}, {"stage": 0}),
+        ({"gradient_predivide_factor": 1.0, "prescale_gradients": False, "amp": {"enabled": False}},
+            {"stage": 0}),
+    ],
+)  # fmt: skip
+def test_what_each_key_becomes(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert zero.from_deepspeed(given, world_size=2) == zero.Config(**expected)
+
+
+def test_tiers() -> None:
+    disk = {"device": "nvme", "nvme_path": "/local"}
+    stage3: dict[str, Any] = {"stage": 3, "offload_optimizer": disk | {"ratio": 0.5}, "offload_param": disk}
+    config = zero.from_deepspeed({"zero_optimization": stage3})
+    assert config.offload == zero.Offload(
+        optimizer="disk", params="disk", fraction={"optimizer": 0.5}, path="/local"
+    )
+    stage3["offload_param"] = {"device": "cpu", "nvme_path": "/not/used"}
+    config = zero.from_deepspeed({"zero_optimization": stage3})
+    assert config.tiers.params == "host"
+    stage3["offload_param"] = disk | {"nvme_path": "/elsewhere"}
+    with pytest.raises(zero.ConfigError, match="one directory, not /elsewhere and /local"):
+        zero.from_deepspeed({"zero_optimization": stage3})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
+            r"'optimizer.type': make it in the program",
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, r"'scheduler.type': make it in the program"),
+        ({"torch_autocast": {"enabled": True}}, "under torch.autocast"),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+            "'zero_optimization.zero_quan",
+        ),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "no counterpart; remove it"),
+        ({"zero_optimization": {"stage": "three"}}, "'zero_optimization.stage' is 'three': expected a whole"),
+        ({"zero_optimization": {"stage": True}}, "expected a whole number"),
+        ({"gradient_clipping": "auto"}, "'gradient_clipping' is 'auto': write the value"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 12}}, r"begins at 2\*\*16"),
+        ({"communication_data_type": "int4"}, "'int4', none of fp32, fp16, bf16"),
+        (
+            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
+            "times a whole number of accumulation",
+        ),
+        (
+            {
+                "train_batch_size": 16,
+                "train_micro_batch_size_per_gpu": 4,
+                "gradient_accumulation_steps": 4,
+            },
+            "16 is not .* 4 times 2 ranks times 4",
+        ),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "set stage=3"),
+        ({"zero_optimization": {"stage": 1, "zero_quantized_weights": True}}, "set stage=3"),
+    ],
+)
+def test_what_cannot_be_taken_over_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(zero.ConfigError, match=said):
+        zero.from_deepspeed(given, world_size=2)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    given = {"optimizer": {"type": "Adam"}, "curriculum_learning": {"enabled": True}, "fp16": "auto"}
+    with pytest.raises(zero.ConfigError) as caught:
+        zero.from_deepspeed(given)
+    for name in ("optimizer.type", "curriculum_learning.enabled", "fp16"):
+        assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", None])
+def test_a_file_that_is_none(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "ds.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(zero.ConfigError, match=r"ds\.json is no DeepSpeed configuration"):
+        zero.from_deepspeed(path)
+
+
+def test_ranks_are_those_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    given = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+    assert zero.from_deepspeed(given).gradient_accumulation_steps == 4

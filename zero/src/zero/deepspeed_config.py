@@ -1,0 +1,206 @@
+"""A DeepSpeed configuration as a `Config`: what changes the training is taken over, or refused with a reason.
+
+Keys are DeepSpeed's (0.19), by their path: "zero_optimization.stage". What only tunes DeepSpeed's own
+buckets, buffers and logs has no counterpart, and is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zero.config import Config
+from zero.errors import ConfigError
+from zero.offload import Offload
+
+T = TypeVar("T", bool, int, float, str)
+TUNING = (
+    "dump_state",
+    "log_level",
+    "memory_breakdown",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "bf16.immediate_grad_update",
+    "fp16.consecutive_hysteresis",
+    "fp16.hysteresis",
+    "fp16.min_loss_scale",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.ignore_unused_parameters",
+    "zero_optimization.load_from_fp32_weights",
+    "zero_optimization.memory_efficient_linear",
+    "zero_optimization.offload_optimizer.buffer_count",
+    "zero_optimization.offload_optimizer.fast_init",
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_optimizer.pipeline_read",
+    "zero_optimization.offload_optimizer.pipeline_write",
+    "zero_optimization.offload_param.buffer_count",
+    "zero_optimization.offload_param.buffer_size",
+    "zero_optimization.offload_param.max_in_cpu",
+    "zero_optimization.offload_param.pin_memory",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_optimization.stage3_max_live_parameters",
+    "zero_optimization.stage3_max_reuse_distance",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+)
+NEUTRAL = {"gradient_predivide_factor": 1.0, "zero_optimization.zero_hpz_partition_size": 1}
+HINTS = {
+    "optimizer": "make it in the program, e.g. torch.optim.AdamW(model.parameters(), lr=1e-4), and pass it "
+    "to zero.initialize",
+    "scheduler": "make it in the program, from torch.optim.lr_scheduler",
+    "torch_autocast": "run the model under torch.autocast",
+    "activation_checkpointing": "use torch.utils.checkpoint in the model",
+    "fp16.initial_scale_power": "the loss scale begins at 2**16",
+}
+DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
+
+
+def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | None = None) -> Config:
+    """The `Config` of a DeepSpeed configuration: a dict, or the path of a JSON file.
+
+    world_size: ranks of the job, for batch sizes that give the accumulation steps; None: those that torchrun
+    tells, else 1. Raises ConfigError for a file that is none, for values that are to be filled in by another
+    program ("auto"), and for whatever changes the training and has no counterpart: all of it in one message.
+    """
+    leaves = _Leaves(_read(source))
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    zero = "zero_optimization."
+    values = {
+        "stage": leaves.take(zero + "stage", 0),
+        "gradient_accumulation_steps": _accumulation(leaves, ranks),
+        "clip_norm": leaves.take("gradient_clipping", 0.0) or None,
+        "reduce_dtype": leaves.choose("communication_data_type", DTYPES),
+        "gather_dtype": "int8" if leaves.take(zero + "zero_quantized_weights", False) else None,
+        "persistent_below": leaves.take(zero + "stage3_param_persistence_threshold", 0),
+        "compile": bool(leaves.take("compile.deepcompile", False)),
+        "offload": _offload(leaves, zero),
+        **_precision(leaves),
+    }
+    leaves.refuse_the_rest()
+    return Config(**values)
+
+
+class _Leaves:
+    """Values by path, each to be taken once. What is off (false, 0) or left alone (null) is not there."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        found = {path: value for path, value in _flatten(given) if value and value != NEUTRAL.get(path)}
+        self._problems = [f"{path!r} is 'auto': write the value" for path in found if found[path] == "auto"]
+        self._values = {path: value for path, value in found.items() if value != "auto"}
+
+    def take(self, path: str, default: T) -> T:
+        """The value, or `default`, whose type it has to be of."""
+        value = self._values.pop(path, default)
+        kind = (int, float) if isinstance(default, float) else type(default)
+        if isinstance(value, kind) and (isinstance(value, bool) is isinstance(default, bool)):
+            return value  # type: ignore[return-value]
+        self.problem(f"{path!r} is {value!r}: expected {_KINDS[type(default)]}")
+        return default
+
+    def choose(self, path: str, known: Mapping[str, str]) -> str | None:
+        """The counterpart of a word, None where none is given."""
+        word = self.take(path, "")
+        if word and word not in known:
+            self.problem(f"{path!r} is {word!r}, none of {', '.join(known)}")
+        return known.get(word)
+
+    def problem(self, text: str) -> None:
+        self._problems.append(text)
+
+    def refuse_the_rest(self) -> None:
+        """Raise ConfigError if anything is left that is no tuning, or has been a problem."""
+        for path in self._values:
+            if path not in TUNING:
+                self.problem(f"{path!r}: {_hint(path)}")
+        if self._problems:
+            raise ConfigError(
+                "the DeepSpeed configuration cannot be taken over: " + "; ".join(self._problems)
+            )
+
+
+def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    try:
+        given = json.loads(Path(source).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source} is no DeepSpeed configuration: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{source} is no DeepSpeed configuration: expected a JSON object")
+    return given
+
+
+def _flatten(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves with their paths, without sections that are not enabled."""
+    if given.get("enabled", True) in (False, None):
+        return
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _accumulation(leaves: _Leaves, ranks: int) -> int:
+    """Micro-batches per step, where need be out of the batch sizes."""
+    total, micro, steps = (
+        leaves.take(path, 0)
+        for path in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    if not (total and micro):
+        return steps or 1
+    found = total // (micro * ranks)
+    if found * micro * ranks != total or steps not in (0, found):
+        leaves.problem(
+            f"'train_batch_size' {total} is not 'train_micro_batch_size_per_gpu' {micro} times {ranks} ranks "
+            f"times {steps or 'a whole number'} of accumulation steps"
+        )
+    return max(found, 1)
+
+
+def _precision(leaves: _Leaves) -> dict[str, Any]:
+    narrow = [name for name in ("bf16", "fp16") if leaves.take(f"{name}.enabled", False)]
+    if len(narrow) > 1:
+        leaves.problem("'bf16' and 'fp16' are both enabled")
+    if narrow != ["fp16"]:
+        return {"precision": narrow[0] if narrow else "model"}
+    if leaves.take("fp16.initial_scale_power", 16) != 16:
+        leaves.problem(f"'fp16.initial_scale_power': {HINTS['fp16.initial_scale_power']}")
+    return {
+        "precision": "fp16",
+        "loss_scale": leaves.take("fp16.loss_scale", 0.0) or "dynamic",
+        "loss_scale_window": leaves.take("fp16.loss_scale_window", 1000),
+    }
+
+
+def _offload(leaves: _Leaves, zero: str) -> Offload | None:
+    optimizer = leaves.choose(f"{zero}offload_optimizer.device", TIERS) or "device"
+    params = leaves.choose(f"{zero}offload_param.device", TIERS) or "device"
+    fraction = leaves.take(f"{zero}offload_optimizer.ratio", 1.0)
+    paths = [leaves.take(f"{zero}offload_{kind}.nvme_path", "") for kind in ("optimizer", "param")]
+    wanted = {path for path, tier in zip(paths, (optimizer, params), strict=True) if path and tier == "disk"}
+    if len(wanted) > 1:
+        leaves.problem(f"'nvme_path' has to be one directory, not {' and '.join(sorted(wanted))}")
+    if optimizer == params == "device":
+        return None
+    parts = {"optimizer": fraction} if optimizer != "device" and fraction < 1 else {}
+    return Offload(optimizer=optimizer, params=params, fraction=parts, path=next(iter(wanted), None))  # type: ignore[arg-type]
+
+
+def _hint(path: str) -> str:
+    found = (hint for prefix, hint in HINTS.items() if path == prefix or path.startswith(f"{prefix}."))
+    return next(found, "has no counterpart; remove it")
