@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from accelz.flat_buffer import HOST
 from zero.config import Config
 from zero.errors import ConfigError
 from zero.offload import Offload
@@ -66,7 +67,7 @@ HINTS = {
 }
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-TIERS = {"none": "device", "cpu": "host", "nvme": "disk"}
+TIERS = {"none": "device", HOST.type: "host", "nvme": "disk"}
 
 
 def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | None = None) -> Config:
