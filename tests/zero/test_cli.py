@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,14 @@ def refused(*arguments: object) -> str:
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     return " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("module", ["zero", "accelz"])
+def test_it_is_a_module_too(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert f"Usage: {module}" in done.stdout
 
 
 def test_consolidate_writes_weights_and_says_what(checkpoint: Path, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import LanguageModel
 from tests.zero.training import adamw
+from zero.build import check_model
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,7 @@ def bad_input_body(context: Context) -> dict[str, str]:
         "lazy": (lazy(), torch.optim.SGD(any_parameter, lr=1), config),
         "meta": (on_meta(), torch.optim.SGD(any_parameter, lr=1), config),
         "complex": (complex_valued(), torch.optim.SGD(any_parameter, lr=1), config),
+        "wrapped": ((m := nn.DataParallel(whole())), adamw(m), config),
         "overlap": (overlapping(), torch.optim.SGD(any_parameter, lr=1), config),
         "not an optimizer": (whole(), [1, 2], config),
         "foreign parameter": (
@@ -161,6 +164,7 @@ EXPECTED = {
     "lazy": "ModelError: parameter '1.weight' is lazy",
     "meta": "ModelError: parameter 'weight' is on the meta device",
     "complex": "ModelError: parameter 'weight' is torch.complex64",
+    "wrapped": "ModelError: the model is wrapped in DataParallel",
     "overlap": "ModelError: parameters '0.weight' and '1.weight' are different Parameter objects",
     "not an optimizer": "OptimizerError: expected a torch.optim.Optimizer, got list",
     "foreign parameter": "OptimizerError: param_groups[0]['params'][",
@@ -182,6 +186,14 @@ def test_bad_input_changes_nothing(cluster: Clusters, size: int, device: str) ->
         for name, start in EXPECTED.items():
             assert messages[name].startswith(start.replace("{device}", device)), messages[name]
             assert "CHANGED" not in messages[name], messages[name]
+
+
+def test_parameters_made_of_others_are_refused() -> None:
+    """DTensors of a fully_shard that was left in, for one."""
+    model = nn.Linear(3, 3)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
+    with pytest.raises(zero.ModelError, match=r"'weight' is a TwoTensor.*leave out fully_shard"):
+        check_model(model)
 
 
 def test_no_public_name_is_also_a_module() -> None:

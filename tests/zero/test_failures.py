@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -332,6 +333,30 @@ def same_bits_after_evaluation_body(context: Context) -> bool:
         return straight(model, step, rank)
 
     return same_bits(train_zero(context, fresh(), with_evaluation, config, decaying, steps=4), expected)
+
+
+def late_layer_body(context: Context) -> list[str]:
+    """What is said when a layer takes the place of the only trained one, as adapters that come late do."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=20))
+    x = torch.ones(2, 4, device=engine.accelerator.device)
+    said = []
+    for replace in (False, True):
+        if replace:
+            model[0] = nn.Linear(4, 4).to(x.device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        said.append("; ".join(str(w.message) for w in caught if "this step changes none" in str(w.message)))
+    return said
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_trains_nothing_is_told(cluster: Clusters, size: int) -> None:
+    for before, after in cluster(size).run(late_layer_body):
+        assert before == ""
+        assert "put into the model after zero.initialize" in after
 
 
 def test_evaluation_changes_nothing(cluster: Clusters) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -216,6 +219,40 @@ def born_peak_body(context: Context) -> tuple[int, int]:
 def test_no_rank_ever_holds_the_whole_model(cluster: Clusters) -> None:
     for peak, block in cluster(2).run(born_peak_body):
         assert peak == block  # one unit, while it is being sharded
+
+
+def plain_load_body(context: Context, stage: int) -> bool:
+    """Whether the model's own load_state_dict(), refused otherwise, does its work inside `gathered`."""
+    model, new = fresh(), {n: v + 1 for n, v in fresh().state_dict().items()}
+    engine = zero.initialize(model, adamw(model), zero.Config(stage=stage, precision="bf16", timeout=10))
+    for part, state in ((model, new), (model.blocks[0].up, fresh().blocks[0].up.state_dict())):
+        with pytest.raises(zero.UsageError, match=r"engine\.load_state_dict"):
+            part.load_state_dict(state)
+    with zero.gathered(model, write_rank=0):
+        if context.rank == 0:
+            model.load_state_dict(new)
+    masters = {n: engine.full_master(n) for n, _ in model.named_parameters()}
+    return all(torch.equal(m.cpu(), new[n].bfloat16().float()) for n, m in masters.items())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_models_own_load_state_dict_is_refused(cluster: Clusters, stage: int) -> None:
+    """At 16 bits the next step would bring the old values back."""
+    assert all(cluster(2).run(plain_load_body, stage=stage))
+
+
+def copy_body(context: Context, stage: int) -> None:
+    model = fresh()
+    zero.initialize(model, adamw(model), zero.Config(stage=stage, timeout=10))
+    expected = zero.UsageError if stage < 3 else zero.ShardedParameterError
+    for each in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(expected, match=r"before zero\.initialize|sharded over the ranks"):
+            each(model)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_model_that_has_an_engine_is_not_copied(cluster: Clusters, stage: int) -> None:
+    cluster(2).run(copy_body, stage=stage)
 
 
 def round_trip_body(context: Context, precision: str) -> dict[str, Any]:

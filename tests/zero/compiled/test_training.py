@@ -126,11 +126,12 @@ def breaks_body(context: Context) -> dict[str, Any]:
             warnings.simplefilter("always")
             compiled = train(context, AOT, path=path)
         told = [str(w.message) for w in caught if "unit by unit" in str(w.message)]
-        found[path] = (same_bits(compiled, train(context, None, path=path)), len(told))
+        where = sum('models.py", line ' in message for message in told)
+        found[path] = (same_bits(compiled, train(context, None, path=path)), len(told), where)
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_graph_breaks_go_unit_by_unit(cluster: Clusters, size: int) -> None:
     for found in cluster(size).run(breaks_body, limit=120):
-        assert found == {"broken": (True, 1), "broken root": (True, 1)}
+        assert found == {"broken": (True, 1, 1), "broken root": (True, 1, 1)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +14,16 @@ from zero.guard import NAME_ATTRIBUTE
 from zero.whole import WholeValues
 
 WHOLE_ATTRIBUTE = "_zero_whole"  # in a sharded parameter's __dict__: its engine's WholeValues
+
+
+def own(model: nn.Module, whole: WholeValues) -> None:
+    """Say that an engine has the model's parameters. Its `load_state_dict()` raises UsageError from now on,
+    except inside `gathered`: at 16 bits the masters would bring the old values back in the next step."""
+    for parameter in model.parameters():
+        parameter.__dict__[WHOLE_ATTRIBUTE] = whole
+    for module in model.modules():
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(_refuse_to_load)
 
 
 @contextmanager
@@ -60,6 +71,17 @@ def _by_owner(
         if whole is not None:
             owners.setdefault(whole, []).append(parameter)
     return owners
+
+
+def _refuse_to_load(module: nn.Module, *_: Any) -> None:
+    for parameter in module._parameters.values():
+        own = {} if parameter is None else parameter.__dict__
+        if WHOLE_ATTRIBUTE in own and not own[WHOLE_ATTRIBUTE].locate(own[NAME_ATTRIBUTE])[0].shown:
+            raise UsageError(
+                "model.load_state_dict() changes this rank's whole values at most, and not what the engine "
+                "steps: call engine.load_state_dict(state), which takes rank 0's, or load inside "
+                "`with zero.gathered(model, write_rank=0):`"
+            )
 
 
 def _check_rank(whole: WholeValues, write_rank: int | None) -> None:

@@ -9,7 +9,9 @@ from zlib import crc32
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import unshare
@@ -35,6 +37,11 @@ def check_model(model: nn.Module) -> None:
     """Raise ModelError if the model cannot be sharded. Changes nothing."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise ModelError(
+            f"the model is wrapped in {type(model).__name__}, which would reduce all gradients a second "
+            "time; pass the model itself (model.module)"
+        )
     named = list(model.named_parameters())
     if not named:
         raise ModelError("the model has no parameters")
@@ -238,6 +245,11 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ModelError(
             f"parameter {name!r} is on the meta device and has no values; build the model under "
             "`with zero.init(config):` instead of torch.device('meta')"
+        )
+    if is_traceable_wrapper_subclass(parameter):
+        raise ModelError(
+            f"parameter {name!r} is a {type(parameter).__name__}, whose values lie in tensors inside of "
+            "it; zero shards plain parameters: leave out fully_shard, tensor parallelism and quantization"
         )
     if parameter.is_complex() or parameter.layout is not torch.strided:
         raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero import model_state
-from zero.access import WHOLE_ATTRIBUTE
+from zero.access import own
 from zero.balance import Balancer
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
@@ -86,8 +87,7 @@ class Engine:
             self._loss_scale,
         )
         self._checkpoints = Checkpoints(parts)
-        for parameter in module.parameters():
-            parameter.__dict__[WHOLE_ATTRIBUTE] = self._whole
+        own(module, self._whole)
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
         self._reducer = reducer = self._passes.reducer
         self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator)
@@ -159,6 +159,8 @@ class Engine:
         self._shards.check_groups()
         self._tracer.begin_step()
         factors = self._factor.complete()
+        if not self._reducer.any_used:
+            warnings.warn(_NOTHING_TO_STEP, RuntimeWarning, stacklevel=2)
         self._hear_of_disks()
         self._change_weights(*factors)
         self.accelerator.flush()
@@ -469,6 +471,12 @@ class Engine:
         """After an exception: drop gradients, gathers and calls under way."""
         self._passes.recover()
         self._micro_steps = 0
+
+
+_NOTHING_TO_STEP = (
+    "no parameter of the engine has a gradient on any rank, so this step changes none: what was put into the "
+    "model after zero.initialize is not trained, and what was taken out of it is not used"
+)
 
 
 def _asking_to_repeat(what: str) -> OutOfMemoryError:

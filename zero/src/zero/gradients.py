@@ -234,6 +234,11 @@ class GradientReducer:
         if self._last and self.follower is not None:
             self.follower.arrived(done.gradients)
 
+    @property
+    def any_used(self) -> bool:
+        """Whether any parameter has had a gradient on any rank since the last step."""
+        return any(gradients.used for gradients in self.all)
+
     def _agree_on_usage(self) -> None:
         """Note which parameters have a gradient on any rank."""
         counts = [len(g.group.parameters) for g in self.all]

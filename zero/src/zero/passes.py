@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from zero.communicator import Communicator
 from zero.compiled.settings import Compile
 from zero.config import Config
+from zero.copies import Uncopied
 from zero.errors import CommunicationError, UsageError
 from zero.gradients import GradientReducer
 from zero.group_gradients import GradientPolicy, GroupGradients
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from zero.compiled.model import CompiledModel
 
 
-class Passes:
+class Passes(Uncopied):
     """The hooks on a model and its parameters, and what the engine does before, in and after a backward.
 
     reducer: of the gradients that arrive. compiled: the model's calls through torch.compile; None without.

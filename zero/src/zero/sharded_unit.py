@@ -74,6 +74,11 @@ class ShardedUnit:
         return any(group.home.common for group in self.groups)
 
     @property
+    def shown(self) -> bool:
+        """Inside `show_exact`."""
+        return bool(self._shown_before)
+
+    @property
     def in_use(self) -> bool:
         return bool(self.holds or self.calls_in_backward)
 
@@ -91,7 +96,7 @@ class ShardedUnit:
         """The cast to compute in while autocast is on with this dtype (None: off). What is shown exact is
         computed with as well."""
         narrow = autocast if self._castable and autocast is not torch.float32 else None
-        return Cast(narrow, None if self._shown_before else self._codes)
+        return Cast(narrow, None if self.shown else self._codes)
 
     def start_gather(self, cast: Cast) -> None:
         """Issue the gather unless it is done or under way."""
@@ -130,14 +135,14 @@ class ShardedUnit:
 
     def _show_again(self) -> None:
         """Where nobody computes with the unit any more, it shows exact values if it is to."""
-        if self._shown_before and self.holds == len(self._shown_before) and OWN in self._gathered:
+        if self.shown and self.holds == len(self._shown_before) and OWN in self._gathered:
             self._bind(OWN)
 
     def end_show(self) -> None:
         """End `show_exact`: who computes with the unit finds what was bound before. Release it then."""
         self.holds -= 1
         before = self._shown_before.pop()
-        if not self._shown_before:
+        if not self.shown:
             for group in self.groups:
                 group.rejoin()
         if before in self._gathered:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.cast import Cast
+from zero.copies import Uncopied
 from zero.schedule import Schedule
 from zero.sharded_unit import ShardedUnit
 from zero.tensors import iter_tensors
@@ -40,7 +41,7 @@ class Phase:
             self.on_unit(unit)
 
 
-class UnitHooks:
+class UnitHooks(Uncopied):
     """Hooks of one unit on its anchors (modules whose forward needs its parameters).
 
     on_over(unit): called when the backward of all its calls is over.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero.communicator import Communicator
+from zero.copies import Uncopied
 from zero.errors import StateError
 from zero.flat_group import FlatGroup
 from zero.sharded_unit import ShardedUnit
@@ -21,7 +22,7 @@ from zero.tiers.values import Values, fetch, put
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
 
 
-class WholeValues:
+class WholeValues(Uncopied):
     """The sharded units as a set of named parameters.
 
     check(): raises where they cannot be gathered now. interrupt(): told that weights have changed by half.

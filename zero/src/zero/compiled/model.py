@@ -116,7 +116,7 @@ class CompiledModel:
     def _by_units(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on without the whole graph, unless the model itself raises on these arguments."""
         result = self._module._call_impl(*args, **kwargs)
-        self._why = str(error).strip().split("\n")[0]
+        self._why = _reason(error)
         self._whole = None
         for module in dict.fromkeys(a for u in self._units for a in u.anchors if self._is_block(a)):
             forward = torch.compile(
@@ -133,6 +133,14 @@ class CompiledModel:
     def _is_block(self, module: nn.Module) -> bool:
         """Not the root, which what it calls would be compiled into."""
         return module is not self._module
+
+
+def _reason(error: Exception) -> str:
+    """What dynamo could not trace, and where: the innermost line of the user's code that it names."""
+    what = str(error).strip().split("\n")[0]
+    _, _, code = str(error).partition("from user code:")
+    places = [line.strip() for line in code.split("\n") if line.lstrip().startswith("File ")]
+    return f"{what} ({places[-1]})" if places else what
 
 
 def _settle_hook_order(module: nn.Module) -> None:

@@ -1,0 +1,5 @@
+"""`python -m accelz` is the command `accelz`."""
+
+from accelz.cli import app
+
+app(prog_name="accelz")
