@@ -23,9 +23,12 @@ DTYPES = {
     torch.int64: 4,
     torch.int32: 5,
     torch.uint8: 6,
-    torch.int8: 7,
-    torch.float8_e4m3fn: 8,
 }
+"""What collectives take."""
+
+CODES = {torch.int8: 7, torch.float8_e4m3fn: 8}
+"""What values are quantised to, for the kernels alone."""
+
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes that the kernels take."""
 

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from accelz.kernels import check_blocks
 from accelz_cpu.kernels import CpuKernels
-from accelz_cpu.native import DTYPES, FLOATS, AdamWArguments, LionArguments, SgdArguments, StepArguments
+from accelz_cpu.native import (
+    CODES,
+    DTYPES,
+    FLOATS,
+    AdamWArguments,
+    LionArguments,
+    SgdArguments,
+    StepArguments,
+)
 
 
 class NativeKernels(CpuKernels):
@@ -185,7 +193,7 @@ class NativeKernels(CpuKernels):
             return
         self._library.accelz_quantise(
             output.data_ptr(),
-            DTYPES[output.dtype],
+            CODES[output.dtype],
             scales.data_ptr(),
             source.data_ptr(),
             DTYPES[source.dtype],
@@ -203,7 +211,7 @@ class NativeKernels(CpuKernels):
             output.data_ptr(),
             DTYPES[output.dtype],
             source.data_ptr(),
-            DTYPES[source.dtype],
+            CODES[source.dtype],
             scales.data_ptr(),
             source.numel(),
             block,
