@@ -16,8 +16,8 @@ record      the master and the optimizer's moments, wherever they are: of each s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, dense_stride
-from accelz.streams import Event
 from zero import layout
 from zero.cast import OWN, Cast
 from zero.communicator import Communicator, NamedHandle
 from zero.layout import ParameterSpec
 from zero.quantised import Quantised, block_of
 from zero.room import allocate
+from zero.shard_source import ShardSource
 from zero.sub_group import SubGroup, sub_groups
 from zero.tiers.joined import joined
 from zero.tiers.placement import Placement
@@ -79,14 +79,13 @@ class FlatGroup:
         self._cast_buffers: dict[Cast, FlatBuffer] = {}
         self._travelling: dict[Cast, Quantised] = {}
         self._private: FlatBuffer | None = None
-        self._brought: tuple[Tensor, Event] | None = None  # the shard on the device, from when on
-        self._read: Event | None = None  # the device's last copy from a shard on the host
         # Masters start from the values as they were given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
             self.parameters, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
         )
-        self.shard = self.home.data[self.window]
+        self.source = ShardSource(stores, unit, self.home.data[self.window])
+        self.shard = self.source.shard
 
     @property
     def shards(self) -> int:
@@ -100,11 +99,11 @@ class FlatGroup:
 
     @property
     def shard(self) -> Values:
-        return self._shard
+        return self.source.shard
 
     @shard.setter
     def shard(self, values: Values) -> None:
-        self._shard = values
+        self.source.shard = values
         for sub in self.subs:
             sub.follow(values)
 
@@ -146,9 +145,9 @@ class FlatGroup:
 
     def park(self) -> None:
         """Keep the shard on the host and give all memory of the device back, until `unpark`."""
-        near = isinstance(self.shard, Tensor) and self.shard.device == self._accelerator.device
-        if near and isinstance(self.shard, Tensor) and self._stores.resolve("host") == "host":
-            self.shard = self._stores.keep(self.shard, "host")
+        shard = self.source.resting
+        if shard is not None and self._stores.resolve("host") == "host":
+            self.shard = self._stores.keep(shard, "host")
             self.home.release()
 
     def unpark(self, whole: bool) -> None:
@@ -198,12 +197,12 @@ class FlatGroup:
         device = self._accelerator.device
         records = (sub for sub in self.subs if sub.record is not None)
         record = sum(sub.kept.bytes_on(device, sub.shard) for sub in records)
-        if not isinstance(self.shard, Tensor) or self.shard.device != device:
-            brought = 0 if self._brought is None else self._brought[0].nbytes
-            return Held(parameters=brought, gathered=whole, optimizer=record)
-        if self.shard.untyped_storage().data_ptr() == self.home.data.untyped_storage().data_ptr():
+        shard = self.source.resting
+        if shard is None:
+            return Held(parameters=self.source.brought_bytes, gathered=whole, optimizer=record)
+        if shard.untyped_storage().data_ptr() == self.home.data.untyped_storage().data_ptr():
             return Held(parameters=self.home.nbytes, gathered=whole - self.home.nbytes, optimizer=record)
-        return Held(parameters=self.shard.nbytes, gathered=whole, optimizer=record)
+        return Held(parameters=shard.nbytes, gathered=whole, optimizer=record)
 
     def isolate(self) -> None:
         """Let the gathered parameters be this rank's own: no write to them reaches another rank."""
@@ -264,8 +263,9 @@ class FlatGroup:
         make = partial(Quantised, numel, codes, self._accelerator.device)
         whole = allocate(self._stores, "to gather", self.unit, Quantised.nbytes_of(numel), make)
         self._travelling[form] = whole
-        with communicator.postponing() if communicator.in_pass else nullcontext(), self._in_memory() as shard:
-            whole.put(self._accelerator.kernels, self.window, self._near(shard))
+        postponing = communicator.postponing() if communicator.in_pass else nullcontext()
+        with postponing, self.source.on_device() as shard:
+            whole.put(self._accelerator.kernels, self.window, shard)
         return whole.all_gather(communicator, self.unit, self.window)
 
     def finish_gather(self, cast: Cast) -> None:
@@ -284,69 +284,18 @@ class FlatGroup:
         nbytes = self.layout.numel * (form.dtype or self.dtype).itemsize
         return allocate(self._stores, "to gather", self.unit, nbytes, materialized)
 
-    def _near(self, shard: Tensor) -> Tensor:
-        """The shard on the device."""
-        move = partial(shard.to, self._accelerator.device, non_blocking=True)
-        return allocate(self._stores, "to gather", self.unit, shard.nbytes, move)
-
     def _mine_in(self, buffer: FlatBuffer) -> Tensor:
         """This rank's slice as it goes into `buffer`: the shard itself where it fits, else put there."""
         mine = buffer.data[self.window]
-        with self._in_memory() as shard:
-            if buffer is not self.home:
-                self._accelerator.kernels.scale_cast(mine, self._near(shard))
-            elif shard.device == mine.device and self.shards > 1 and not isinstance(self.shard, Section):
+        if buffer is not self.home:
+            with self.source.on_device() as shard:
+                self._accelerator.kernels.scale_cast(mine, shard)
+            return mine
+        with self.source.in_memory() as shard:
+            if shard.device == mine.device and self.shards > 1 and not isinstance(self.shard, Section):
                 return shard
-            else:
-                mine.copy_(shard, non_blocking=True)
+            mine.copy_(shard, non_blocking=True)
         return mine
-
-    @contextmanager
-    def _in_memory(self) -> Iterator[Tensor]:
-        """The shard to be copied from in the block. On an asynchronous device the copy may come later; see
-        `await_reads`."""
-        if isinstance(self.shard, Section):
-            with self._stores.read_ahead.use(self.shard) as shard:
-                yield shard
-        elif self._brought is not None:
-            near, there = self._brought
-            self._accelerator.streams.current().wait(there)
-            yield near
-        else:
-            assert isinstance(self.shard, Tensor)
-            try:
-                yield self.shard
-            finally:
-                if self.shard.device != self._accelerator.device:
-                    self._read = self._accelerator.streams.current().record()
-
-    def start_read(self) -> bool:
-        """Begin to read a shard that is on disk; False where as much as may be has been read ahead."""
-        return not isinstance(self.shard, Section) or self._stores.read_ahead.begin(self.shard)
-
-    def bring(self) -> None:
-        """Begin to move a shard that is away towards the device, for a gather; ends with `take_back`."""
-        shard, device = self.shard, self._accelerator.device
-        if isinstance(shard, Section):
-            self.start_read()
-        elif isinstance(shard, Tensor) and shard.device != device and self._brought is None:
-            make = partial(torch.empty_like, shard, device=device)
-            near = allocate(self._stores, "for the shard of", self.unit, shard.nbytes, make)
-            self._read = self._stores.carrier.send(shard, near)
-            self._brought = near, self._read
-
-    def take_back(self) -> None:
-        """The device need not have the shard any more: its gather is done, or the weights change."""
-        if self._brought is not None:
-            self._accelerator.streams.current().wait(self._brought[1])
-            self._brought = None
-
-    def await_reads(self) -> None:
-        """Return once the device has read what it was to read of a shard on the host: that may be written to
-        then."""
-        if self._read is not None:
-            self._read.synchronize()
-            self._read = None
 
     def bind(self, cast: Cast) -> None:
         """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""

@@ -64,7 +64,7 @@ class Schedule:
         for index, cast in self._upcoming(self._ahead + DEPTH)[self._ahead :]:
             unit = self._units[index]
             will_be_gathered = unit.state(cast) is State.SHARDED or not self.needed_soon(unit)
-            if will_be_gathered and not all(group.start_read() for group in unit.groups):
+            if will_be_gathered and not all(group.source.start_read() for group in unit.groups):
                 return
 
     def _upcoming(self, count: int) -> list[Event]:

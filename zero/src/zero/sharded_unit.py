@@ -182,7 +182,7 @@ class ShardedUnit:
         """Before shards change: nothing gathered is to stay, and the device has read those on the host."""
         self.invalidate()
         for group in self.groups:
-            group.await_reads()
+            group.source.await_reads()
 
     @property
     def away(self) -> bool:
@@ -193,12 +193,12 @@ class ShardedUnit:
         """Begin to move shards that are away towards the device, for a gather; ends with `take_back`."""
         if self.idle:
             for group in self.groups:
-                group.bring()
+                group.source.bring()
 
     def take_back(self) -> None:
         """The device need not have the shards any more."""
         for group in self.groups:
-            group.take_back()
+            group.source.take_back()
 
     def settle(self) -> None:
         """From freshly flattened to resident, or to SHARDED, where only shards remain."""
