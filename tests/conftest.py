@@ -6,13 +6,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from accelz.conformance.cluster import Cluster, Clusters
+from accelz.conformance.cluster import Cluster, Clusters, preload
+
+BODIES_IMPORT = ("torch._dynamo", "torch.nn.parallel.distributed", "zero.engine")
+"""Where a rank trains: optimizers import dynamo, which takes longer than most bodies."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="the accelz backend that the tests run on")
     parser.addoption("--max-ranks", type=int, default=8, help="skip distributed tests with more ranks")
     parser.addoption("--kills", type=int, default=12, help="how often a job that saves is killed")
+
+
+def pytest_configure() -> None:
+    preload(*BODIES_IMPORT)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

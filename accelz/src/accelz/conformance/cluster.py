@@ -36,6 +36,7 @@ from accelz.conformance.contract import ContractBroken, checked, unguarded
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 3.0
+_PRELOADED = [__name__, "pytest"]
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,12 @@ class Clusters:
             cluster.stop()
 
 
+def preload(*modules: str) -> None:
+    """Have the server of `_forkserver` import these too, before it starts: what bodies would import in every
+    new rank. Importing them must use no device."""
+    _PRELOADED.extend(modules)
+
+
 def prepare() -> None:
     """Start the server of `_forkserver` now: it imports torch while this process does something else."""
     _forkserver()
@@ -237,7 +244,7 @@ def prepare() -> None:
 
 def _forkserver() -> ForkServerContext:
     """Processes forked from a server that has imported torch and used no device: a rank starts at once."""
-    multiprocessing.set_forkserver_preload([__name__, "pytest"])
+    multiprocessing.set_forkserver_preload(_PRELOADED)
     return multiprocessing.get_context("forkserver")
 
 
