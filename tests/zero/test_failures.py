@@ -7,6 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -32,13 +33,16 @@ def dying_body(context: Context, when: str) -> tuple[str, str, float]:
     if context.rank == 1 and when == "backward":
         model.blocks[1].register_full_backward_pre_hook(lambda *_: os._exit(7))
     if context.rank == 1 and when == "asleep":
-        time.sleep(4 * TIMEOUT)
+        context.group.store.wait(["noticed/0", "noticed/2"], timedelta(seconds=4 * TIMEOUT))
+        return "", "", 0.0
     start = time.monotonic()
     try:
         engine.backward(straight(model, 1, context.rank))
         engine.step()
     except zero.CommunicationError as error:
-        return type(error).__name__, str(error), time.monotonic() - start
+        seconds = time.monotonic() - start
+        context.group.store.set(f"noticed/{context.rank}", "")
+        return type(error).__name__, str(error), seconds
     return "", "", 0.0
 
 
