@@ -1,13 +1,17 @@
-"""The kit in a process forked from a server that has imported torch and pytest.
+"""The kit, or a script, in a process forked from a server that has imported torch and pytest.
 
-It is what `accelz check` runs, without the seconds that importing both takes for each of many doubles.
+It is what `accelz check` or a fresh interpreter runs, without the seconds that importing both takes.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
 import sys
+import textwrap
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from accelz.conformance import TEST_SECONDS, cluster, runner
 from .fake_distribution import environment
 
 LIMIT_SECONDS = 280
+SCRIPT_SECONDS = 60
 
 
 def check(folder: Path, tests: str, name: str = "liar") -> tuple[int, dict[str, Any]]:
@@ -25,22 +30,69 @@ def check(folder: Path, tests: str, name: str = "liar") -> tuple[int, dict[str, 
     report, notes, printed = folder / "report.jsonl", folder / "notes", folder / "printed"
     arguments = runner.arguments(name, tests, TEST_SECONDS, report, notes)
     variables = environment(folder, **runner.ISOLATED)
+    code = _forked(_run, LIMIT_SECONDS, printed, printed, variables, arguments)
+    assert code is not None, f"the kit hangs: {printed.read_text()}"
+    ended = runner.Ended(code, printed.read_text(), silent=False)
+    return code, runner.summary(name, report, notes, ended)
+
+
+def _run(arguments: list[str]) -> int:
+    return pytest.main(arguments)
+
+
+def python(folder: Path, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process that has chosen no backend and sees the distributions in `folder`."""
+    out, errors = folder / "stdout", folder / "stderr"
+    code = _forked(
+        _execute, SCRIPT_SECONDS, out, errors, environment(folder, **variables), textwrap.dedent(script)
+    )
+    assert code is not None, f"the script hangs: {errors.read_text()}"
+    return subprocess.CompletedProcess(script, code, out.read_text(), errors.read_text())
+
+
+def _execute(script: str) -> int:
+    try:
+        exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _forked(
+    call: Callable[[Any], int],
+    seconds: float,
+    out: Path,
+    errors: Path,
+    variables: dict[str, str],
+    argument: Any,
+) -> int | None:
+    """Exit code of a process that ends with `call(argument)`; None where it was killed after `seconds`."""
+    for path in (out, errors):
+        path.unlink(missing_ok=True)
     cluster.prepare()
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_run, args=(arguments, variables, str(printed)))
+    process = context.Process(target=_child, args=(call, argument, variables, str(out), str(errors)))
     process.start()
-    process.join(LIMIT_SECONDS)
-    assert process.exitcode is not None, f"the kit hangs: {printed.read_text()}"
-    ended = runner.Ended(process.exitcode, printed.read_text(), silent=False)
-    return process.exitcode, runner.summary(name, report, notes, ended)
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return None
+    return process.exitcode
 
 
-def _run(arguments: list[str], variables: dict[str, str], printed: str) -> None:
+def _child(
+    call: Callable[[Any], int], argument: Any, variables: dict[str, str], out: str, errors: str
+) -> None:
     os.environ.clear()
     os.environ.update(variables)
     sys.path[:0] = variables["PYTHONPATH"].split(os.pathsep)
-    with open(printed, "w") as file:
-        for stream in (1, 2):
+    for stream, path in ((1, out), (2, errors)):
+        with open(path, "a") as file:
             os.dup2(file.fileno(), stream)
-    os.chdir(Path(printed).parent)
-    os._exit(pytest.main(arguments))
+    os.chdir(Path(out).parent)
+    code = call(argument)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

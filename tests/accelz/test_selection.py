@@ -1,6 +1,6 @@
 """The process's accelerator is chosen once, loudly where it cannot be.
 
-Each scenario runs in an interpreter of its own: the choice belongs to the process.
+Each scenario runs in a process of its own: the choice belongs to the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from accelz import hardware_hints, selection
 from accelz.errors import BackendUnavailableError
 from accelz.hardware_hints import missing_backends
 
-from .fake_distribution import good, install, python
+from .fake_distribution import good, install
+from .forked import python
 
 CURRENT = "import accelz; print(accelz.current().name)"
 
