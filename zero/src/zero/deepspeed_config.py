@@ -1,7 +1,7 @@
-"""A DeepSpeed configuration as a `Config`: what changes the training is taken over, or refused with a reason.
+"""A DeepSpeed configuration as a `Config`: each key is taken over, or refused with a reason.
 
-Keys are DeepSpeed's (0.19), by their path: "zero_optimization.stage". What only tunes DeepSpeed's own
-buckets, buffers and logs has no counterpart, and is left out.
+Keys are DeepSpeed's (0.19), by their path: "zero_optimization.stage". Only those of TUNING, which are about
+DeepSpeed's own buckets, buffers and prints, are left out.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | Non
 
     world_size: ranks of the job, for batch sizes that give the accumulation steps; None: those that torchrun
     tells, else 1. Raises ConfigError for a file that is none, for values that are to be filled in by another
-    program ("auto"), and for whatever changes the training and has no counterpart: all of it in one message.
+    program ("auto"), and for what has no counterpart: all of it in one message.
     """
     leaves = _Leaves(_read(source))
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
@@ -96,16 +96,18 @@ def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | Non
 
 
 class _Leaves:
-    """Values by path, each to be taken once. What is off (false, 0) or left alone (null) is not there."""
+    """Values by path, each to be taken once. What is off (false) or left alone (null) is not there."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        found = {path: value for path, value in _flatten(given) if value and value != NEUTRAL.get(path)}
+        found = dict(leaf for leaf in _flatten(given) if not _is_off(*leaf))
         self._problems = [f"{path!r} is 'auto': write the value" for path in found if found[path] == "auto"]
         self._values = {path: value for path, value in found.items() if value != "auto"}
 
     def take(self, path: str, default: T) -> T:
         """The value, or `default`, whose type it has to be of."""
         value = self._values.pop(path, default)
+        if isinstance(value, float) and type(default) is int and value.is_integer():
+            value = int(value)  # 1e5, as JSON has it
         kind = (int, float) if isinstance(default, float) else type(default)
         if isinstance(value, kind) and (isinstance(value, bool) is isinstance(default, bool)):
             return value  # type: ignore[return-value]
@@ -143,6 +145,10 @@ def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if not isinstance(given, dict):
         raise ConfigError(f"{source} is no DeepSpeed configuration: expected a JSON object")
     return given
+
+
+def _is_off(path: str, value: Any) -> bool:
+    return value is None or value is False or (path in NEUTRAL and value == NEUTRAL[path])
 
 
 def _flatten(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -196,9 +202,10 @@ def _offload(leaves: _Leaves, zero: str) -> Offload | None:
     wanted = {path for path, tier in zip(paths, (optimizer, params), strict=True) if path and tier == "disk"}
     if len(wanted) > 1:
         leaves.problem(f"'nvme_path' has to be one directory, not {' and '.join(sorted(wanted))}")
+    optimizer = optimizer if fraction else "device"
     if optimizer == params == "device":
         return None
-    parts = {"optimizer": fraction} if optimizer != "device" and fraction < 1 else {}
+    parts = {"optimizer": fraction} if optimizer != "device" and fraction != 1 else {}
     return Offload(optimizer=optimizer, params=params, fraction=parts, path=next(iter(wanted), None))  # type: ignore[arg-type]
 
 

@@ -8,7 +8,8 @@ cast buffer a flat buffer for another form of the values: in an autocast dtype, 
 shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). Where the whole
             buffer stays (stages 0 to 2, one rank, persistent units, ranks with memory in common) it is a
             view of `home`. With offloaded parameters it is on the host, or on disk.
-private     a copy of a common `home` that its user may write to, while a `zero.gathered` block lasts.
+private     a copy of `home` for a `zero.gathered` block: where that is common and the block may write, or
+            where a forward under way computes with another buffer, and `home` goes before its backward.
 master      fp32 values of the shard, what the optimizer updates. For fp32 groups it *is* the shard
             where both are in the same memory.
 record      the master and the optimizer's moments, wherever they are: of each sub-group one.
@@ -204,19 +205,24 @@ class FlatGroup:
             return Held(parameters=self.home.nbytes, gathered=whole - self.home.nbytes, optimizer=record)
         return Held(parameters=shard.nbytes, gathered=whole, optimizer=record)
 
-    def isolate(self) -> None:
-        """Let the gathered parameters be this rank's own: no write to them reaches another rank."""
-        if self.home.common and self._private is None:
-            self._private = self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
-            self._private.materialize()
-            self._private.data.copy_(self.home.data)
+    def isolate(self, beside: Cast) -> None:
+        """Let the gathered parameters be this rank's own: no write to them reaches another rank, and what is
+        computed with them beside a forward in another form does not go with `home` before its backward."""
+        if self._private is None and (self.home.common or self.form(beside) != OWN):
+            self._private = allocate(self._stores, "to show", self.unit, self.home.nbytes, self._copy)
             self._private.bind()
 
-    def rejoin(self) -> None:
-        """End isolate(). The parameters are bound to `home`, if they were to the copy."""
+    def _copy(self) -> FlatBuffer:
+        copy = self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
+        copy.materialize()
+        copy.data.copy_(self.home.data)
+        return copy
+
+    def rejoin(self, bound: Cast) -> None:
+        """End isolate(), where the parameters are bound to what `bound` is gathered in."""
         if self._private is not None:
             self._private = None
-            self.home.bind()
+            self.bind(bound)
 
     def buffer(self, cast: Cast) -> FlatBuffer:
         """The buffer to gather into: `home` for the values as they are, else a cast buffer."""
@@ -227,6 +233,10 @@ class FlatGroup:
             dtype = form.dtype or self.dtype
             self._cast_buffers[form] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
         return self._cast_buffers[form]
+
+    def nbytes(self, cast: Cast) -> int:
+        """Bytes of the buffer to gather into."""
+        return self.layout.numel * (self.form(cast).dtype or self.dtype).itemsize
 
     def release(self, cast: Cast) -> None:
         """Drop the bytes of `buffer`. One that there has never been is not made for it: out of memory may be
@@ -281,8 +291,7 @@ class FlatGroup:
             buffer.materialize()
             return buffer
 
-        nbytes = self.layout.numel * (form.dtype or self.dtype).itemsize
-        return allocate(self._stores, "to gather", self.unit, nbytes, materialized)
+        return allocate(self._stores, "to gather", self.unit, self.nbytes(form), materialized)
 
     def _mine_in(self, buffer: FlatBuffer) -> Tensor:
         """This rank's slice as it goes into `buffer`: the shard itself where it fits, else put there."""

@@ -104,14 +104,16 @@ class GradientReducer:
             gradients.begin_backward()
 
     def receive(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
-        """Autograd has accumulated one parameter's gradient."""
+        """Autograd has accumulated one parameter's gradient; one that has come before comes again where
+        reentrant checkpointing runs a backward in the backward, whose end no gradient tells."""
+        again = index in gradients.fired
         gradients.add(index, gradient)
         if not gradients.full:
             return
         self._observed.append(gradients)
         if self._communicate:
             self._advance()
-        if all(g.full for g in self._by_unit[gradients.unit]):
+        if not again and all(g.full for g in self._by_unit[gradients.unit]):
             self._on_complete(gradients.unit)
 
     def close(self, unit: ShardedUnit) -> None:

@@ -60,7 +60,7 @@ class ShardedUnit:
         self.persistent: set[Cast] = set()
         self._communicator = communicator
         self._classes = {p: type(p) for g in groups for p in g.parameters}
-        self._pending: dict[Cast, list[NamedHandle]] = {}
+        self._pending: dict[Cast, list[list[NamedHandle]]] = {}  # of each group that has begun
         self._gathered: set[Cast] = set()
         self._stale = False  # the weights have changed: nothing gathered before may stay
         self._bound = OWN
@@ -99,11 +99,11 @@ class ShardedUnit:
         return Cast(narrow, None if self.shown else self._codes)
 
     def start_gather(self, cast: Cast) -> None:
-        """Issue the gather unless it is done or under way."""
-        if self.state(cast) is State.SHARDED:
-            handles = self._pending.setdefault(cast, [])  # a failure half-way leaves what to wait for
-            for group in self.groups:
-                handles += group.start_gather(self._communicator, cast)
+        """Issue the gather unless it is done or under way; what a failure has kept from beginning, begins."""
+        if self.state(cast) is not State.GATHERED:
+            begun = self._pending.setdefault(cast, [])
+            for group in self.groups[len(begun) :]:
+                begun.append(group.start_gather(self._communicator, cast))
 
     def gather(self, cast: Cast) -> None:
         """Make the parameters whole in `cast`, waiting for the gather if need be."""
@@ -118,12 +118,22 @@ class ShardedUnit:
             return
         self.start_gather(cast)
         if cast in self._pending:
-            for handle in self._pending[cast]:
-                handle.wait()
-            for group in self.groups:
-                group.finish_gather(cast)
+            self._finish(cast, self._pending[cast])
             del self._pending[cast]
             self._gathered.add(cast)
+
+    def _finish(self, cast: Cast, begun: list[list[NamedHandle]]) -> None:
+        for handle in chain.from_iterable(begun):
+            handle.wait()
+        for group in self.groups:
+            group.finish_gather(cast)
+
+    def renew(self) -> None:
+        """Weights have been written in a `show_exact` block: who computes with the unit goes on with them, as
+        soon as every rank has written. Collective."""
+        if self.holds > len(self._shown_before) or self.calls_in_backward:
+            for cast in sorted(self._gathered, key=str):
+                self._finish(cast, [group.start_gather(self._communicator, cast) for group in self.groups])
 
     def show_exact(self) -> None:
         """Hold the unit, its parameters bound to exact values of this rank's own; ends with `end_show`."""
@@ -131,7 +141,7 @@ class ShardedUnit:
         self._shown_before.append(self._bound)
         self.gather(OWN)
         for group in self.groups:
-            group.isolate()
+            group.isolate(self._shown_before[-1])
 
     def _show_again(self) -> None:
         """Where nobody computes with the unit any more, it shows exact values if it is to."""
@@ -144,7 +154,7 @@ class ShardedUnit:
         before = self._shown_before.pop()
         if not self.shown:
             for group in self.groups:
-                group.rejoin()
+                group.rejoin(self._bound)
         if before in self._gathered:
             self._bind(before)
 
@@ -157,8 +167,8 @@ class ShardedUnit:
             return
         if self._pending and self._communicator.failed:
             return  # a transfer that cannot be waited for may still write: its buffer must stay
-        for handles in self._pending.values():
-            for handle in handles:
+        for begun in self._pending.values():
+            for handle in chain.from_iterable(begun):
                 handle.wait()
         stay = set() if self._stale else self.persistent & self._gathered
         for group in self.groups:

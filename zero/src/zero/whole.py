@@ -163,6 +163,9 @@ class WholeValues(Uncopied):
                     values = group.whole[slot.offset : slot.offset + slot.numel]
                     self.communicator.broadcast(unit.name, values, source)
                 self.assign(group, index, group.whole)
+        with self.together():
+            for unit in self._units_of(names):
+                unit.renew()
 
     def assign(self, group: FlatGroup, index: int, whole: Tensor) -> None:
         """Take parameter `index` over from a whole buffer into this rank's shard and its master."""

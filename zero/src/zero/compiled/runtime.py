@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.memory import Memory
-from zero.cast import Cast
+from zero.cast import OWN, Cast
 from zero.compiled.activations import Activations
 from zero.errors import UsageError
 from zero.flat_group import FlatGroup
@@ -96,8 +96,8 @@ class Runtime:
     def nbytes(self, what: Gathered) -> int:
         """Bytes of whole buffers, beside those that ranks have in common."""
         unit = self.unit(what)
-        buffers = [group.buffer(unit.cast_for(what[1])) for group in unit.groups]
-        return sum(buffer.nbytes for buffer in buffers if not buffer.common)
+        cast = unit.cast_for(what[1])
+        return sum(g.nbytes(cast) for g in unit.groups if not (g.home.common and g.form(cast) == OWN))
 
     def begin_gather(self, unit: int, dtype: torch.dtype) -> None:
         """Nothing waits. dtype: what fp32 parameters travel in."""
@@ -211,7 +211,7 @@ class Runtime:
     def _count(self, unit: ShardedUnit, cast: Cast) -> None:
         self._forget_released()
         if not unit.resident:
-            self._whole[unit, cast] = sum(group.buffer(cast).nbytes for group in unit.groups)
+            self._whole[unit, cast] = sum(group.nbytes(cast) for group in unit.groups)
             self.peak = max(self.peak, sum(self._whole.values()))
 
     def _forget_released(self) -> None:
