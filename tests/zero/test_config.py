@@ -229,6 +229,7 @@ def test_the_public_face_is_frozen() -> None:
         "StateError",
         "UsageError",
         "ZeroError",
+        "from_deepspeed",
         "gathered",
         "init",
         "initialize",
