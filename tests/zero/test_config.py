@@ -269,6 +269,7 @@ def test_the_public_face_is_frozen() -> None:
         "gradient_accumulation_steps",
         "accumulate",
         "reduce_dtype",
+        "gather_dtype",
         "clip_norm",
         "loss_scale",
         "loss_scale_window",
