@@ -144,7 +144,7 @@ def gentle(model: nn.Module) -> torch.optim.Optimizer:
 def test_with_16_bits(cluster: Clusters) -> None:
     for found in cluster(2).run(narrow_body):
         assert found["bf16"] < 1e-3
-        assert found["autocast"] < 2e-2  # everything travels in bf16, also what autocast leaves in fp32
+        assert found["autocast"] < 1e-2
 
 
 def compiled_body(context: Context) -> dict[str, float]:
@@ -170,7 +170,7 @@ def compiled_body(context: Context) -> dict[str, float]:
 def test_graphs_gather_the_same_values(cluster: Clusters) -> None:
     for found in cluster(2).run(compiled_body, limit=120):
         assert found["language_loss"] < 1e-5
-        assert found["under_autocast"] < 2e-2
+        assert found["under_autocast"] < 5e-3
 
 
 def alone_body(context: Context) -> bool:

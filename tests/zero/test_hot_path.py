@@ -194,15 +194,16 @@ def gradient_bytes_body(context: Context) -> dict[str, int]:
 
     def count(*_: Any) -> None:
         nonlocal most
-        whole = sum(1 for g in engine._reducer.all if g.whole is not None)
-        most = max(most, whole + len(engine._reducer._reductions))
+        under_way = [reduction.gradients for reduction in engine._reducer._reductions]
+        units = {g.unit for g in engine._reducer.all if g.whole is not None or g in under_way}
+        most = max(most, len(units))
 
     for block in model.blocks:
         block.register_full_backward_hook(count)
     for step in range(2):
         engine.backward(straight(model, step, context.rank))
         left = sum(1 for g in engine._reducer.all if g.whole is not None)
-        shards = sum(g.slice.present for g in engine._reducer.all)
+        shards = len({g.unit for g in engine._reducer.all if g.slice.present})
         engine.step()
     return {"most": most, "left": left, "shards": shards}
 

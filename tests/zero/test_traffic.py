@@ -25,27 +25,26 @@ def traffic_body(context: Context, **settings: Any) -> dict[str, Any]:
         engine.backward(straight(model, step, context.rank))
         engine.step()
         steps.append((dict(engine.traffic.calls), dict(engine.traffic.bytes)))
-    numel = {u.name: sum(g.layout.numel for g in u.groups) for u in engine.units}
-    return {"steps": steps, "numel": numel}
+    sizes = {u.name: [g.layout.numel for g in u.groups] for u in engine.units}
+    return {"steps": steps, "sizes": sizes}
 
 
-def expected(numel: dict[str, int], stage: int, item: int, first: bool, prefetch: int) -> dict[str, Any]:
-    """Whole-buffer bytes per step. Stage 3 gathers every unit for forward and for backward; from the
-    second step on, those that the recorded order says are needed at once (the root and, with prefetch,
-    the last block) are kept in between."""
-    whole = sum(numel.values()) * item
-    units = len(numel)
-    root = numel["<root>"] * item
-    block = numel["blocks.0"] * item
+def expected(
+    sizes: dict[str, list[int]], stage: int, item: int, first: bool, prefetch: int
+) -> dict[str, Any]:
+    """Whole-buffer bytes per step, each group in a call of its own. Stage 3 gathers every unit for forward
+    and for backward; from the second step on, those that the recorded order says are needed at once (the
+    root and, with prefetch, the last block) are kept in between."""
+    groups = [numel for unit in sizes.values() for numel in unit]
+    whole = (len(groups), sum(groups) * item)
     if stage == 0:
-        return {"all_reduce": (units, whole)}
-    scatter = {"reduce_scatter": (units, whole)}
+        return {"all_reduce": whole}
+    scatter = {"reduce_scatter": whole}
     if stage < 3:
-        return {**scatter, "all_gather": (units, whole)}
-    if first:
-        return {**scatter, "all_gather": (2 * units, 2 * whole)}
-    kept = 1 + (prefetch + 1) // 2  # two uses of a block are two events apart for each block behind it
-    return {**scatter, "all_gather": (2 * units - kept, 2 * whole - root - (kept - 1) * block)}
+        return {**scatter, "all_gather": whole}
+    blocks = 0 if first else (prefetch + 1) // 2  # uses of a block are two events apart for each behind it
+    kept = [*sizes["<root>"] * (not first), *sizes["blocks.0"] * blocks]
+    return {**scatter, "all_gather": (2 * whole[0] - len(kept), 2 * whole[1] - sum(kept) * item)}
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -65,7 +64,7 @@ def test_counts_and_bytes(cluster: Clusters, size: int, settings: dict[str, Any]
     for found in cluster(size).run(traffic_body, **settings):
         for index, (calls, nbytes) in enumerate(found["steps"]):
             wanted = expected(
-                found["numel"], settings["stage"], item, index == 0, settings.get("prefetch", 1)
+                found["sizes"], settings["stage"], item, index == 0, settings.get("prefetch", 1)
             )
             calls.pop("broadcast", None)  # the order of gradients, once, in the first step
             assert calls == {op: count for op, (count, _) in wanted.items()}, index

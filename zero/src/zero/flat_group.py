@@ -1,4 +1,4 @@
-"""Parameters of one unit that share a dtype and are all trainable or all frozen: one flat buffer.
+"""Parameters of one unit that have one dtype, travel alike, and are all trainable or frozen: one flat buffer.
 
 Glossary
 --------
@@ -28,7 +28,7 @@ from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, dense_stride
 from zero import layout
-from zero.cast import OWN, Cast
+from zero.cast import OWN, UNCHANGED, Cast, Travel
 from zero.communicator import Communicator, NamedHandle
 from zero.layout import ParameterSpec
 from zero.quantised import Quantised, block_of
@@ -49,7 +49,7 @@ class FlatGroup:
 
     unit: its name. parameters keep their identity; `dtype` is what they are cast to. shards: slices the
     buffer is cut in (1: replicated). shard: which one this rank owns. placement: where its state goes.
-    codes: the 8-bit dtype that the values may travel in; None sends them exact always.
+    travel: what the values may become on their way.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FlatGroup:
         dtype: torch.dtype,
         shards: int,
         shard: int,
-        codes: torch.dtype | None = None,
+        travel: Travel = UNCHANGED,
     ) -> None:
         self.unit = unit
         self.names = tuple(name for name, _ in named)
@@ -69,14 +69,14 @@ class FlatGroup:
         self.dtype = dtype
         self.trainable = self.parameters[0].requires_grad
         specs = [ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel()) for name, p in named]
-        self.layout = layout.plan(specs, shards, dtype.itemsize, block_of(codes))
+        self.layout = layout.plan(specs, shards, dtype.itemsize, block_of(travel.codes))
         self.window = self.layout.shard_slice(shard)
         self.pieces = self.layout.pieces(shard)
         self.placement = placement
         self.subs = tuple(sub_groups(placement))
         self._stores = stores
         self._accelerator: Accelerator = stores.accelerator
-        self.codes = codes
+        self.travel = travel
         self._cast_buffers: dict[Cast, FlatBuffer] = {}
         self._travelling: dict[Cast, Quantised] = {}
         self._private: FlatBuffer | None = None
@@ -168,7 +168,7 @@ class FlatGroup:
     def _part_with_whole(self, ranks: Group) -> None:
         """Leave the whole buffer to all ranks in common, or nothing of it but the shard."""
         tier = self.placement.params
-        here = tier == "device" and self.codes is None  # what travels in codes is not what the shards hold
+        here = tier == "device" and self.travel.codes is None  # codes are not what the shards hold
         common = self._accelerator.flat_buffers.share(self.home, ranks) if here else None
         if common is not None:
             self.home = common
@@ -249,7 +249,7 @@ class FlatGroup:
 
     def form(self, cast: Cast) -> Cast:
         """What of a unit's cast applies to this group; each form has its buffer."""
-        return Cast(cast.dtype if self.dtype is torch.float32 else None, cast.codes and self.codes)
+        return self.travel.form(cast, self.dtype)
 
     def start_gather(self, communicator: Communicator, cast: Cast) -> list[NamedHandle]:
         """Begin to fill the buffer from all ranks' shards; what is to be waited for before `finish_gather`.

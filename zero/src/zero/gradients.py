@@ -28,7 +28,7 @@ from zero.tiers.stores import Stores
 from zero.tiers.values import Values, fetch
 from zero.units import PERSISTENT, ROOT
 
-IN_FLIGHT = 2  # whole gradient buffers that may be under reduction while backward goes on
+IN_FLIGHT = 2  # units whose gradients may be under reduction at once; with the last, the first is waited for
 
 
 class Follower(Protocol):
@@ -224,7 +224,7 @@ class GradientReducer:
         elif self._communicator.group.size > 1:
             handle = self._communicator.all_reduce(unit, data)
         self._reductions.append(_Reduction(gradients, whole, result, handle))
-        if len(self._reductions) >= IN_FLIGHT:
+        while len({r.gradients.unit for r in self._reductions}) >= IN_FLIGHT:
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:

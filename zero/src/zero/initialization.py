@@ -10,10 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import accelz
-from zero.build import build_units, check_dtypes, check_equal, check_model, draft_units, reserve_disk
+from zero.autocast import cast_before_use
+from zero.build import build_units
+from zero.checks import check_dtypes, check_equal, check_model
 from zero.communicator import Communicator
 from zero.compiled.split import split_by_use
 from zero.config import Config
+from zero.drafts import draft_units, reserve_disk
 from zero.engine import Engine
 from zero.errors import ConfigError
 from zero.guard import ANEW, abandon
@@ -61,7 +64,8 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     check_equal(plans, config, communicator, param_group_of)
     stores = _make_stores(optimizer, config, accelerator)
     planner = Planner(config.tiers, values, stores.resolve, divisible=rule_for(optimizer) is not None)
-    drafts = draft_units(plans, config, planner, group.size, param_group_of)
+    castable = cast_before_use(model)
+    drafts = draft_units(plans, config, planner, group.size, param_group_of, castable)
     planner.warn_of_shortfalls()
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)

@@ -1,7 +1,7 @@
 """A unit's life: SHARDED -> GATHERING -> GATHERED -> SHARDED, once per dtype it is needed in.
 
-A unit is gathered in a *cast*: in the parameters' own dtypes, or an autocast dtype for its fp32 groups,
-exact or through 8 bits. Nearly always one cast is alive; two may be when forwards under different autocast
+A unit is gathered in a *cast*: in the parameters' own dtypes, or an autocast dtype for fp32 groups, exact
+or through 8 bits. Nearly always one cast is alive; two may be when forwards under different autocast
 settings await one backward, because autograd has saved views of both buffers, or when `zero.gathered` shows
 exact values of a unit that computes with others.
 """
@@ -65,8 +65,7 @@ class ShardedUnit:
         self._stale = False  # the weights have changed: nothing gathered before may stay
         self._bound = OWN
         self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
-        self._codes = next((group.codes for group in groups if group.codes), None)
-        self._castable = any(g.dtype is torch.float32 for g in groups)
+        self._codes = next((group.travel.codes for group in groups if group.travel.codes), None)
 
     @property
     def common(self) -> bool:
@@ -92,11 +91,12 @@ class ShardedUnit:
         """Nothing gathered or on its way."""
         return not (self._pending or self._gathered)
 
-    def cast_for(self, autocast: torch.dtype | None) -> Cast:
-        """The cast to compute in while autocast is on with this dtype (None: off). What is shown exact is
-        computed with as well."""
-        narrow = autocast if self._castable and autocast is not torch.float32 else None
-        return Cast(narrow, None if self.shown else self._codes)
+    def cast_for(self, dtype: torch.dtype | None, all: bool = False) -> Cast:
+        """The cast to compute in where autocast casts to `dtype` (None: it is off). all: whether every fp32
+        parameter is wanted in it. What is shown exact is computed with as well."""
+        castable = any(g.dtype is torch.float32 and (all or g.travel.narrows) for g in self.groups)
+        narrow = dtype if castable and dtype is not torch.float32 else None
+        return Cast(narrow, None if self.shown else self._codes, all and narrow is not None)
 
     def start_gather(self, cast: Cast) -> None:
         """Issue the gather unless it is done or under way; what a failure has kept from beginning, begins."""

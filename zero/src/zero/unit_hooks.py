@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero import autocast
 from zero.cast import Cast
 from zero.copies import Uncopied
 from zero.schedule import Schedule
@@ -96,7 +97,7 @@ class UnitHooks(Uncopied):
         self._unit.holds += 1
         if self._depth > 1:
             return
-        cast = self._unit.cast_for(_autocast_dtype(self._device_type))
+        cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
         self._schedule.acquire(self._unit, cast)
         self._phase.mark(self._unit.name)
         self._call = None
@@ -188,9 +189,3 @@ def _newest_input(inputs: Any) -> Tensor | None:
     """The input whose producer is the last one made; leaves have no producer and tell nothing."""
     candidates = [t for t in iter_tensors(inputs) if t.grad_fn is not None]
     return max(candidates, key=lambda t: t.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None

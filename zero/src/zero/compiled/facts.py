@@ -87,7 +87,7 @@ def _of_unit(unit: ShardedUnit, visits: Visits, accumulates: bool) -> UnitFacts:
     elements, rounded = Counter[torch.dtype](), Counter[torch.dtype]()
     for group in unit.groups:
         elements[group.dtype] += group.layout.numel
-        if group.codes is not None:
+        if group.travel.codes is not None:
             rounded[group.dtype] += group.layout.numel
     near = any(group.placement.gradients == "device" for group in unit.groups if group.trainable)
     slices = unit.groups[0].shards if near and not accumulates else 0

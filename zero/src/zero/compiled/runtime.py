@@ -96,19 +96,19 @@ class Runtime:
     def nbytes(self, what: Gathered) -> int:
         """Bytes of whole buffers, beside those that ranks have in common."""
         unit = self.unit(what)
-        cast = unit.cast_for(what[1])
+        cast = unit.cast_for(what[1], all=True)
         return sum(g.nbytes(cast) for g in unit.groups if not (g.home.common and g.form(cast) == OWN))
 
     def begin_gather(self, unit: int, dtype: torch.dtype) -> None:
         """Nothing waits. dtype: what fp32 parameters travel in."""
-        cast = self._units[unit].cast_for(dtype)
+        cast = self._units[unit].cast_for(dtype, all=True)
         self._count(self._units[unit], cast)
         self._units[unit].start_gather(cast)
 
     def gather(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Whole values of parameters of one unit; it stays gathered until as many `release`."""
         unit = self._slots[numbers[0]][0]
-        cast = unit.cast_for(dtype)
+        cast = unit.cast_for(dtype, all=True)
         unit.holds += 1
         self._held[unit] += 1
         self._count(unit, cast)
@@ -166,7 +166,7 @@ class Runtime:
     def set_persistent(self, unit: int, dtype: torch.dtype, persistent: bool) -> None:
         """Whether the unit stays gathered in this dtype from now on, until the weights change."""
         change = self._units[unit].persistent.add if persistent else self._units[unit].persistent.discard
-        change(self._units[unit].cast_for(dtype))
+        change(self._units[unit].cast_for(dtype, all=True))
 
     def invalidate(self, unit: int) -> None:
         """Drop the unit's whole values, also what persists."""

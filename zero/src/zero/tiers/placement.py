@@ -108,7 +108,7 @@ class Planner:
         told = "; ".join(f"{kind}: {what}" for kind, what in found.items() if what)
         if told:
             warnings.warn(
-                f"Offload(fraction=...) moves whole groups (a unit's parameters of one dtype) of all but "
+                f"Offload(fraction=...) moves whole groups (a unit's matrices, or the rest of it) of all but "
                 f"optimizer state that kernels step. {told}. "
                 "Make units smaller with Config(units=...), or let all of it leave",
                 stacklevel=3,

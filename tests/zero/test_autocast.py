@@ -1,0 +1,214 @@
+"""fp32 parameters under torch.autocast: its values, and what it only casts has been cast on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.models import WIDTH, LanguageModel, Stack, device_of, features, tokens
+from tests.zero.test_paths import straight
+from tests.zero.training import relative_error, same_bits, train_reference, train_zero
+from zero.autocast import cast_before_use
+
+STEPS = 6
+
+
+def gentle(model: nn.Module) -> torch.optim.Optimizer:
+    """A learning rate at which a few steps do not amplify rounding."""
+    return torch.optim.AdamW(model.parameters(), lr=2e-3)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return build()
+
+
+def language_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    with torch.autocast(device_of(model).type, torch.bfloat16):
+        return model(tokens(step, rank, model))["loss"]
+
+
+class Affine(nn.Module):
+    """A Linear layer as another library might write it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Mixture(nn.Module):
+    """Layers that autocast treats in different ways, and parameters that it does not know."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.randn(1, 1, width))
+        self.places = nn.Parameter(torch.randn(1, 4, width))
+        self.convolution = nn.Conv1d(width, width, 3, padding=1)
+        self.group_norm = nn.GroupNorm(2, width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.table_norm = nn.LayerNorm((4, width))
+        self.affine = Affine(width)
+        self.pair = nn.Bilinear(width, width, width)
+        self.experts = nn.Parameter(torch.randn(2, width, width) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.start.expand(len(x), -1, -1), x[:, None].expand(-1, 3, -1)], 1) + self.places
+        x = x + self.group_norm(self.convolution(x.mT)).mT
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        x = self.affine(self.table_norm(x))
+        x = x + torch.einsum("bsi,eij->bsj", x, self.experts)
+        return self.pair(x, x)
+
+
+def mixture_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = features(step, rank, model)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return model(x).float().square().mean()
+
+
+def once() -> nn.Module:
+    """Without a block used twice."""
+    return LanguageModel(repeat=False)
+
+
+CASES: list[tuple[Callable[[], nn.Module], Any]] = [
+    (once, language_loss),
+    (LanguageModel, language_loss),
+    (Mixture, mixture_loss),
+]
+
+
+def values_body(context: Context, **settings: Any) -> dict[str, Any]:
+    """Stage 3 beside stage 2, whose parameters autocast itself casts, and beside torch on the host."""
+    found = {}
+    for build, loss in CASES:
+        wide = zero.Config(stage=2, reduce_dtype="fp32")
+        config = zero.Config(reduce_dtype="fp32", timeout=20, **settings)
+        plain, run = (train_zero(context, seeded(build), loss, c, gentle, STEPS) for c in (wide, config))
+        expected = train_reference(context, seeded(build), loss, gentle, STEPS)
+        found[build.__name__] = (same_bits(run, plain), relative_error(run.losses, expected.losses))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"units": (nn.LayerNorm, nn.Embedding, "Conv1d")}, {"prefetch": 0}])
+def test_values_are_those_of_plain_autocast(cluster: Clusters, settings: dict[str, Any]) -> None:
+    for found in cluster(2).run(values_body, **settings):
+        for name, (same, error) in found.items():
+            # Two uses of a weight in one backward: autocast adds gradients in bf16, zero may in fp32.
+            assert same or name == "LanguageModel", name
+            assert error < 1e-2, name  # on a device whose autocast has other lists than the host's
+
+
+def dtypes_body(context: Context) -> dict[str, Any]:
+    model = seeded(Stack)
+    engine = zero.initialize(model, gentle(model), zero.Config(stage=3, timeout=20))
+    seen: dict[str, torch.dtype] = {}
+
+    def peek(module: nn.Module, _: Any) -> None:
+        seen.update((name, p.dtype) for name, p in module.named_parameters())
+
+    model.blocks[0].register_forward_pre_hook(peek)
+    engine.traffic.clear()
+    with torch.autocast(device_of(model).type, torch.bfloat16):
+        loss = straight(model, 0, context.rank)
+    engine.backward(loss)
+    groups = [group for unit in engine.units for group in unit.groups]
+    return {
+        "seen": seen,
+        "after": {parameter.dtype for parameter in model.parameters()},
+        "gathered": engine.traffic.bytes["all_gather"],
+        "reduced": engine.traffic.bytes["reduce_scatter"],
+        "once": sum(g.layout.numel * (2 if g.travel.narrows else 4) for g in groups),
+    }
+
+
+def test_what_is_only_cast_travels_cast(cluster: Clusters) -> None:
+    for found in cluster(2).run(dtypes_body):
+        assert {n for n, d in found["seen"].items() if d is torch.bfloat16} == {"up.weight", "down.weight"}
+        assert found["after"] == {torch.float32}
+        assert found["gathered"] == 2 * found["once"]  # for forward and for backward
+        assert found["reduced"] == found["once"]  # gradients come in what was computed with
+
+
+def test_what_is_cast_before_each_use() -> None:
+    model = Mixture()
+    names = {n for n, p in model.named_parameters() if p in cast_before_use(model)}
+    assert names == {
+        "convolution.weight",
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+        "affine.weight",
+    }
+
+
+def test_every_module_that_holds_a_parameter_counts() -> None:
+    tied = LanguageModel()  # the head's matrix is the embedding's
+    assert tied.head.weight not in cast_before_use(tied)
+    assert tied.blocks[0].up.weight in cast_before_use(tied)
+    layers = nn.Sequential(nn.Linear(4, 4), Affine(4), nn.LSTM(4, 4))
+    layers[1].weight = layers[0].weight
+    assert cast_before_use(layers) == {layers[0].weight}
+    layers[2].shared = layers[0].weight
+    assert not cast_before_use(layers)
+
+
+class Island(nn.Module):
+    """Computes its router in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weights = functional.softmax(self.router(x.float()), -1)
+        return self.out(weights * x)
+
+
+def island_body(context: Context) -> float:
+    config = zero.Config(stage=3, units=lambda name, _: name.endswith("router") or name in "01", timeout=20)
+    build = lambda: nn.Sequential(Island(), Island())  # noqa: E731
+    run = train_zero(context, seeded(build), mixture_loss, config, gentle, STEPS)
+    expected = train_reference(context, seeded(build), mixture_loss, gentle, STEPS)
+    return relative_error(run.losses, expected.losses)
+
+
+def test_a_part_without_autocast_is_a_unit_of_its_own(cluster: Clusters) -> None:
+    assert all(error < 1e-3 for error in cluster(2).run(island_body))
+
+
+def both_ways_body(context: Context) -> list[float]:
+    """Steps under autocast and without, and a forward without whose backward follows one under autocast."""
+    models = [seeded(once) for _ in range(2)]
+    engines = [
+        zero.initialize(m, gentle(m), zero.Config(stage=stage, reduce_dtype="fp32", timeout=20))
+        for m, stage in zip(models, (2, 3), strict=True)
+    ]
+    losses: list[list[float]] = [[], []]
+    for model, engine, found in zip(models, engines, losses, strict=True):
+        for step, narrow in enumerate((True, False, True)):
+            with torch.autocast(device_of(model).type, torch.bfloat16, enabled=narrow):
+                loss = model(tokens(step, context.rank, model))["loss"]
+            with torch.autocast(device_of(model).type, torch.bfloat16, enabled=not narrow):
+                loss = loss + model(tokens(step + 10, context.rank, model))["loss"]
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+    return [abs(a - b) / b for a, b in zip(*losses, strict=True)]
+
+
+def test_autocast_may_be_on_or_off(cluster: Clusters) -> None:
+    for errors in cluster(2).run(both_ways_body):
+        assert max(errors) < 1e-3
