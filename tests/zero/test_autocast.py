@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -211,4 +212,103 @@ def both_ways_body(context: Context) -> list[float]:
 
 def test_autocast_may_be_on_or_off(cluster: Clusters) -> None:
     for errors in cluster(2).run(both_ways_body):
+        assert max(errors) < 1e-3
+
+
+SCALED = (1.0, 1.0, 1e6, 1.0, 1.0, 1.0)  # times the loss: the third overflows in fp16
+
+
+def fp16_loss(model: nn.Module, factor: float, step: int) -> Tensor:
+    with torch.autocast(device_of(model).type, torch.float16):
+        return model(tokens(step, 0, model))["loss"] * factor
+
+
+def scaler_reference() -> tuple[list[float], list[float]]:
+    """Losses and scales of plain training with a GradScaler."""
+    model = seeded(once)
+    optimizer, scaler = gentle(model), torch.amp.GradScaler("cpu", growth_interval=2)
+    losses, scales = [], []
+    for step, factor in enumerate(SCALED):
+        loss = fp16_loss(model, factor, step)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    return losses, scales
+
+
+def fp16_body(context: Context) -> dict[str, Any]:
+    found: dict[str, Any] = {"reference": scaler_reference()}
+    for stage in (2, 3):
+        model = seeded(once)
+        config = zero.Config(
+            stage=stage, loss_scale="dynamic", loss_scale_window=2, reduce_dtype="fp32", timeout=20
+        )
+        engine = zero.initialize(model, gentle(model), config)
+        losses, scales = [], []
+        for step, factor in enumerate(SCALED):
+            loss = fp16_loss(model, factor, step)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            scales.append(engine.loss_scale.item())
+        found[f"stage {stage}"] = losses, scales
+    return found
+
+
+def test_fp16_with_a_loss_scale_is_training_with_a_grad_scaler(cluster: Clusters) -> None:
+    """Both ranks have the same data, so that plain training is the reference."""
+    for found in cluster(2).run(fp16_body):
+        losses, scales = found["reference"]
+        assert scales[2] == scales[1] / 2  # it did overflow
+        for stage in (2, 3):
+            assert found[f"stage {stage}"][1] == scales
+            assert relative_error(found[f"stage {stage}"][0], losses) < 1e-3
+        assert found["stage 2"] == found["stage 3"]
+
+
+def unscaled_body(context: Context) -> list[str]:
+    model = seeded(once)
+    engine = zero.initialize(model, gentle(model), zero.Config(timeout=20))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            engine.backward(fp16_loss(model, 1.0, step))
+            engine.step()
+    return [str(warning.message) for warning in caught if "autocast" in str(warning.message)]
+
+
+def test_fp16_without_a_loss_scale_is_warned_of_once(cluster: Clusters) -> None:
+    for messages in cluster(2).run(unscaled_body):
+        (message,) = messages
+        assert "loss_scale='dynamic'" in message
+
+
+class Broken(nn.Module):
+    """Not one graph: units are compiled by themselves, and gathered by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LanguageModel(repeat=False)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        torch._dynamo.graph_break()
+        return self.model(tokens)
+
+
+def broken_body(context: Context) -> list[float]:
+    compiling = zero.Compile(inner="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runs = [
+            train_zero(context, seeded(Broken), language_loss, zero.Config(stage=stage, compile=c), gentle, 3)
+            for stage, c in ((2, None), (3, compiling))
+        ]
+    return [abs(a - b) / b for a, b in zip(*(run.losses for run in runs), strict=True)]
+
+
+def test_units_that_are_compiled_by_themselves(cluster: Clusters) -> None:
+    for errors in cluster(2).run(broken_body, limit=120):
         assert max(errors) < 1e-3

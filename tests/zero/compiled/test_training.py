@@ -25,6 +25,11 @@ def plain_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(tokens(step, rank, model))
 
 
+def autocast_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    with torch.autocast(device_of(model).type, torch.bfloat16):
+        return model(tokens(step, rank, model))
+
+
 def lengths_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     """Another length every step, and every rank its own."""
     return model(tokens(step, rank, model, length=5 + (2 * step + rank) % 4))
@@ -65,6 +70,7 @@ def train(
 SAME_BITS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bf16": {"precision": "bf16"},
+    "autocast": {"loss": autocast_loss},
     "stage 2": {"stage": 2},
     "accumulated": {"gradient_accumulation_steps": 2},
     "accumulated locally": {"gradient_accumulation_steps": 2, "accumulate": "local"},

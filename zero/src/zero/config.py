@@ -33,7 +33,8 @@ class Config(Validated):
         with a scale each (ZeRO++, Wang et al., 2023); masters, vectors and `zero.gathered` stay exact. None
         sends values as they are.
     clip_norm: largest global L2 norm of the gradient; None leaves it alone.
-    loss_scale: fp16 only. "dynamic", or a fixed factor.
+    loss_scale: what the loss is multiplied by, so that small gradients do not vanish in fp16: "dynamic", or a
+        fixed factor. None is "dynamic" with precision="fp16" and no scale else; set it for fp16 autocast.
     loss_scale_window: steps without overflow after which a dynamic scale doubles.
     units: what is gathered together. "auto" finds repeated blocks; or module classes (or their names);
         or a function (name, module) -> bool that picks the modules.
@@ -54,7 +55,7 @@ class Config(Validated):
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     gather_dtype: Literal["int8", "fp8"] | None = None
     clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    loss_scale: Literal["dynamic"] | float = "dynamic"
+    loss_scale: Literal["dynamic"] | float | None = None
     loss_scale_window: int = Field(default=2000, ge=1)
     units: UnitRule = "auto"
     persistent_below: int = Field(default=0, ge=0)
@@ -79,8 +80,8 @@ class Config(Validated):
 
     @field_validator("loss_scale")
     @classmethod
-    def _positive_scale(cls, value: float | str) -> float | str:
-        if not isinstance(value, str) and not 0 < value < float("inf"):
+    def _positive_scale(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, float) and not 0 < value < float("inf"):
             raise ValueError("must be 'dynamic' or a positive, finite number")
         return value
 
@@ -117,6 +118,11 @@ class Config(Validated):
     def codes(self) -> torch.dtype | None:
         """The dtype of `gather_dtype`."""
         return None if self.gather_dtype is None else CODES[self.gather_dtype]
+
+    @property
+    def scaling(self) -> float | str | None:
+        """`loss_scale` as it applies; None for none."""
+        return self.loss_scale or ("dynamic" if self.precision == "fp16" else None)
 
     @property
     def dtype(self) -> torch.dtype | None:

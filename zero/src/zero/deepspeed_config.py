@@ -61,7 +61,7 @@ HINTS = {
     "optimizer": "make it in the program, e.g. torch.optim.AdamW(model.parameters(), lr=1e-4), and pass it "
     "to zero.initialize",
     "scheduler": "make it in the program, from torch.optim.lr_scheduler",
-    "torch_autocast": "run the model under torch.autocast",
+    "torch_autocast": "run the model under torch.autocast (in float16 with loss_scale='dynamic')",
     "activation_checkpointing": "use torch.utils.checkpoint in the model",
     "fp16.initial_scale_power": "the loss scale begins at 2**16",
 }
@@ -189,7 +189,7 @@ def _precision(leaves: _Leaves) -> dict[str, Any]:
         leaves.problem(f"'fp16.initial_scale_power': {HINTS['fp16.initial_scale_power']}")
     return {
         "precision": "fp16",
-        "loss_scale": leaves.take("fp16.loss_scale", 0.0) or "dynamic",
+        "loss_scale": leaves.take("fp16.loss_scale", 0.0) or None,
         "loss_scale_window": leaves.take("fp16.loss_scale_window", 1000),
     }
 

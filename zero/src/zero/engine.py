@@ -188,13 +188,13 @@ class Engine:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The global L2 norm before clipping at the last step, 0-dim fp32; None unless clip_norm or fp16 asks
-        for it. Reading it as a number waits for the device."""
+        """The global L2 norm before clipping at the last step, 0-dim fp32; None unless clip_norm or a loss
+        scale asks for it. Reading it as a number waits for the device."""
         return None if self._factor.norm is None else self._factor.norm.clone()
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """The fp16 loss scale, 0-dim fp32 on the device; None without fp16."""
+        """The loss scale, 0-dim fp32 on the device; None without, see `Config`."""
         return None if self._loss_scale is None else self._loss_scale.scale.clone()
 
     @property

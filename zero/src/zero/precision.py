@@ -30,12 +30,13 @@ class LossScale:
 
     @classmethod
     def of(cls, config: Config, accelerator: Accelerator) -> LossScale | None:
-        """As the settings say; None without fp16."""
-        if config.precision != "fp16":
+        """As the settings say; None without."""
+        scale = config.scaling
+        if scale is None:
             return None
-        fixed = not isinstance(config.loss_scale, str)
-        initial = INITIAL_SCALE if isinstance(config.loss_scale, str) else float(config.loss_scale)
-        return cls(accelerator, initial, config.loss_scale_window, fixed)
+        dynamic = isinstance(scale, str)
+        initial = INITIAL_SCALE if dynamic else float(scale)
+        return cls(accelerator, initial, config.loss_scale_window, fixed=not dynamic)
 
     def update(self, overflow: Tensor) -> None:
         """Adapt to the step just made. overflow: 0-dim, 1.0 where the step was skipped.
