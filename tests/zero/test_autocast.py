@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def language_loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 class Affine(nn.Module):
-    """A Linear layer as another library might write it."""
+    """A layer of the user's own that multiplies."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -142,26 +143,88 @@ def test_what_is_only_cast_travels_cast(cluster: Clusters) -> None:
         assert found["reduced"] == found["once"]  # gradients come in what was computed with
 
 
+def names(model: nn.Module, *modules: Any) -> set[str]:
+    castable = cast_before_use(model, zero.Config(autocast_modules=modules))
+    return {name for name, parameter in model.named_parameters() if parameter in castable}
+
+
 def test_what_is_cast_before_each_use() -> None:
-    model = Mixture()
-    names = {n for n, p in model.named_parameters() if p in cast_before_use(model)}
-    assert names == {
-        "convolution.weight",
-        "attention.in_proj_weight",
-        "attention.out_proj.weight",
-        "affine.weight",
-    }
+    torchs = {"convolution.weight", "attention.in_proj_weight", "attention.out_proj.weight"}
+    assert names(Mixture()) == torchs
+    assert names(Mixture(), Affine) == names(Mixture(), "Affine") == torchs | {"affine.weight"}
+    assert names(Mixture(), "Affine", Mixture) == torchs | {"affine.weight", "start", "places", "experts"}
 
 
 def test_every_module_that_holds_a_parameter_counts() -> None:
-    tied = LanguageModel()  # the head's matrix is the embedding's
-    assert tied.head.weight not in cast_before_use(tied)
-    assert tied.blocks[0].up.weight in cast_before_use(tied)
-    layers = nn.Sequential(nn.Linear(4, 4), Affine(4), nn.LSTM(4, 4))
+    assert names(LanguageModel()) & {"head.weight", "embedding.weight", "blocks.0.up.weight"} == {
+        "blocks.0.up.weight"  # the head's matrix is the embedding's
+    }
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LSTM(4, 4))
     layers[1].weight = layers[0].weight
-    assert cast_before_use(layers) == {layers[0].weight}
+    assert names(layers) == {"0.weight"}
     layers[2].shared = layers[0].weight
-    assert not cast_before_use(layers)
+    assert not names(layers)
+
+
+class Standardised(nn.Linear):
+    """Computes with something else than its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight - self.weight.mean(1, keepdim=True)
+        return functional.linear(x, weight, self.bias)
+
+
+def test_layers_that_compute_with_something_else_are_unknown() -> None:
+    assert not names(Standardised(4, 4))
+    assert not names(nn.utils.spectral_norm(nn.Linear(4, 4)))
+    assert not names(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
+    patched = nn.Linear(4, 4)
+    patched.forward = lambda x: x * patched.weight  # type: ignore[method-assign]
+    assert not names(patched)
+    assert names(type("Named", (nn.Linear,), {})(4, 4)) == {"weight"}
+
+
+def test_classes_that_change_nothing_are_refused() -> None:
+    with pytest.raises(zero.ConfigError, match="no module of class 'Expert' has matrices"):
+        names(Mixture(), "Expert")
+    with pytest.raises(zero.ConfigError, match="no module of class 'LayerNorm'"):
+        names(LanguageModel(), nn.LayerNorm)
+    with pytest.raises(zero.ConfigError, match="set stage=3"):
+        zero.Config(stage=2, autocast_modules=("Affine",))
+
+
+def saved_body(context: Context, **settings: Any) -> tuple[int, list[str]]:
+    """Bytes that autograd keeps between forward and backward, and what is warned of."""
+    model = seeded(lambda: nn.Sequential(*(Affine(64) for _ in range(4))))
+    config = zero.Config(timeout=20, units=("Affine",), prefetch=0, **settings)
+    engine = zero.initialize(model, gentle(model), config)
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage
+        return tensor
+
+    x = torch.ones(2, 64, device=engine.accelerator.device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with keeping, torch.autocast(x.device.type, torch.bfloat16):
+            loss = model(x).float().square().mean()
+    held = sum(storage.nbytes() for storage in saved.values())
+    engine.backward(loss)
+    return held, [str(w.message) for w in caught if "autocast_modules" in str(w.message)]
+
+
+def test_matrices_of_unknown_use_are_warned_of(cluster: Clusters) -> None:
+    matrix = 64 * 64 * 2
+    for held, messages in cluster(2).run(saved_body):
+        (message,) = messages
+        assert "matrices of Affine (98% of the model)" in message
+        assert held > 3 * matrix  # all but the first, whose input wants no gradient
+    for held, messages in cluster(2).run(saved_body, autocast_modules=("Affine",)):
+        assert not messages
+        assert held < matrix
 
 
 class Island(nn.Module):
@@ -312,3 +375,78 @@ def broken_body(context: Context) -> list[float]:
 def test_units_that_are_compiled_by_themselves(cluster: Clusters) -> None:
     for errors in cluster(2).run(broken_body, limit=120):
         assert max(errors) < 1e-3
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, 256)
+        self.out = nn.Linear(256, 16)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.out(self.table(index))
+
+
+class Twice(nn.Module):
+    """A unit that is called under autocast and at once without: the table has one form in both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.reader = nn.Linear(8, 8), Reader()
+
+    def forward(self, index: Tensor) -> Tensor:
+        start = self.first(torch.ones(1, 8, device=index.device)).float().sum()
+        narrow = self.reader(index).float()
+        with torch.autocast(index.device.type, enabled=False):
+            wide = self.reader(index)
+        return (narrow - wide).square().mean() + wide.square().mean() + 0 * start
+
+
+def forms_body(context: Context, gather_dtype: Any, prefetch: int) -> list[float]:
+    model = seeded(Twice)
+    config = zero.Config(
+        gather_dtype=gather_dtype,
+        prefetch=prefetch,
+        units=lambda name, _: name in ("first", "reader"),
+        timeout=20,
+    )
+    engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), config)
+    losses = []
+    for _ in range(6):
+        index = torch.arange(16, device=engine.accelerator.device) + 17 * context.rank
+        with torch.autocast(index.device.type, torch.bfloat16):
+            loss = model(index)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("gather_dtype", [None, "int8"])
+def test_casts_that_share_a_form_share_a_gather(cluster: Clusters, gather_dtype: Any) -> None:
+    on_demand = cluster(2).run(forms_body, gather_dtype=gather_dtype, prefetch=0)
+    for found, expected in zip(
+        cluster(2).run(forms_body, gather_dtype=gather_dtype, prefetch=2), on_demand, strict=True
+    ):
+        assert found == expected == [expected[0]] * 6
+
+
+def long_block_body(context: Context, long: bool) -> tuple[list[float], dict[str, int]]:
+    """Steps in one autocast block, or in a block each."""
+    model = seeded(Stack)
+    engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), zero.Config(timeout=20))
+    kind, losses = engine.accelerator.device.type, []
+    engine.traffic.clear()
+    with torch.autocast(kind, torch.bfloat16) if long else nullcontext():
+        for step in range(4):
+            with torch.autocast(kind, torch.bfloat16):
+                loss = straight(model, step, context.rank)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses, dict(engine.traffic.calls)
+
+
+def test_a_block_over_many_steps(cluster: Clusters) -> None:
+    """Autocast keeps casts of weights till its block ends: not those of weights that have changed."""
+    assert cluster(2).run(long_block_body, long=True) == cluster(2).run(long_block_body, long=False)

@@ -270,6 +270,7 @@ def test_the_public_face_is_frozen() -> None:
         "accumulate",
         "reduce_dtype",
         "gather_dtype",
+        "autocast_modules",
         "clip_norm",
         "loss_scale",
         "loss_scale_window",

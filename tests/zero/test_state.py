@@ -8,6 +8,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -457,6 +458,25 @@ def test_dynamic_loss_scale(cluster: Clusters) -> None:
         assert any(b == 2 * a for a, b in itertools.pairwise(scales))
         assert found["step"] == 6 - sum(skipped)
         assert found["steps"] == 6
+
+
+def fixed_scale_body(context: Context, path: str) -> tuple[float, float]:
+    scales = []
+    for scale in ("dynamic", 128.0, "dynamic"):
+        model = fresh()
+        engine = zero.initialize(model, adamw(model), zero.Config(loss_scale=scale, timeout=10))
+        if not scales:
+            engine.save_checkpoint(path)
+        engine.load_checkpoint(path)
+        assert engine.loss_scale is not None
+        scales.append(engine.loss_scale.item())
+    return scales[1], scales[2]
+
+
+def test_a_fixed_loss_scale_stays(cluster: Clusters, tmp_path: Path) -> None:
+    for fixed, dynamic in cluster(2).run(fixed_scale_body, path=str(tmp_path)):
+        assert fixed == 128.0
+        assert dynamic == 2.0**16
 
 
 class Buffered(nn.Module):

@@ -1,17 +1,37 @@
 """Which fp32 parameters travel in autocast's dtype while torch.autocast is on.
 
-Those that it would cast before every use: they are cast once, before the gather, and values stay those of
-plain autocast. What it reads in fp32 (embeddings, norms), and what nobody can tell from outside, travels as
+Those that it casts before every use: they are cast once, before the gather, and values stay those of plain
+autocast. What it reads in fp32 (embeddings, norms, biases), and what cannot be told from outside, travels as
 it is. torch.amp's reference has the operations that autocast casts for.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 
-_CASTING = (nn.Linear, _ConvNd, nn.MultiheadAttention)
+from zero.config import Config
+from zero.errors import ConfigError
+
+_CONVOLUTIONS = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
+_CAST: dict[Callable[..., Any], tuple[str, ...]] = {
+    **{kind.forward: ("weight",) for kind in (nn.Linear, *_CONVOLUTIONS)},
+    nn.MultiheadAttention.forward: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+}
+"""By the forward that computes with them, which a subclass may have for its own: names of parameters."""
+_TOLD_FROM = 0.1  # of a model's elements, in matrices of unknown use
+_SHOWN = 4  # class names in a message
 
 
 def enabled_dtype(device_type: str) -> torch.dtype | None:
@@ -21,24 +41,91 @@ def enabled_dtype(device_type: str) -> torch.dtype | None:
     return None
 
 
-def cast_before_use(model: nn.Module) -> set[nn.Parameter]:
-    """The matrices that all modules which hold them multiply with."""
+def cast_before_use(model: nn.Module, config: Config) -> set[nn.Parameter]:
+    """The matrices that all modules which hold them multiply with, as torch's own layers or as the settings
+    say. Raises ConfigError where a setting matches nothing."""
     casting, others = set[nn.Parameter](), set[nn.Parameter]()
+    named = set[type[nn.Module] | str]()
     for module in model.modules():
-        held = [p for p in module._parameters.values() if p is not None]
-        (casting if _multiplies(module) else others).update(held)
+        rules = [rule for rule in config.autocast_modules if _matches(rule, module)]
+        held = {name: p for name, p in module._parameters.items() if p is not None}
+        cast = held.keys() if rules else _names(module)
+        casting.update(p for name, p in held.items() if name in cast)
+        others.update(p for name, p in held.items() if name not in cast)
+        if any(p.dim() > 1 for p in held.values()):
+            named.update(rules)
+    for rule in config.autocast_modules:
+        if rule not in named:
+            raise ConfigError(f"autocast_modules: no module of class {_name(rule)!r} has matrices of its own")
     return {p for p in casting - others if p.dim() > 1}
 
 
-def _multiplies(module: nn.Module) -> bool:
-    return isinstance(module, _CASTING) or _is_affine(module._parameters)
+class AutocastWatch:
+    """Warns, once each, of forwards under autocast that lose gradients or take memory without need."""
+
+    def __init__(self, model: nn.Module, config: Config, device_type: str) -> None:
+        self._device_type = device_type
+        self._vanish = _VANISH if config.scaling is None else ""
+        graphs_tell = config.compiling is not None
+        self._wide = "" if config.stage < 3 or graphs_tell else _tell_of_unknown(model, config)
+
+    def look(self) -> None:
+        """A forward begins."""
+        dtype = enabled_dtype(self._device_type) if self._vanish or self._wide else None
+        if dtype is None or not torch.is_grad_enabled():
+            return
+        if dtype is torch.float16 and self._vanish:
+            warnings.warn(self._vanish, stacklevel=2)
+            self._vanish = ""
+        if self._wide:
+            warnings.warn(self._wide, stacklevel=2)
+            self._wide = ""
 
 
-def _is_affine(parameters: dict[str, nn.Parameter | None]) -> bool:
-    """Whether they are a matrix and a bias of its rows or columns: other libraries' Linear layers."""
-    if parameters.keys() != {"weight", "bias"}:
-        return False
-    weight, bias = parameters["weight"], parameters["bias"]
-    if weight is None or bias is None:
-        return False
-    return weight.dim() == 2 and bias.dim() == 1 and bias.numel() in weight.shape
+def _tell_of_unknown(model: nn.Module, config: Config) -> str:
+    """Nothing where matrices of unknown use are few."""
+    known = cast_before_use(model, config)
+    unknown = {p: type(m).__name__ for m, p in _of_unknown_use(model) if p not in known}
+    elements = sum(p.numel() for p in model.parameters())
+    share = sum(p.numel() for p in unknown) / elements
+    if share < _TOLD_FROM:
+        return ""
+    names = sorted(set(unknown.values()))
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return _WIDE.format(shown=shown, share=share, first=names[0])
+
+
+def _of_unknown_use(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """fp32 matrices of modules that are not torch's own."""
+    for module in model.modules():
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not _is_torchs(type(module)):
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.dim() > 1 and parameter.dtype is torch.float32:
+                    yield module, parameter
+
+
+def _is_torchs(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.")
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    return () if "forward" in module.__dict__ else _CAST.get(type(module).forward, ())
+
+
+def _matches(rule: type[nn.Module] | str, module: nn.Module) -> bool:
+    return type(module).__name__ == rule if isinstance(rule, str) else isinstance(module, rule)
+
+
+def _name(rule: type[nn.Module] | str) -> str:
+    return rule if isinstance(rule, str) else rule.__name__
+
+
+_VANISH = (
+    "this forward runs under torch.autocast in fp16, and small gradients vanish: "
+    "zero.Config(loss_scale='dynamic') keeps them, as a GradScaler does where there is no engine"
+)
+_WIDE = (
+    "matrices of {shown} ({share:.0%} of the model) travel in fp32 under torch.autocast, and what it makes "
+    "of them stays until backward. If it casts them before each use, say so and they travel cast, and go: "
+    "zero.Config(autocast_modules=('{first}', ...)); or use compile=True, where graphs show their use"
+)

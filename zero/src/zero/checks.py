@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from zlib import crc32
 
 import torch
@@ -59,24 +59,30 @@ def check_equal(
     config: Config,
     communicator: Communicator,
     param_group_of: dict[nn.Parameter, int],
+    castable: Collection[nn.Parameter],
 ) -> None:
     """Collective. Raise RankMismatchError where ranks bring different models or tiers. Changes nothing."""
-    communicator.check_equal("the model", _digest(plans, config, param_group_of))
+    communicator.check_equal("the model", _digest(plans, config, param_group_of, castable))
     tiers = config.tiers.model_dump_json(exclude={"path"})  # each rank may have a directory of its own
     communicator.check_equal("Config(offload=...)", crc32(tiers.encode()))
 
 
-def _digest(plans: Sequence[UnitPlan], config: Config, param_group_of: dict[nn.Parameter, int]) -> int:
+def _digest(
+    plans: Sequence[UnitPlan],
+    config: Config,
+    param_group_of: dict[nn.Parameter, int],
+    castable: Collection[nn.Parameter],
+) -> int:
     """What all ranks must have in common."""
     text = [
         f"{config.stage} {config.precision} {config.gather_dtype} {config.gradient_accumulation_steps} "
-        f"{config.accumulate}"
+        f"{config.accumulate} {config.scaling is None}"
     ]
     for plan in plans:
         text.append(plan.name)
         text.extend(
             f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {param_group_of.get(p)} "
-            f"{deferred_init.promised(p)}"
+            f"{deferred_init.promised(p)} {p in castable}"
             for name, p in plan.parameters
         )
     return crc32("\n".join(text).encode())

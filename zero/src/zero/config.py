@@ -32,6 +32,8 @@ class Config(Validated):
     gather_dtype: 8-bit dtype in which matrices travel to be computed with (stage 3), rounded in blocks of 128
         with a scale each (ZeRO++, Wang et al., 2023); masters, vectors and `zero.gathered` stay exact. None
         sends values as they are.
+    autocast_modules: module classes (or their names) of your own whose matrices torch.autocast casts before
+        each use, as it does those of Linear layers and convolutions: they travel cast (stage 3).
     clip_norm: largest global L2 norm of the gradient; None leaves it alone.
     loss_scale: what the loss is multiplied by, so that small gradients do not vanish in fp16: "dynamic", or a
         fixed factor. None is "dynamic" with precision="fp16" and no scale else; set it for fp16 autocast.
@@ -54,6 +56,7 @@ class Config(Validated):
     accumulate: Literal["sharded", "local"] = "sharded"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     gather_dtype: Literal["int8", "fp8"] | None = None
+    autocast_modules: tuple[type[nn.Module] | str, ...] = ()
     clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     loss_scale: Literal["dynamic"] | float | None = None
     loss_scale_window: int = Field(default=2000, ge=1)
@@ -66,7 +69,7 @@ class Config(Validated):
     compile: Compile | bool | None = None
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
 
-    @field_validator("units", mode="before")
+    @field_validator("units", "autocast_modules", mode="before")
     @classmethod
     def _as_tuple(cls, value: Any) -> Any:
         if isinstance(value, type):
@@ -86,9 +89,10 @@ class Config(Validated):
         return value
 
     @model_validator(mode="after")
-    def _gathers_to_quantise(self) -> Config:
-        if self.gather_dtype and self.stage < 3:
-            raise ValueError("gather_dtype: below stage 3 no weights travel to be computed with; set stage=3")
+    def _gathers_to_change(self) -> Config:
+        for name in ("gather_dtype", "autocast_modules"):
+            if getattr(self, name) and self.stage < 3:
+                raise ValueError(f"{name}: below stage 3 no weights travel to be computed with; set stage=3")
         return self
 
     @model_validator(mode="after")

@@ -150,7 +150,7 @@ class Engine:
         """Update the parameters once the micro-batches of an optimizer step are complete.
 
         Returns whether this call was an optimizer step; before the last micro-batch it does nothing. With
-        fp16 a step whose gradients overflow changes nothing but the loss scale.
+        a loss scale a step whose gradients overflow changes nothing but that.
         """
         if not self._micro_steps:
             raise UsageError("step() without backward(): call engine.backward(loss) first")

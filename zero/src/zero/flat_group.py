@@ -3,8 +3,8 @@
 Glossary
 --------
 home        the flat buffer in the parameters' own dtype.
-cast buffer a flat buffer for another form of the values: in an autocast dtype, which an fp32 group travels in
-            under torch.autocast, or rounded by a gather in 8 bits.
+cast buffer a flat buffer for another form of the values: in autocast's dtype, where it casts them before each
+            use, or rounded by a gather in 8 bits.
 shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). Where the whole
             buffer stays (stages 0 to 2, one rank, persistent units, ranks with memory in common) it is a
             view of `home`. With offloaded parameters it is on the host, or on disk.

@@ -56,15 +56,15 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     plans = find_units(model, config.units, config.persistent_below)
     if config.compiling is not None and config.stage == 3:
         plans = split_by_use(plans)
+    castable = cast_before_use(model, config)
     param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
     values = check_offload(model, optimizer, config, accelerator.device)
 
     group, control = join(accelerator, config.timeout)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
-    check_equal(plans, config, communicator, param_group_of)
+    check_equal(plans, config, communicator, param_group_of, castable)
     stores = _make_stores(optimizer, config, accelerator)
     planner = Planner(config.tiers, values, stores.resolve, divisible=rule_for(optimizer) is not None)
-    castable = cast_before_use(model)
     drafts = draft_units(plans, config, planner, group.size, param_group_of, castable)
     planner.warn_of_shortfalls()
     reserve_disk(drafts, config, stores, communicator)

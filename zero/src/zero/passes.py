@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,7 +11,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from zero import autocast
+from zero.autocast import AutocastWatch
 from zero.communicator import Communicator
 from zero.compiled.settings import Compile
 from zero.config import Config
@@ -62,8 +61,8 @@ class Passes(Uncopied):
         self._units = units
         disk = stores.read_ahead if config.tiers.params == "disk" else None
         self._schedule = Schedule(list(units), config.prefetch, disk)
-        self._device_type = device_type = stores.accelerator.device.type
-        self._unscaled = config.scaling is None
+        device_type = stores.accelerator.device.type
+        self._watch = AutocastWatch(module, config, device_type)
         self._hooks = {
             unit: UnitHooks(unit, self._schedule, self.phase, device_type, self._backward_over)
             for unit in units
@@ -107,6 +106,7 @@ class Passes(Uncopied):
             self._forwards = 0
         for hooks in self._hooks.values():
             hooks.reset()
+        torch.clear_autocast_cache()  # a block that goes on casts anew: these casts are of units gone since
         self.release_all()
 
     def release_all(self) -> None:
@@ -167,7 +167,7 @@ class Passes(Uncopied):
         if not self.phase.in_backward:
             self._visits.dropped()  # whose room this forward may need
             self._forwards += torch.is_grad_enabled()
-            self._tell_of_scale()
+            self._watch.look()
         if not self.phase.in_backward and not any(u.holds for u in self._units):
             self.release_all()  # what an earlier forward prefetched or kept, and never used
             self._schedule.begin(torch.is_grad_enabled())
@@ -176,13 +176,6 @@ class Passes(Uncopied):
         if not self._config.cast_inputs or dtype is None or dtype.itemsize > 2:
             return None
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))  # type: ignore[no-any-return]
-
-    def _tell_of_scale(self) -> None:
-        """Warn, once, of training in fp16 with nothing that keeps small gradients."""
-        in_fp16 = autocast.enabled_dtype(self._device_type) is torch.float16
-        if self._unscaled and in_fp16 and torch.is_grad_enabled():
-            self._unscaled = False
-            warnings.warn(_VANISH, stacklevel=2)
 
     def _backward_over(self, unit: ShardedUnit) -> None:
         if self.phase.in_backward:
@@ -228,12 +221,6 @@ class Passes(Uncopied):
             self._prepare,
             communicator.together if tiers.params == "disk" else nullcontext,
         )
-
-
-_VANISH = (
-    "this forward runs under torch.autocast in fp16, and small gradients vanish: "
-    "zero.Config(loss_scale='dynamic') keeps them, as a GradScaler does where there is no engine"
-)
 
 
 def _receiver(passes: Passes, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:

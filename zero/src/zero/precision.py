@@ -1,4 +1,4 @@
-"""Loss scaling for fp16, without waiting for the device.
+"""Loss scaling, for fp16, without waiting for the device.
 
 The scale follows the rule of Micikevicius et al. (Mixed Precision Training, 2018): halve it when a
 gradient overflows and skip that step; double it after a run of steps without overflow.
@@ -37,6 +37,12 @@ class LossScale:
         dynamic = isinstance(scale, str)
         initial = INITIAL_SCALE if dynamic else float(scale)
         return cls(accelerator, initial, config.loss_scale_window, fixed=not dynamic)
+
+    def restore(self, scale: float, good_steps: float) -> None:
+        """Go on with what a checkpoint has; a scale that is fixed stays."""
+        if not self._fixed:
+            self.scale.fill_(scale)
+            self.good_steps.fill_(good_steps)
 
     def update(self, overflow: Tensor) -> None:
         """Adapt to the step just made. overflow: 0-dim, 1.0 where the step was skipped.

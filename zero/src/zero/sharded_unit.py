@@ -102,8 +102,20 @@ class ShardedUnit:
         """Issue the gather unless it is done or under way; what a failure has kept from beginning, begins."""
         if self.state(cast) is not State.GATHERED:
             begun = self._pending.setdefault(cast, [])
-            for group in self.groups[len(begun) :]:
-                begun.append(group.start_gather(self._communicator, cast))
+            for index in range(len(begun), len(self.groups)):
+                begun.append(self._begin(index, cast))
+
+    def _begin(self, index: int, cast: Cast) -> list[NamedHandle]:
+        """Begin a group's gather, or join that of another cast in which the group has the same form: there is
+        one buffer for it."""
+        group = self.groups[index]
+        form = group.form(cast)
+        for other, begun in self._pending.items():
+            if len(begun) > index and group.form(other) == form:
+                return begun[index]
+        if not self._stale and any(group.form(other) == form for other in self._gathered):
+            return []
+        return group.start_gather(self._communicator, cast)
 
     def gather(self, cast: Cast) -> None:
         """Make the parameters whole in `cast`, waiting for the gather if need be."""
@@ -132,6 +144,8 @@ class ShardedUnit:
         """Weights have been written in a `show_exact` block: who computes with the unit goes on with them, as
         soon as every rank has written. Collective."""
         if self.holds > len(self._shown_before) or self.calls_in_backward:
+            for cast in tuple(self._pending):
+                self.complete(cast)
             for cast in sorted(self._gathered, key=str):
                 self._finish(cast, [group.start_gather(self._communicator, cast) for group in self.groups])
 

@@ -126,6 +126,7 @@ class WholeValues(Uncopied):
     def begin_write(self) -> None:
         """Before shards change: drop whole values that persist, and wait for who may still be reading shards:
         the device those on the host, other ranks those in memory held in common."""
+        torch.clear_autocast_cache()  # in a block that goes on, what it has made of weights is old
         for unit in self.units:
             unit.begin_write()
         if any(unit.common for unit in self.units):

@@ -135,8 +135,7 @@ class _Load:
         """Loss scale and the caller's objects."""
         scale, saved = self._engine.loss_scale, self._manifest.loss_scale
         if scale is not None and saved is not None and not self._options.weights_only:
-            scale.scale.fill_(saved.scale)
-            scale.good_steps.fill_(saved.good_steps)
+            scale.restore(saved.scale, saved.good_steps)
         for name, value in self._options.restore.items():
             value.load_state_dict(self._state[name])
         manifest = self._manifest
