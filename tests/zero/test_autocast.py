@@ -159,6 +159,7 @@ def test_every_module_that_holds_a_parameter_counts() -> None:
     assert names(LanguageModel()) & {"head.weight", "embedding.weight", "blocks.0.up.weight"} == {
         "blocks.0.up.weight"  # the head's matrix is the embedding's
     }
+    assert "embedding.weight" in names(LanguageModel(), nn.Embedding)  # unless a user says so
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LSTM(4, 4))
     layers[1].weight = layers[0].weight
     assert names(layers) == {"0.weight"}
