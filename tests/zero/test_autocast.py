@@ -109,7 +109,7 @@ def test_values_are_those_of_plain_autocast(cluster: Clusters, settings: dict[st
         for name, (same, error) in found.items():
             # Two uses of a weight in one backward: autocast adds gradients in bf16, zero may in fp32.
             assert same or name == "LanguageModel", name
-            assert error < 1e-2, name  # on a device whose autocast has other lists than the host's
+            assert error < 3e-2, name  # on a device whose autocast has other lists than the host's
 
 
 def dtypes_body(context: Context) -> dict[str, Any]:
@@ -329,7 +329,7 @@ def test_fp16_with_a_loss_scale_is_training_with_a_grad_scaler(cluster: Clusters
         assert scales[2] == scales[1] / 2  # it did overflow
         for stage in (2, 3):
             assert found[f"stage {stage}"][1] == scales
-            assert relative_error(found[f"stage {stage}"][0], losses) < 1e-3
+            assert relative_error(found[f"stage {stage}"][0], losses) < 1e-2
         assert found["stage 2"] == found["stage 3"]
 
 
