@@ -43,9 +43,10 @@ def find_units(model: nn.Module, rule: UnitRule, persistent_below: int = 0) -> l
     """
     chosen = dict(_chosen(model, rule))
     if rule != "auto" and not chosen:
-        raise ConfigError(
-            f"units={rule!r} matches no module with parameters; check the class or the function"
-        )
+        what = "the model itself alone, whose rest is a unit anyway: name parts of it"
+        if not _matches(rule, "", model):
+            what = "no module with parameters; check the class or the function"
+        raise ConfigError(f"units={rule!r} matches {what}")
     owner = _assign(model, chosen)
     plans: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in (*chosen, ROOT, PERSISTENT)}
     for name, parameter in model.named_parameters():
