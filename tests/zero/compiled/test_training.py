@@ -85,13 +85,19 @@ SAME_BITS: dict[str, dict[str, Any]] = {
 
 
 def same_bits_body(context: Context) -> dict[str, bool]:
-    """Where placement is measured the kernels of host and device may take turns at other units."""
+    """Where placement is measured the kernels of host and device may take turns at other units. A device may
+    have other backwards under autocast in graphs than in eager torch, without an engine too."""
+    near = {"placed by measurement": STEPS}  # losses to compare
+    if context.accelerator.device.type != "cpu":
+        near["autocast"] = 1
     found = {}
     for name, settings in SAME_BITS.items():
         compiled, eager = train(context, AOT, **settings), train(context, None, **settings)
-        measured = settings.get("offload") == "auto"
-        near = relative_error(compiled.losses, eager.losses) < 1e-5
-        found[name] = near if measured else same_bits(compiled, eager)
+        if name in near:
+            count = near[name]
+            found[name] = relative_error(compiled.losses[:count], eager.losses[:count]) < 1e-5
+        else:
+            found[name] = same_bits(compiled, eager)
     return found
 
 
