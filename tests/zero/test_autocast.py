@@ -152,6 +152,7 @@ def test_what_is_cast_before_each_use() -> None:
     torchs = {"convolution.weight", "attention.in_proj_weight", "attention.out_proj.weight"}
     assert names(Mixture()) == torchs
     assert names(Mixture(), Affine) == names(Mixture(), "Affine") == torchs | {"affine.weight"}
+    assert zero.Config(autocast_modules="Affine") == zero.Config(autocast_modules=["Affine"])  # type: ignore[arg-type]
     assert names(Mixture(), "Affine", Mixture) == torchs | {"affine.weight", "start", "places", "experts"}
 
 
@@ -222,10 +223,13 @@ def test_matrices_of_unknown_use_are_warned_of(cluster: Clusters) -> None:
     for held, messages in cluster(2).run(saved_body):
         (message,) = messages
         assert "matrices of Affine (98% of the model)" in message
+        assert "zero.Config(autocast_modules=('Affine',))" in message
         assert held > 3 * matrix  # all but the first, whose input wants no gradient
     for held, messages in cluster(2).run(saved_body, autocast_modules=("Affine",)):
         assert not messages
         assert held < matrix
+    ((_, messages),) = cluster(1).run(saved_body)
+    assert not messages  # nothing is gathered
 
 
 class Island(nn.Module):

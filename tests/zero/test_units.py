@@ -49,7 +49,7 @@ def test_a_rule_that_matches_nothing_is_an_error() -> None:
     with pytest.raises(zero.ConfigError, match="matches no module"):
         names(LanguageModel(), nn.Conv2d)
     with pytest.raises(zero.ConfigError, match="matches the model itself alone"):
-        names(LanguageModel(), ["LanguageModel"])
+        names(LanguageModel(), "LanguageModel")
 
 
 def test_weights_tied_across_units_go_to_their_common_ancestor() -> None:

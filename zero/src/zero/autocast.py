@@ -31,7 +31,6 @@ _CAST: dict[Callable[..., Any], tuple[str, ...]] = {
 }
 """By the forward that computes with them, which a subclass may have for its own: names of parameters."""
 _TOLD_FROM = 0.1  # of a model's elements, in matrices of unknown use
-_SHOWN = 4  # class names in a message
 
 
 def enabled_dtype(device_type: str) -> torch.dtype | None:
@@ -61,13 +60,14 @@ def cast_before_use(model: nn.Module, config: Config) -> set[nn.Parameter]:
 
 
 class AutocastWatch:
-    """Warns, once each, of forwards under autocast that lose gradients or take memory without need."""
+    """Warns, once each, of forwards under autocast that lose gradients or take memory without need. gathers:
+    whether parameters are whole only while they are used."""
 
-    def __init__(self, model: nn.Module, config: Config, device_type: str) -> None:
+    def __init__(self, model: nn.Module, config: Config, device_type: str, gathers: bool) -> None:
         self._device_type = device_type
         self._vanish = _VANISH if config.scaling is None else ""
         graphs_tell = config.compiling is not None
-        self._wide = "" if config.stage < 3 or graphs_tell else _tell_of_unknown(model, config)
+        self._wide = _tell_of_unknown(model, config) if gathers and not graphs_tell else ""
 
     def look(self) -> None:
         """A forward begins."""
@@ -86,13 +86,11 @@ def _tell_of_unknown(model: nn.Module, config: Config) -> str:
     """Nothing where matrices of unknown use are few."""
     known = cast_before_use(model, config)
     unknown = {p: type(m).__name__ for m, p in _of_unknown_use(model) if p not in known}
-    elements = sum(p.numel() for p in model.parameters())
-    share = sum(p.numel() for p in unknown) / elements
-    if share < _TOLD_FROM:
+    elements, wide = (sum(p.numel() for p in of) for of in (model.parameters(), unknown))
+    if wide == 0 or wide < _TOLD_FROM * elements:
         return ""
-    names = sorted(set(unknown.values()))
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    return _WIDE.format(shown=shown, share=share, first=names[0])
+    names = tuple(sorted(set(unknown.values())))
+    return _WIDE.format(classes=", ".join(names), share=wide / elements, names=names)
 
 
 def _of_unknown_use(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -125,7 +123,7 @@ _VANISH = (
     "zero.Config(loss_scale='dynamic') keeps them, as a GradScaler does where there is no engine"
 )
 _WIDE = (
-    "matrices of {shown} ({share:.0%} of the model) travel in fp32 under torch.autocast, and what it makes "
-    "of them stays until backward. If it casts them before each use, say so and they travel cast, and go: "
-    "zero.Config(autocast_modules=('{first}', ...)); or use compile=True, where graphs show their use"
+    "matrices of {classes} ({share:.0%} of the model) travel in fp32 under torch.autocast, and what it makes "
+    "of them stays until backward. Name the classes whose matrices it casts before each use, and they travel "
+    "cast, and go: zero.Config(autocast_modules={names}); or use compile=True, where graphs show the use"
 )

@@ -72,7 +72,7 @@ class Config(Validated):
     @field_validator("units", "autocast_modules", mode="before")
     @classmethod
     def _as_tuple(cls, value: Any) -> Any:
-        if isinstance(value, type):
+        if isinstance(value, type) or (isinstance(value, str) and value != "auto"):
             return (value,)
         return tuple(value) if isinstance(value, (list, set, frozenset)) else value
 

@@ -62,7 +62,7 @@ class Passes(Uncopied):
         disk = stores.read_ahead if config.tiers.params == "disk" else None
         self._schedule = Schedule(list(units), config.prefetch, disk)
         device_type = stores.accelerator.device.type
-        self._watch = AutocastWatch(module, config, device_type)
+        self._watch = AutocastWatch(module, config, device_type, not all(u.resident for u in units))
         self._hooks = {
             unit: UnitHooks(unit, self._schedule, self.phase, device_type, self._backward_over)
             for unit in units
