@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ def state_dict_body(context: Context, path: str) -> list[tuple[str, str]]:
             engine.optimizer.state_dict()
         with pytest.raises(zero.UsageError) as loading:
             engine.optimizer.load_state_dict(theirs)
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())):
+            with pytest.raises(zero.UsageError, match=r"slices alone: engine\.save_checkpoint"):
+                copied(engine.optimizer)
         after = engine.full_optimizer_state("blocks.0.up.weight")
         assert all(torch.equal(value, after[key]) for key, value in before.items())
         scheduler.load_state_dict(scheduler.state_dict())

@@ -34,7 +34,7 @@ from zero.consolidate.opening import open_source
 from zero.consolidate.source import Source
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
 from zero.consolidate.zero_source import ZeroSource
-from zero.errors import ZeroError
+from zero.errors import ZeroError, some
 from zero.sizes import human, size
 
 app = typer.Typer(
@@ -231,8 +231,7 @@ def _prepare() -> None:
 
 def _warn(what: str, names: tuple[str, ...]) -> None:
     if names:
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        errors.print(Text(f"{what}: {', '.join(names[:8])}{more}"), style="yellow", soft_wrap=True)
+        errors.print(Text(f"{what}: {some(names)}"), style="yellow", soft_wrap=True)
 
 
 def _facts(source: Source) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from zero.communicator import Communicator, Traffic
 from zero.config import Config
 from zero.errors import UsageError
 from zero.gradient_factor import GradientFactor
+from zero.late_parameters import LateParameters
 from zero.memory_tracer import MemoryTracer
 from zero.optimizer import ShardedOptimizer
 from zero.optimizer_state import OptimizerState
@@ -87,6 +88,7 @@ class Engine:
             self._loss_scale,
         )
         self._checkpoints = Checkpoints(parts)
+        self._late = LateParameters(module, units)
         own(module, self._whole)
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
         self._reducer = reducer = self._passes.reducer
@@ -226,6 +228,7 @@ class Engine:
 
         master: the fp32 masters instead of the 16-bit weights.
         """
+        self._late.check_whole()
         return model_state.read(self.module, self._whole, master)
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
@@ -234,6 +237,7 @@ class Engine:
         Raises StateError, on every rank and before anything changes, for names or shapes that do not fit.
         """
         self._parking.check()
+        self._late.check_whole()
         model_state.load(self.module, self._whole, state, strict)
 
     def full_master(self, name: str) -> Tensor:
@@ -288,6 +292,7 @@ class Engine:
         checkpoints that were there stay as they were.
         """
         self._check_complete()
+        self._late.check_whole()
         if self._micro_steps:
             raise UsageError(
                 "save_checkpoint between the micro-batches of an optimizer step: their gradients would be "
@@ -316,6 +321,7 @@ class Engine:
         that do not fit, both before anything changes; CorruptCheckpointError where bytes are damaged. The
         engine then refuses to go on until a whole checkpoint has been loaded.
         """
+        self._late.check_whole()
         options, before = Options(restore or {}, strict, weights_only, rename), self._interrupted
         loaded = self._checkpoints.load(path, options, self._begin_load)
         if not weights_only:
@@ -333,6 +339,7 @@ class Engine:
         anything changes; after an error in reading the engine refuses to go on until a checkpoint is loaded.
         """
         self._parking.check()
+        self._late.check_whole()
         before = self._interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
         fill_engine(self.module, self._whole, request, self._begin_load)
@@ -449,6 +456,7 @@ class Engine:
         if not loss.requires_grad:
             raise UsageError("backward(): the loss does not depend on any parameter that requires a gradient")
         self._check_complete()
+        self._late.check_trained()
         if self.is_boundary:
             raise UsageError(
                 f"backward() was called more than gradient_accumulation_steps="

@@ -1,5 +1,13 @@
 """Errors of the engine. Each says what was expected, what came and what to do."""
 
+from collections.abc import Sequence
+
+
+def some(names: Sequence[str], limit: int = 8) -> str:
+    """The first few names for a message, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
 
 class ZeroError(RuntimeError):
     """Base of every error that zero raises on purpose."""

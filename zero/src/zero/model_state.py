@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelz.flat_buffer import HOST
+from zero.errors import some
 from zero.flat_group import FlatGroup
 from zero.sharded_unit import ShardedUnit
 from zero.whole import WholeValues, view_of
@@ -70,7 +71,7 @@ def _misfits(model: nn.Module, state: Mapping[str, Any], strict: bool) -> str:
     if strict:
         problems["missing"] = [n for n in expected if n not in state]
         problems["unexpected"] = [n for n in state if n not in expected]
-    return "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    return "; ".join(f"{what}: {some(names)}" for what, names in problems.items() if names)
 
 
 def _load_group(
@@ -94,9 +95,3 @@ def _load_buffers(model: nn.Module, whole: WholeValues, state: Mapping[str, Any]
                 if isinstance(state.get(name), Tensor):
                     buffer.copy_(state[name])
                 whole.spread_buffer(name, buffer)
-
-
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more

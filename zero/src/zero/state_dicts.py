@@ -1,4 +1,4 @@
-"""The optimizer's own state dicts: refused, because they would be of one rank's slices only."""
+"""The optimizer's own state dicts and copies: refused, because they would be of one rank's slices only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from zero.errors import UsageError
 
 def refuse_state_dicts(optimizer: Optimizer) -> None:
     """From now on `optimizer.state_dict()` and `load_state_dict()` raise UsageError, before anybody else's
-    hooks of them."""
+    hooks of them, and so do `torch.save(optimizer)` and `copy.deepcopy(optimizer)`."""
     optimizer.register_state_dict_pre_hook(_refuse_to_save, prepend=True)
     optimizer.register_load_state_dict_pre_hook(_refuse_to_load, prepend=True)
+    optimizer.__dict__["__getstate__"] = _refuse_to_copy
 
 
 def _refuse_to_save(optimizer: Optimizer) -> None:
@@ -21,6 +22,13 @@ def _refuse_to_save(optimizer: Optimizer) -> None:
         "optimizer.state_dict() would hold this rank's slices alone: engine.save_checkpoint saves the "
         "optimizer's whole state, engine.full_optimizer_state(name) returns that of a parameter, and "
         "optimizer.param_groups has the hyper-parameters"
+    )
+
+
+def _refuse_to_copy() -> None:
+    raise UsageError(
+        "an optimizer that an engine steps cannot be copied or pickled, it has this rank's slices alone: "
+        "engine.save_checkpoint saves its whole state"
     )
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from zero.checkpoint.manifest import Manifest, model_key
-from zero.errors import StateError, UsageError
+from zero.errors import StateError, UsageError, some
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -76,12 +75,6 @@ def raise_for(problems: Mapping[str, list[str]]) -> None:
     told = [f"{what}: {some(names)}" for what, names in problems.items() if names]
     if told:
         raise StateError(f"the checkpoint does not fit: {'; '.join(told)}")
-
-
-def some(names: list[str]) -> str:
-    """The first few names, and how many more."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _renamer(rename: Rename | None, names: set[str]) -> Callable[[str], str | None]:

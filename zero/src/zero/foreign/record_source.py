@@ -16,7 +16,7 @@ from zero.checkpoint.manifest import ITEM_BYTES
 from zero.checkpoint.storage import DISK, File, Storage
 from zero.consolidate.memory_order import Box, boxes, read_box, stretches
 from zero.consolidate.source import Chunk, Piece, Source
-from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError
+from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError, some
 from zero.foreign import crc
 from zero.foreign.inert_pickle import StoredTensor
 from zero.foreign.torch_file import Record, TorchFile
@@ -239,4 +239,4 @@ class RecordSource(Source):
         held += [self.tensors[place.tensor].name for place in self._strided if place.key == key]
         if not held:
             return "no weights"
-        return ", ".join(map(repr, held[:4])) + (f" and {len(held) - 4} more" if len(held) > 4 else "")
+        return some([repr(name) for name in held], 4)

@@ -1,0 +1,118 @@
+"""A model that changes after zero.initialize: what freezes is left alone, what comes is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.models import LanguageModel
+from tests.zero.test_parity import fresh, language_loss
+from tests.zero.training import adamw, relative_error
+
+FROZEN = range(2, 5)
+"""Steps in which the first block is frozen."""
+
+
+def thaw_or_freeze(model: LanguageModel, step: int) -> None:
+    model.blocks[0].requires_grad_(step not in FROZEN)
+
+
+def plain_losses(steps: int) -> list[float]:
+    """Of one rank, unsharded: every rank gets the same batches here."""
+    model = fresh()
+    optimizer, losses = adamw(model), []
+    for step in range(steps):
+        thaw_or_freeze(model, step)
+        loss = language_loss(model, step, 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def freezing_body(context: Context, config: dict[str, Any]) -> float:
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, **config))
+    losses = []
+    for step in range(7):
+        thaw_or_freeze(model, step)
+        before = engine.full_master("blocks.0.up.weight")
+        loss = language_loss(model, step, 0)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+        after = engine.full_master("blocks.0.up.weight")
+        assert torch.equal(before, after) == (step in FROZEN)  # neither stepped nor decayed
+    return relative_error(losses, plain_losses(7))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"compile": zero.Compile(inner="aot_eager")}],
+    ids=lambda config: "compiled" if "compile" in config else str(config["stage"]),
+)
+def test_what_is_frozen_for_a_while_is_left_alone(cluster: Clusters, config: dict[str, Any]) -> None:
+    assert max(cluster(2).run(freezing_body, config=config)) < 1e-5
+
+
+def thawed_body(context: Context, stage: int) -> None:
+    model = fresh()
+    model.blocks[0].requires_grad_(False)
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
+
+    def step() -> None:
+        engine.backward(language_loss(model, 0, context.rank))
+        engine.step()
+
+    step()
+    model.blocks[0].up.requires_grad_(True)
+    with pytest.raises(
+        zero.ModelError, match=r"frozen at zero.initialize, and not any more: blocks\.0\.up\.w"
+    ):
+        step()
+    model.blocks[0].up.requires_grad_(False)
+    step()
+    assert engine.steps == 2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_unfreezing_what_has_no_optimizer_state_is_refused(cluster: Clusters, stage: int) -> None:
+    cluster(2).run(thawed_body, stage=stage)
+
+
+def replaced_body(context: Context, stage: int, path: str) -> None:
+    """A new layer in the place of an old one: the old one's values are not what is saved as the new one's."""
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
+    old = model.blocks[1].up
+    new = nn.Linear(old.in_features, old.out_features, device=engine.accelerator.device)
+    model.blocks[1].up = new
+    with pytest.raises(
+        zero.ModelError, match=r"so not trained: blocks\.1\.up\.weight, blocks\.1\.up\.bias\. "
+    ):
+        engine.backward(language_loss(model, 0, context.rank))
+    for use in (
+        engine.state_dict,
+        lambda: engine.load_state_dict({}),
+        lambda: engine.save_checkpoint(path),
+        lambda: engine.load_checkpoint(path),
+        lambda: engine.load_pretrained(path),
+    ):
+        with pytest.raises(zero.ModelError, match="so not saved or loaded"):
+            use()
+    assert not Path(path).exists()
+    model.blocks[1].up = old
+    engine.backward(language_loss(model, 0, context.rank))
+    assert engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_new_parameters_are_refused(cluster: Clusters, stage: int, tmp_path: Path) -> None:
+    cluster(2).run(replaced_body, stage=stage, path=str(tmp_path / "checkpoint"))
