@@ -111,6 +111,11 @@ def replaced_body(context: Context, stage: int, path: str) -> None:
     model.blocks[1].up = old
     engine.backward(language_loss(model, 0, context.rank))
     assert engine.step()
+    model.blocks[1].up = new.requires_grad_(False)  # changes nothing of training, but is not in what is saved
+    engine.backward(language_loss(model, 0, context.rank))
+    assert engine.step()
+    with pytest.raises(zero.ModelError, match="so not saved or loaded"):
+        engine.state_dict()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

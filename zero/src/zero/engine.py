@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero import model_state
+from zero.absent_gradients import AbsentGradients
 from zero.access import own
 from zero.balance import Balancer
 from zero.checkpoint.checkpoints import Checkpoints
@@ -89,6 +90,7 @@ class Engine:
         )
         self._checkpoints = Checkpoints(parts)
         self._late = LateParameters(module, units)
+        self._absent = AbsentGradients()
         own(module, self._whole)
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
         self._reducer = reducer = self._passes.reducer
@@ -145,6 +147,8 @@ class Engine:
             self._recover()
             raise
         self._micro_steps += 1
+        if self.is_boundary:
+            self._absent.show(self._reducer.used())
         self._tracer.settle()
         self.accelerator.flush()
 
@@ -161,7 +165,7 @@ class Engine:
         self._shards.check_groups()
         self._tracer.begin_step()
         factors = self._factor.complete()
-        if not self._reducer.any_used:
+        if not any(True for _ in self._reducer.used()):
             warnings.warn(_NOTHING_TO_STEP, RuntimeWarning, stacklevel=2)
         self._hear_of_disks()
         self._change_weights(*factors)
@@ -174,6 +178,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients of all micro-batches since the last optimizer step."""
+        self._absent.hide()
         self._reducer.clear()
         self._micro_steps = 0
 
@@ -477,13 +482,14 @@ class Engine:
 
     def _recover(self) -> None:
         """After an exception: drop gradients, gathers and calls under way."""
+        self._absent.hide()
         self._passes.recover()
         self._micro_steps = 0
 
 
 _NOTHING_TO_STEP = (
-    "no parameter of the engine has a gradient on any rank, so this step changes none: what was put into the "
-    "model after zero.initialize is not trained, and what was taken out of it is not used"
+    "no parameter of the engine has a gradient on any rank, so this step changes none: are all of them "
+    "frozen now, or does the loss depend on something else?"
 )
 
 

@@ -12,12 +12,12 @@ memory: a parameter that no rank used has no gradient and is not stepped, as wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelz.flat_buffer import HOST, FlatBuffer
 from zero.communicator import Communicator, NamedHandle
@@ -236,10 +236,11 @@ class GradientReducer:
         if self._last and self.follower is not None:
             self.follower.arrived(done.gradients)
 
-    @property
-    def any_used(self) -> bool:
-        """Whether any parameter has had a gradient on any rank since the last step."""
-        return any(gradients.used for gradients in self.all)
+    def used(self) -> Iterator[nn.Parameter]:
+        """Parameters that have had a gradient on any rank since the last step."""
+        for gradients in self.all:
+            for index in gradients.used:
+                yield gradients.group.parameters[index]
 
     def _agree_on_usage(self) -> None:
         """Note which parameters have a gradient on any rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,34 +20,42 @@ class LateParameters:
     def __init__(self, module: nn.Module, units: Iterable[ShardedUnit]) -> None:
         groups = [group for unit in units for group in unit.groups]
         self._module = module
-        self._known = {parameter for group in groups for parameter in group.parameters}
+        self._known = {id(parameter) for group in groups for parameter in group.parameters}
         self._frozen = [p for group in groups if not group.trainable for p in group.parameters]
-        self._looked = False
 
     def check_trained(self) -> None:
-        """Before a backward. New parameters are looked for once, which takes as long as walking the model."""
+        """Before each backward: a walk through the model, 0.1 ms for one of 400 modules."""
         with torch._C.DisableTorchFunctionSubclass():  # as they are: the guard of sharded ones costs time
-            thawed = any(p.requires_grad for p in self._frozen)
+            thawed = {id(p) for p in self._frozen if p.requires_grad}
         if thawed:
-            names = self._names(lambda p: p.requires_grad and p in set(self._frozen))
+            names = self._names(p for p in self._frozen if id(p) in thawed)
             raise ModelError(f"frozen at zero.initialize, and not any more: {some(names)}. {_THAWED}")
-        if not self._looked:
-            self._check_new("trained", self._names(lambda p: p.requires_grad and p not in self._known))
-            self._looked = True
+        self._refuse("trained", [p for p in self._new() if p.requires_grad])
 
     def check_whole(self) -> None:
         """Before values of the whole model are saved or loaded."""
-        self._check_new("saved or loaded", self._names(lambda p: p not in self._known))
+        self._refuse("saved or loaded", list(self._new()))
 
-    def _check_new(self, what: str, names: Sequence[str]) -> None:
-        if names:
+    def _refuse(self, what: str, new: Sequence[nn.Parameter]) -> None:
+        if new:
             raise ModelError(
-                f"not in the model at zero.initialize, and so not {what}: {some(names)}. Adapters, resized "
-                "embeddings and whatever else changes the model come before it"
+                f"not in the model at zero.initialize, and so not {what}: {some(self._names(new))}. "
+                "Adapters, resized embeddings and whatever else changes the model come before it"
             )
 
-    def _names(self, wanted: Callable[[nn.Parameter], bool]) -> list[str]:
-        return [name for name, parameter in self._module.named_parameters() if wanted(parameter)]
+    def _new(self) -> Iterator[nn.Parameter]:
+        """By identity, and by hand: `named_parameters()` takes eight times as long."""
+        known, modules = self._known, [self._module]
+        while modules:
+            module = modules.pop()
+            for parameter in module._parameters.values():
+                if id(parameter) not in known and parameter is not None:
+                    yield parameter
+            modules.extend(child for child in module._modules.values() if child is not None)
+
+    def _names(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        wanted = {id(parameter) for parameter in parameters}
+        return [name for name, parameter in self._module.named_parameters() if id(parameter) in wanted]
 
 
 _THAWED = (

@@ -1,0 +1,107 @@
+"""What `param.grad` is between backward and step: it says where the gradients are, instead of nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.test_parity import fresh, language_loss
+from tests.zero.training import adamw
+
+USES: dict[str, Callable[[nn.Module], Any]] = {
+    "clip_grad_norm_": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "clip_grad_norm_ one by one": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0, foreach=False),
+    "clip_grad_value_": lambda m: nn.utils.clip_grad_value_(m.parameters(), 1.0),
+    "a norm": lambda m: [p.grad.norm() for p in m.parameters() if p.grad is not None],
+    "a copy": lambda m: [p.grad.detach().clone() for p in m.parameters() if p.grad is not None],
+    "in place": lambda m: [p.grad.mul_(0.5) for p in m.parameters() if p.grad is not None],
+    "zeros": lambda m: m.zero_grad(set_to_none=False),
+}
+
+
+def uses_body(context: Context, config: dict[str, Any]) -> dict[str, str]:
+    """What each use says; training goes on as if it had not been tried."""
+    model, untouched = fresh(), fresh()
+    engine, other = (
+        zero.initialize(m, adamw(m), zero.Config(timeout=20, **config)) for m in (model, untouched)
+    )
+    said = {}
+    for step, (name, use) in enumerate(USES.items()):
+        losses = []
+        for each in (engine, other):
+            loss = language_loss(each.module, step, context.rank)
+            each.backward(loss)
+            losses.append(loss.item())
+        assert losses[0] == losses[1]
+        with pytest.raises(zero.UsageError) as raised:
+            use(model)
+        said[name] = str(raised.value)
+        assert engine.step()
+        assert other.step()
+        assert all(p.grad is None for p in model.parameters())
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_needs_gradients_is_told_where_they_are(cluster: Clusters, stage: int) -> None:
+    for said in cluster(2).run(uses_body, config={"stage": stage}):
+        for message in said.values():
+            assert "Config(clip_norm=...)" in message
+            assert "engine.full_gradient(name)" in message
+
+
+def late_optimizer_body(context: Context, stage: int) -> str:
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.backward(language_loss(model, 0, context.rank))
+    with pytest.raises((zero.UsageError, zero.ShardedParameterError)) as raised:
+        late.step()
+    assert engine.step()
+    return type(raised.value).__name__
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_optimizer_made_later_does_not_step_in_silence(cluster: Clusters, stage: int) -> None:
+    expected = "ShardedParameterError" if stage == 3 else "UsageError"  # it is the weight that is not there
+    assert set(cluster(2).run(late_optimizer_body, stage=stage)) == {expected}
+
+
+def places_body(context: Context) -> None:
+    """There behind the last micro-batch, for parameters that were used, and with their shapes."""
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, gradient_accumulation_steps=2))
+
+    def with_gradient() -> set[str]:
+        return {name for name, p in model.named_parameters() if p.grad is not None}
+
+    engine.backward(language_loss(model, 0, context.rank))
+    assert not with_gradient()
+    engine.backward(language_loss(model, 1, context.rank))
+    used = {n for n, p in model.named_parameters() if p.requires_grad and engine.full_gradient(n) is not None}
+    assert with_gradient() == used
+    assert used
+    weight = model.blocks[0].up.weight
+    assert isinstance(weight, nn.Parameter)
+    assert repr(weight.grad).startswith("AbsentGradient(shape=(29, 12), dtype=torch.float32")
+    assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
+    model.zero_grad()  # harmless
+    assert not with_gradient()
+    assert engine.step()
+    for _ in range(2):
+        engine.backward(language_loss(model, 0, context.rank))
+    assert with_gradient()
+    with pytest.raises(zero.UsageError, match=r"engine\.backward"):
+        language_loss(model, 0, context.rank).backward()
+    engine.zero_grad()
+    assert not with_gradient()
+
+
+def test_where_they_are(cluster: Clusters) -> None:
+    cluster(2).run(places_body)

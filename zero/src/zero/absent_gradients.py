@@ -1,0 +1,77 @@
+"""What `param.grad` is between a backward and its step: something that raises when its values are used.
+
+The gradients are this rank's slices then, in the engine. With `None` there, a loop that goes on to clip with
+`torch.nn.utils.clip_grad_norm_`, or steps an optimizer made after `zero.initialize`, would find nothing to do
+and say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.errors import UsageError
+
+
+class AbsentGradient(Tensor):
+    """Shape, dtype and device of a parameter's gradient, without a byte of it."""
+
+    @staticmethod
+    def __new__(cls, parameter: nn.Parameter) -> AbsentGradient:
+        made: AbsentGradient = Tensor._make_wrapper_subclass(
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        raise UsageError(
+            f"{func} needs the values of a parameter's `.grad`, which the engine has, in slices. Set "
+            "Config(clip_norm=...) to clip; engine.grad_norm is the norm, engine.full_gradient(name) a whole "
+            "gradient; engine.backward and engine.step come in the place of loss.backward and optimizer.step"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AbsentGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+
+class AbsentGradients:
+    """Puts them in their places, and takes them away."""
+
+    def __init__(self) -> None:
+        self._made: dict[nn.Parameter, AbsentGradient] = {}
+        self._shown: list[nn.Parameter] = []
+
+    def show(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Of parameters that have a gradient."""
+        with torch._C.DisableTorchFunctionSubclass():  # `grad` of a sharded parameter, without its guard
+            for parameter in parameters:
+                parameter.grad = self._of(parameter)
+                self._shown.append(parameter)
+
+    def hide(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._shown:
+                parameter.grad = None
+        self._shown.clear()
+
+    def _of(self, parameter: nn.Parameter) -> AbsentGradient:
+        made = self._made.get(parameter)
+        if made is None or made.dtype is not parameter.dtype or made.device != parameter.device:
+            made = self._made[parameter] = AbsentGradient(parameter)
+        return made
