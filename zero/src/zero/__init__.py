@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from zero.initialization import initialize
     from zero.lion import Lion
     from zero.offload import Offload
+    from zero.planning.plan import plan
     from zero.pretrained import load_pretrained
     from zero.room import OutOfMemoryError
 
@@ -64,6 +65,7 @@ _HOME = {  # where each public name lives; imported at its first use
     "init": "deferred_init",
     "initialize": "initialization",
     "load_pretrained": "pretrained",
+    "plan": "planning.plan",
 }
 
 __all__ = [
@@ -90,6 +92,7 @@ __all__ = [
     "init",
     "initialize",
     "load_pretrained",
+    "plan",
 ]
 __version__ = "0.1.0"
 

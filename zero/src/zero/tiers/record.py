@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from zero.offload import Tier
-from zero.tiers.split import SplitMaster
+from zero.tiers.placement import Placement
+from zero.tiers.split import LOWER, SplitMaster
 from zero.tiers.swap_file import PAGE, Section
 from zero.tiers.values import Values
 
@@ -68,6 +69,30 @@ class Record:
 
 def _is_on(values: Values, device: torch.device) -> bool:
     return isinstance(values, Tensor) and values.device == device
+
+
+@dataclass(frozen=True)
+class DiskFormat:
+    """What is kept on disk. moments: of a record, for each element. compact: of masters, what bf16 weights
+    lack."""
+
+    moments: int = 0
+    compact: bool = False
+
+    def record(self, dtype: torch.dtype, splits: bool) -> list[torch.dtype]:
+        """Of a record, section by section. splits: the weights may be the master's upper half."""
+        return [LOWER if self.compact and splits else dtype, *([dtype] * self.moments)]
+
+    def nbytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
+        """Of a group of `numel` elements in `dtype`. gradient: dtype of its reduced slice."""
+        wide = torch.promote_types(dtype, torch.float32)
+        of_record = self.record(wide, dtype is torch.bfloat16)
+        sections = [(n, d) for n, tier in placement.optimizer if tier == "disk" for d in of_record]
+        if placement.params == "disk":
+            sections.append((numel, dtype))
+        if placement.gradients == "disk":
+            sections.append((numel, gradient))
+        return sum(section_bytes(*section) for section in sections)
 
 
 def section_bytes(numel: int, dtype: torch.dtype) -> int:

@@ -20,8 +20,8 @@ from zero.tiers.outlet import Outlet
 from zero.tiers.pipeline import Pipeline
 from zero.tiers.placement import Placement
 from zero.tiers.read_ahead import ReadAhead
-from zero.tiers.record import Record, section_bytes
-from zero.tiers.split import LOWER, SplitMaster
+from zero.tiers.record import DiskFormat, Record, section_bytes
+from zero.tiers.split import SplitMaster
 from zero.tiers.swap_file import Section, SwapFile
 from zero.tiers.values import Values
 
@@ -47,7 +47,7 @@ class Stores:
         self.relieve: Callable[[int], int] = lambda nbytes: 0
         self.pipeline = Pipeline(accelerator.memory)
         self._folder = folder
-        self._compact = compact
+        self._format = DiskFormat(moments, compact)
         self._visits = visits
 
     @cached_property
@@ -85,14 +85,7 @@ class Stores:
 
     def disk_bytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
         """What a group of `numel` elements in `dtype` keeps on disk. gradient: dtype of its reduced slice."""
-        wide = torch.promote_types(dtype, torch.float32)
-        of_record = self._record_dtypes(wide, dtype is torch.bfloat16)
-        sections = [(n, d) for n, tier in placement.optimizer if tier == "disk" for d in of_record]
-        if placement.params == "disk":
-            sections.append((numel, dtype))
-        if placement.gradients == "disk":
-            sections.append((numel, gradient))
-        return sum(section_bytes(*section) for section in sections)
+        return self._format.nbytes(numel, dtype, placement, gradient)
 
     def reserve(self, nbytes: int) -> None:
         """Take the space on disk for all of this engine's state. Raises OffloadError on a full disk."""
@@ -110,9 +103,9 @@ class Stores:
         weights: gives the bf16 weights, where that may serve as the upper half of a master on disk.
         """
         if tier == "disk":
-            dtypes = self._record_dtypes(dtype, weights is not None)
+            dtypes = self._format.record(dtype, weights is not None)
             first, *moments = self._stored(dtypes, values.numel())
-            split = self._compact and weights is not None
+            split = self._format.compact and weights is not None
             stored = SplitMaster(weights, first) if split and weights is not None else first
             stored.write(values)
             return Record(tier, stored, tuple(moments))
@@ -161,10 +154,6 @@ class Stores:
     @cached_property
     def _host_kernels(self) -> Kernels:
         return accelz.host_kernels()
-
-    def _record_dtypes(self, dtype: torch.dtype, splits: bool) -> list[torch.dtype]:
-        """Of a record on disk, section by section. splits: the weights may be the master's upper half."""
-        return [LOWER if self._compact and splits else dtype, *([dtype] * self.moments)]
 
     def _stored(self, dtypes: Sequence[torch.dtype], numel: int) -> list[Section]:
         """Sections of `numel` elements one after another, each of whole pages."""

@@ -1,0 +1,1 @@
+"""Memory and traffic of a training step, by arithmetic: nothing is allocated and nobody is asked."""

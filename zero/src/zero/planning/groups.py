@@ -1,0 +1,191 @@
+"""Units and groups as numbers: what `zero.initialize` would build, without building it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero.cast import OWN, Cast
+from zero.config import Config
+from zero.drafts import GroupDraft, UnitDraft
+from zero.group_gradients import GradientPolicy
+from zero.offload import Tier
+from zero.quantised import Quantised
+from zero.tiers.placement import Placement
+from zero.units import PERSISTENT, ROOT
+
+Dtype = torch.dtype | None
+
+
+@dataclass(frozen=True)
+class PlannedGroup:
+    """A flat buffer. Sizes in elements, padding included.
+
+    numel: of the whole buffer. shard_numel: of a rank's slice. dtype: of the parameters. given: that they
+    have before `zero.initialize`, where it is wider. gathered: that they are computed in. coded: whether they
+    travel in 8 bits. resident: the whole buffer stays. reduced: dtype that gradients travel in. slice: that
+    their reduced sum has. early, complete_early: whether its first gradient, or all of them, come before
+    those of the blocks, as a head's do.
+    """
+
+    numel: int
+    shard_numel: int
+    dtype: torch.dtype
+    given: torch.dtype
+    gathered: torch.dtype
+    coded: bool
+    trainable: bool
+    resident: bool
+    reduced: torch.dtype
+    slice: torch.dtype
+    early: bool
+    complete_early: bool
+    placement: Placement
+
+    @property
+    def sharded(self) -> bool:
+        return self.shard_numel < self.numel
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of the buffer that is computed with."""
+        return self.numel * self.gathered.itemsize
+
+    @property
+    def own_bytes(self) -> int:
+        """Of the whole buffer in the parameters' own dtype."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        return self.shard_numel * self.dtype.itemsize
+
+    @property
+    def travel_bytes(self) -> int:
+        """What a gather moves, of the whole buffer."""
+        return Quantised.nbytes_of(self.numel) if self.coded else self.whole_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the whole buffer of gradients."""
+        return self.numel * self.reduced.itemsize
+
+    @property
+    def slice_bytes(self) -> int:
+        """Of the reduced sum that is left of it."""
+        return self.shard_numel * self.slice.itemsize
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of masters and moments."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def is_master(self, tier: Tier) -> bool:
+        """Whether the shard itself is the master of a record in `tier`."""
+        params = self.placement.params
+        together = tier == params != "disk" or (self.placement.visits and params == "device")
+        return self.dtype.itemsize >= 4 and together
+
+    def record_bytes(self, numel: int, tier: Tier, moments: int) -> int:
+        """Of master and moments in memory, for `numel` elements in `tier`."""
+        return numel * self.wide.itemsize * (moments + (not self.is_master(tier)))
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """name: as the engine has it. parameters: elements, without padding. largest: bytes of the gradient of
+    its largest trainable parameter. last: of the largest that completes a group, its first parameter's."""
+
+    name: str
+    groups: tuple[PlannedGroup, ...]
+    parameters: int
+    largest: int
+    last: int
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is there around all the others."""
+        return self.name in (ROOT, PERSISTENT)
+
+    @property
+    def gathered(self) -> tuple[PlannedGroup, ...]:
+        """Groups that are whole only while they are used."""
+        return tuple(group for group in self.groups if not group.resident)
+
+    def contains(self, other: PlannedUnit) -> bool:
+        """Whether `other` runs inside its forward."""
+        return self.name == ROOT or other.name.startswith(f"{self.name}.")
+
+
+def planned(
+    model: nn.Module,
+    drafts: Sequence[UnitDraft],
+    config: Config,
+    policy: GradientPolicy,
+    ranks: int,
+    autocast: Dtype,
+) -> Iterator[PlannedUnit]:
+    """Of each draft. autocast: dtype that forwards run under, None for none."""
+    shards = ranks if config.stage > 0 else 1
+    late = _behind_the_blocks(model, drafts)
+    for draft in drafts:
+        near = all(group.placement.params == "device" for group in draft.groups)
+        resident = draft.whole or (ranks == 1 and near)
+        groups = [_group(group, shards, resident, policy, autocast, late) for group in draft.groups]
+        place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
+        sizes = [
+            {place[p]: p.numel() * group.gathered.itemsize for _, p in drafted.named}
+            for group, drafted in zip(groups, draft.groups, strict=True)
+            if group.trainable
+        ]
+        yield PlannedUnit(
+            draft.plan.name,
+            tuple(groups),
+            parameters=sum(parameter.numel() for parameter in place),
+            largest=max((nbytes for of_group in sizes for nbytes in of_group.values()), default=0),
+            last=max((of_group[min(of_group)] for of_group in sizes), default=0),
+        )
+
+
+def _behind_the_blocks(model: nn.Module, drafts: Sequence[UnitDraft]) -> set[nn.Parameter]:
+    """Parameters that the forward uses, as far as their order tells, when it has begun with the blocks. The
+    head's are among them, tied to the embedding or not."""
+    last = {p: place for place, (_, p) in enumerate(model.named_parameters(remove_duplicate=False))}
+    blocks = [draft for draft in drafts if draft.plan.name not in (ROOT, PERSISTENT)]
+    begin = min((last[p] for draft in blocks for _, p in draft.plan.parameters), default=0)
+    return {parameter for parameter, place in last.items() if place >= begin}
+
+
+def _group(
+    draft: GroupDraft,
+    shards: int,
+    resident: bool,
+    policy: GradientPolicy,
+    autocast: Dtype,
+    late: set[nn.Parameter],
+) -> PlannedGroup:
+    kind = draft.kind
+    form = OWN if resident else kind.travel.form(Cast(autocast, kind.travel.codes), kind.dtype)
+    given = max((parameter.dtype for _, parameter in draft.named), key=lambda dtype: dtype.itemsize)
+    gathered = form.dtype or kind.dtype
+    reduced = policy.reduce_dtype or gathered
+    if policy.local and policy.steps > 1:  # sums of micro-batches
+        reduced = torch.promote_types(gathered, torch.float32)
+    return PlannedGroup(
+        numel=draft.shard_numel * shards,
+        shard_numel=draft.shard_numel,
+        dtype=kind.dtype,
+        given=given if kind.trainable and given.itemsize > kind.dtype.itemsize else kind.dtype,
+        gathered=gathered,
+        coded=form.codes is not None,
+        trainable=kind.trainable,
+        resident=resident,
+        reduced=reduced,
+        slice=torch.promote_types(reduced, torch.float32) if policy.steps > 1 else reduced,
+        early=any(parameter in late for _, parameter in draft.named),
+        complete_early=all(parameter in late for _, parameter in draft.named),
+        placement=draft.placement,
+    )

@@ -1,0 +1,92 @@
+"""`zero.plan`: what a configuration takes, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.autocast import cast_before_use
+from zero.checks import check_model
+from zero.config import Config
+from zero.drafts import draft_units
+from zero.errors import ConfigError, UsageError
+from zero.group_gradients import GradientPolicy
+from zero.kernel_rules import rule_for
+from zero.offload_fit import check_offload
+from zero.optimizer import check_optimizer
+from zero.planning.groups import PlannedUnit, planned
+from zero.planning.memory import MemoryPlan, plan_memory
+from zero.planning.traffic import TrafficPlan, plan_traffic
+from zero.state_size import values_per_element
+from zero.tiers.placement import Planner
+from zero.units import find_units
+
+ANY_DEVICE = torch.device("meta")
+"""One with memory of its own."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of one rank; `str()` of it is for people. parameters, trainable: elements of the whole model."""
+
+    config: Config
+    ranks: int
+    parameters: int
+    trainable: int
+    units: tuple[PlannedUnit, ...]
+    memory: MemoryPlan
+    traffic: TrafficPlan
+
+    def __str__(self) -> str:
+        from zero.planning.text import describe
+
+        return describe(self)
+
+
+def plan(
+    model: nn.Module,
+    optimizer: Optimizer,
+    config: Config | None = None,
+    *,
+    ranks: int,
+    autocast: torch.dtype | None = None,
+) -> Plan:
+    """What `zero.initialize(model, optimizer, config)` on `ranks` ranks would take of memory, and what an
+    optimizer step would move.
+
+    Needs no device and no other rank, and changes nothing: build the model under `zero.init`, and it takes no
+    memory either. Model state is planned, on a device with memory of its own whose kernels step the
+    optimizer, for eager training in steady state. Activations, the modules' buffers, and temporaries of
+    libraries and of torch's own optimizers are not in it. offload="auto" is planned as it begins, with the
+    optimizer's state on the host.
+
+    autocast: dtype of `torch.autocast` around the forward; None for none. What it casts of parameters that
+    stay whole counts as activations.
+
+    Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for less
+    than one rank.
+    """
+    config = Config() if config is None else config
+    if not isinstance(config, Config):
+        raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise UsageError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+    check_model(model)
+    plans = find_units(model, config.units, config.persistent_below)
+    castable = cast_before_use(model, config)
+    param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
+    check_offload(model, optimizer, config, ANY_DEVICE)
+    values = values_per_element(optimizer, config.dtype)
+    rule = rule_for(optimizer)
+    planner = Planner(config.tiers, values, lambda tier: tier, divisible=rule is not None)
+    drafts = draft_units(plans, config, planner, ranks, param_group_of, castable)
+    policy = GradientPolicy.of(config, ranks)
+    units = tuple(planned(model, drafts, config, policy, ranks, autocast))
+    memory = plan_memory(units, config, policy, values - 1, kernels=rule is not None)
+    traffic = plan_traffic(units, config, ranks, values - 1)
+    parameters = list(model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    return Plan(config, ranks, sum(p.numel() for p in parameters), trainable, units, memory, traffic)

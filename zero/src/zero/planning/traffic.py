@@ -1,0 +1,137 @@
+"""What moves in an optimizer step of eager training, between ranks, memories and the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero.config import Config
+from zero.planning.groups import PlannedGroup, PlannedUnit
+from zero.tiers.record import DiskFormat
+
+
+@dataclass(frozen=True)
+class TrafficPlan:
+    """Bytes of one rank in an optimizer step, all micro-batches together.
+
+    collectives: by kind, of whole buffers, as `Engine.traffic` counts them. link: what of them leaves this
+    rank, at best. to_host, to_device: between the memories. read, written: of the disk.
+    """
+
+    collectives: dict[str, int]
+    link: int
+    to_host: int
+    to_device: int
+    read: int
+    written: int
+
+
+def plan_traffic(units: Sequence[PlannedUnit], config: Config, ranks: int, moments: int) -> TrafficPlan:
+    format = DiskFormat(moments, config.tiers.compact)
+    collectives: dict[str, int] = {}
+    moved = _Moved()
+    kept = _kept_between(units, config.prefetch)
+    for unit in units:
+        gathers = 2 * config.gradient_accumulation_steps
+        gathers -= config.gradient_accumulation_steps * (unit in kept)
+        for group in unit.groups:
+            for kind, nbytes in _collectives(group, config, ranks, gathers):
+                collectives[kind] = collectives.get(kind, 0) + nbytes
+            moved += _of_parameters(group, gathers)
+            moved += _of_gradients(group, config)
+            moved += _of_records(group, format)
+    whole = sum(nbytes * (2 if kind == "all_reduce" else 1) for kind, nbytes in collectives.items())
+    link = whole * (ranks - 1) // ranks
+    return TrafficPlan(collectives, link, moved.to_host, moved.to_device, moved.read, moved.written)
+
+
+@dataclass(frozen=True)
+class _Moved:
+    to_host: int = 0
+    to_device: int = 0
+    read: int = 0
+    written: int = 0
+
+    def __add__(self, other: _Moved) -> _Moved:
+        return _Moved(
+            self.to_host + other.to_host,
+            self.to_device + other.to_device,
+            self.read + other.read,
+            self.written + other.written,
+        )
+
+
+def _kept_between(units: Sequence[PlannedUnit], prefetch: int) -> list[PlannedUnit]:
+    """Units that backward needs as soon as forward is done with them: they are gathered once."""
+    blocks = [unit for unit in units if not unit.is_root]
+    last = (prefetch + 1) // 2  # uses of a block are two events apart for each that is behind it
+    return [*(unit for unit in units if unit.is_root), *blocks[len(blocks) - min(last, len(blocks)) :]]
+
+
+def _collectives(group: PlannedGroup, config: Config, ranks: int, gathers: int) -> Iterator[tuple[str, int]]:
+    if ranks == 1:
+        return
+    local = config.accumulate == "local" or config.stage == 1
+    times = 1 if local else config.gradient_accumulation_steps
+    if not group.sharded:
+        if group.trainable:
+            yield "all_reduce", times * group.gradient_bytes
+        return
+    if group.trainable:
+        yield "reduce_scatter", times * group.gradient_bytes
+    if not group.resident:
+        yield "all_gather", gathers * group.travel_bytes
+    elif group.trainable:
+        yield "all_gather", group.own_bytes  # after the step
+
+
+def _of_parameters(group: PlannedGroup, gathers: int) -> _Moved:
+    """Shards that are away come for each gather, and new values go back."""
+    tier = group.placement.params
+    if tier == "device":
+        return _Moved()
+    on_disk, away = tier == "disk", {t for _, t in group.placement.optimizer}
+    return _Moved(
+        to_host=group.shard_bytes if "device" in away else 0,
+        to_device=gathers * group.shard_bytes,
+        read=gathers * group.shard_bytes if on_disk else 0,
+        written=group.shard_bytes if on_disk and group.trainable else 0,
+    )
+
+
+def _of_gradients(group: PlannedGroup, config: Config) -> _Moved:
+    """Slices leave as they are reduced; to be stepped on the device they come back."""
+    tier = group.placement.gradients
+    if not group.trainable or tier == "device":
+        return _Moved()
+    local = config.accumulate == "local" or config.stage == 1
+    times = 1 if local else config.gradient_accumulation_steps
+    back = sum(n for n, t in group.placement.optimizer if t == "device" or group.placement.visits)
+    disk = group.slice_bytes if tier == "disk" else 0
+    return _Moved(
+        to_host=times * group.shard_numel * group.reduced.itemsize,
+        to_device=back * group.slice.itemsize,
+        read=times * disk,  # to be added to, and by the step
+        written=times * disk,
+    )
+
+
+def _of_records(group: PlannedGroup, format: DiskFormat) -> _Moved:
+    """Master and moments, there and back; and the weights of those that the host has stepped."""
+    moved = _Moved()
+    for numel, tier in group.placement.optimizer:
+        if tier == "device":
+            continue
+        if group.placement.visits:
+            nbytes = group.record_bytes(numel, tier, format.moments)
+            moved += _Moved(to_host=nbytes, to_device=nbytes)
+            continue
+        if tier == "disk":
+            sections = format.record(group.wide, group.dtype is torch.bfloat16)
+            nbytes = numel * sum(dtype.itemsize for dtype in sections)
+            moved += _Moved(read=nbytes, written=nbytes)
+        if group.placement.params == "device":
+            moved += _Moved(to_device=numel * group.dtype.itemsize)
+    return moved
