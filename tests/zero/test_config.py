@@ -234,6 +234,7 @@ def test_the_public_face_is_frozen() -> None:
         "init",
         "initialize",
         "load_pretrained",
+        "plan",
     ]
     engine = [n for n in vars(zero.Engine) if not n.startswith("_")]
     assert engine == [

@@ -21,8 +21,9 @@ from zero.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 from zero.units import UnitPlan
 
 
-def check_model(model: nn.Module) -> None:
-    """Raise ModelError if the model cannot be sharded. Changes nothing."""
+def check_model(model: nn.Module, shapes_only: bool = False) -> None:
+    """Raise ModelError if the model cannot be sharded. Changes nothing. shapes_only: it need not have values,
+    and may be on the meta device."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -34,7 +35,8 @@ def check_model(model: nn.Module) -> None:
     if not named:
         raise ModelError("the model has no parameters")
     for name, parameter in named:
-        _check_parameter(name, parameter)
+        if not (shapes_only and parameter.is_meta):
+            _check_parameter(name, parameter)
     _check_overlaps(named)
 
 
@@ -118,7 +120,7 @@ def _check_overlaps(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Two Parameter objects over the same memory would be torn apart by flattening."""
     spans = []
     for name, parameter in named:
-        if deferred_init.is_deferred(parameter) or parameter.numel() == 0:
+        if deferred_init.is_deferred(parameter) or parameter.is_meta or parameter.numel() == 0:
             continue
         start = parameter.data_ptr()
         reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)) + 1

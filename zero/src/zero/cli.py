@@ -1,4 +1,4 @@
-"""The command line: `zero consolidate`, `convert`, `inspect`, `verify`."""
+"""The command line: `zero plan`, `consolidate`, `convert`, `inspect`, `verify`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from zero.errors import ZeroError, some
 from zero.sizes import human, size
 
 app = typer.Typer(
-    help="Checkpoints: what is in them, whether they are intact, and whole weights out of them.",
+    help="What training will take; what is in checkpoints, are they intact, and whole weights out of them.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -55,6 +55,11 @@ class Dtype(str, Enum):
 class Format(str, Enum):
     safetensors = "safetensors"
     torch = "torch"
+
+
+class Autocast(str, Enum):
+    bf16 = "bf16"
+    fp16 = "fp16"
 
 
 class Target(str, Enum):
@@ -90,6 +95,61 @@ def main(version: Annotated[bool, typer.Option("--version", help="Print the vers
     if version:
         print(f"zero {zero.__version__}")
         raise typer.Exit
+
+
+@app.command()
+@clean
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="What returns the model, package.module:function, file.py:function or an expression, "
+            "'transformers:LlamaForCausalLM(LlamaConfig())'; or a checkpoint or weights in any format."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks of the job.")],
+    stage: Annotated[int | None, typer.Option(min=0, max=3, help="0 to 3; 3 where nothing is said.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or model.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Of torch.optim, or Lion.")] = "AdamW",
+    optimizer_options: Annotated[str, typer.Option(help="JSON, e.g. '{\"momentum\": 0.9}'.")] = "{}",
+    offload: Annotated[
+        list[str] | None, typer.Option(help="optimizer=host, params=host, path=/local, ...; or auto.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="More settings: JSON, of zero.Config's fields or DeepSpeed's.")
+    ] = None,
+    autocast: Annotated[Autocast | None, typer.Option(help="The forward runs under torch.autocast.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Of a device, e.g. 80GB: exit code 1 if too small.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Stages and offload side by side.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Memory and traffic of a training step, before anything is allocated.
+
+    Of model state: activations, buffers of modules, and what libraries take come on top.
+    """
+    from zero.config import DTYPES  # torch takes a second to import
+    from zero.planning import command
+    from zero.planning import target as targets
+
+    named = {"stage": stage, "precision": precision, "offload": targets.offload_of(offload or [])}
+    changes = {k: v for k, v in named.items() if v is not None and (k != "offload" or offload)}
+    settings = targets.settings(config, changes)
+    options = targets.options_of(optimizer_options)
+    dtype = None if autocast is None else DTYPES[autocast.value]
+    planned = command.planner_for(target, optimizer, options, ranks, dtype)
+    room = None if memory is None else size(memory)
+    if compare:
+        print(command.compare(planned, settings, room))
+        return
+    made = planned(settings)
+    print(command.as_json(made) if as_json else made)
+    if room is not None:
+        fits, said = command.verdict(made, room)
+        (errors.print if as_json else print)(said)
+        if not fits:
+            raise typer.Exit(1)
 
 
 @app.command()

@@ -65,6 +65,18 @@ def init(config: Config | None = None) -> Iterator[None]:
         mode.finish()
 
 
+@contextmanager
+def outlined() -> Iterator[None]:
+    """As `init`, for a model that will never have values: nothing is drawn, which would take time and, for
+    once, the memory of each parameter."""
+    mode = _Recorder(draws=False)
+    try:
+        with mode:
+            yield
+    finally:
+        mode.finish()
+
+
 def is_deferred(parameter: nn.Parameter) -> bool:
     """Whether a parameter was made under `init()` and has no values yet."""
     return _RECORDING_ATTRIBUTE in parameter.__dict__
@@ -100,9 +112,10 @@ def materialize(parameters: Iterable[nn.Parameter]) -> None:
 class _Recorder(TorchDispatchMode):
     """Turns new tensors hollow and records what is done to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, draws: bool = True) -> None:
         super().__init__()
         self._recording = Recording()
+        self._draws = draws
 
     def __torch_dispatch__(
         self,
@@ -180,7 +193,7 @@ class _Recorder(TorchDispatchMode):
             output = self._reference(result)
         operation = Operation(func, self._saved(args), self._saved(kwargs), output, set())
         operation.touches = {h.storage for h in references_in((operation.args, operation.kwargs, output))}
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if self._draws and torch.Tag.nondeterministic_seeded in func.tags:
             self._draw(operation, func, args, kwargs, result)
         self._recording.record(operation)
         return result

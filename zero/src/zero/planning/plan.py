@@ -57,11 +57,11 @@ def plan(
     """What `zero.initialize(model, optimizer, config)` on `ranks` ranks would take of memory, and what an
     optimizer step would move.
 
-    Needs no device and no other rank, and changes nothing: build the model under `zero.init`, and it takes no
-    memory either. Model state is planned, on a device with memory of its own whose kernels step the
-    optimizer, for eager training in steady state. Activations, the modules' buffers, and temporaries of
-    libraries and of torch's own optimizers are not in it. offload="auto" is planned as it begins, with the
-    optimizer's state on the host.
+    Needs no device and no other rank, and changes nothing. Nor need the model have memory: build it under
+    torch.device("meta"), or under `zero.init`. Model state is planned, on a device with memory of its own
+    whose kernels step the optimizer, for eager training in steady state. Activations, the modules' buffers,
+    and temporaries of libraries and of torch's own optimizers are not in it. offload="auto" is planned as it
+    begins, with the optimizer's state on the host.
 
     autocast: dtype of `torch.autocast` around the forward; None for none. What it casts of parameters that
     stay whole counts as activations.
@@ -74,7 +74,7 @@ def plan(
         raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"ranks must be a whole number of at least 1, got {ranks!r}")
-    check_model(model)
+    check_model(model, shapes_only=True)
     plans = find_units(model, config.units, config.persistent_below)
     castable = cast_before_use(model, config)
     param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)

@@ -131,7 +131,9 @@ def _of_records(group: PlannedGroup, format: DiskFormat) -> _Moved:
         if tier == "disk":
             sections = format.record(group.wide, group.dtype is torch.bfloat16)
             nbytes = numel * sum(dtype.itemsize for dtype in sections)
-            moved += _Moved(read=nbytes, written=nbytes)
+            upper = 2 * numel if format.compact and group.dtype is torch.bfloat16 else 0
+            there = group.placement.params == "disk"  # the weights, which are the masters' upper halves
+            moved += _Moved(read=nbytes + (upper if there else 0), written=nbytes)
         if group.placement.params == "device":
             moved += _Moved(to_device=numel * group.dtype.itemsize)
     return moved

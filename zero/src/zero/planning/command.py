@@ -1,0 +1,95 @@
+"""`zero plan`, behind the command line: one plan, or several side by side."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from zero.config import Config
+from zero.errors import ConfigError, UsageError
+from zero.offload import Offload
+from zero.planning.plan import Plan, plan
+from zero.planning.target import is_guessed, model_of, optimizer_of
+from zero.planning.text import table
+from zero.sizes import human
+
+Planned = Callable[[Config], Plan]
+ELSEWHERE = {
+    "optimizer on the host": Offload(optimizer="host"),
+    "optimizer and parameters on the host": Offload(optimizer="host", params="host"),
+    "optimizer on disk, parameters on the host": Offload(optimizer="disk", params="host", path="."),
+}
+"""What to compare, at stage 3."""
+
+
+def planner_for(
+    target: str, optimizer: str, options: dict[str, Any], ranks: int, autocast: torch.dtype | None
+) -> Planned:
+    """Plans of a model with other settings: it is built once."""
+    if autocast is not None and is_guessed(target):
+        raise UsageError(
+            "--autocast needs the model's classes, and a checkpoint has names alone: write "
+            "package.module:function or file.py:function for one that returns the model"
+        )
+    model = model_of(target)
+    made = optimizer_of(optimizer, options, model)
+    return lambda config: plan(model, made, config, ranks=ranks, autocast=autocast)
+
+
+def as_json(made: Plan) -> str:
+    """All numbers of a plan."""
+    memory, traffic = made.memory, made.traffic
+    content = {
+        "ranks": made.ranks,
+        "parameters": made.parameters,
+        "trainable": made.trainable,
+        "units": {unit.name: unit.parameters for unit in made.units},
+        "rest": {tier: asdict(held) for tier, held in memory.rest.items()},
+        "gradients": memory.gradients,
+        "buffers": memory.buffers,
+        "peaks": {phase: asdict(held) | {"total": held.total} for phase, held in memory.peaks.items()},
+        "device": memory.device,
+        "host": memory.host,
+        "disk": memory.disk,
+        "traffic": asdict(traffic),
+    }
+    return json.dumps(content, indent=2)
+
+
+def verdict(made: Plan, memory: int) -> tuple[bool, str]:
+    """Whether it fits a device of `memory` bytes, and what is left for activations."""
+    phase, peak = max(made.memory.peaks.items(), key=lambda item: item[1].total)
+    left = memory - peak.total
+    if left < 0:
+        return False, f"does not fit: {phase} needs {human(-left)} more than {human(memory)}"
+    busy = min(memory - made.memory.peaks[phase].total for phase in ("forward", "backward"))
+    return True, f"fits: {human(busy)} of {human(memory)} are left for activations and all else"
+
+
+def compare(planned: Planned, base: Config, memory: int | None) -> str:
+    """Stages 0 to 3, and stage 3 with state elsewhere, a line each."""
+    rows = [["", "device", "host", "disk", "sent to ranks", "to and from host", "disk read and written"]]
+    for name, config in _variants(base):
+        try:
+            made = planned(config)
+        except ConfigError:
+            continue  # not for this optimizer
+        moved = made.traffic.to_host + made.traffic.to_device, made.traffic.read + made.traffic.written
+        sizes = made.memory.device, made.memory.host, made.memory.disk, made.traffic.link, *moved
+        fits = "" if memory is None or verdict(made, memory)[0] else " (does not fit)"
+        rows.append([f"{name}{fits}", *(human(nbytes) if nbytes else "-" for nbytes in sizes)])
+    return "\n".join(table(rows))
+
+
+def _variants(base: Config) -> Iterator[tuple[str, Config]]:
+    fields = {name: getattr(base, name) for name in Config.model_fields if name != "offload"}
+    of_stage_3 = {"gather_dtype": None, "autocast_modules": ()}
+    for stage in (0, 1, 2):
+        yield f"stage {stage}", Config(**{**fields, **of_stage_3, "stage": stage})
+    yield "stage 3", Config(**{**fields, "stage": 3})
+    for name, offload in ELSEWHERE.items():
+        yield f"stage 3, {name}", Config(**{**fields, "stage": 3, "offload": offload})

@@ -1,0 +1,181 @@
+"""The model that `zero plan` is asked about: made by a function, or guessed from names in a checkpoint."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.checkpoint.dtypes import TORCH
+from zero.config import Config
+from zero.consolidate.opening import open_source
+from zero.consolidate.source import TensorInfo
+from zero.deepspeed_config import from_deepspeed
+from zero.deferred_init import outlined
+from zero.errors import ConfigError, OptimizerError, UsageError
+from zero.lion import Lion
+from zero.offload import Offload
+
+DEEPSPEED = {"zero_optimization", "bf16", "fp16", "train_batch_size", "train_micro_batch_size_per_gpu"}
+"""Keys that only DeepSpeed's settings have."""
+
+
+def model_of(target: str) -> nn.Module:
+    """Without memory for its parameters.
+
+    target: "package.module:function" or "file.py:function", which returns the model, or an expression in its
+    place, "transformers:LlamaForCausalLM(LlamaConfig())"; or the path of a checkpoint or of weights, in any
+    format that is read. Raises UsageError for what is none of these, CheckpointError for what cannot be read.
+    """
+    place, colon, expression = target.partition(":")
+    if is_guessed(target):
+        with open_source(target) as source:
+            return from_names(source.tensors)
+    if not colon:
+        raise UsageError(
+            f"{target!r} is neither a path nor a function: write package.module:function or file.py:function "
+            "for one that returns the model, or the path of a checkpoint or of weights"
+        )
+    names = _Names(_imported(place))
+    try:
+        with outlined():
+            found = eval(expression, {}, names)
+            model = found() if callable(found) and not isinstance(found, nn.Module) else found
+    except Exception as error:
+        raise UsageError(f"{target}: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{target} is {type(model).__name__}, and not a torch.nn.Module")
+    return model
+
+
+def is_guessed(target: str) -> bool:
+    """Whether there are names of parameters only, and no classes."""
+    return Path(target).exists()
+
+
+class _Names(dict[str, Any]):
+    """Of a module, those that it makes when they are asked for among them."""
+
+    def __init__(self, module: ModuleType) -> None:
+        super().__init__(vars(module))
+        self._module = module
+
+    def __missing__(self, name: str) -> Any:
+        try:
+            return getattr(self._module, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+
+def _imported(place: str) -> ModuleType:
+    """A module, or a file as one; either may import what lies beside it."""
+    try:
+        if not place.endswith(".py"):
+            sys.path.insert(0, "")
+            return importlib.import_module(place)
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        return importlib.import_module(Path(place).stem)
+    except Exception as error:
+        raise UsageError(f"{place!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def from_names(tensors: tuple[TensorInfo, ...]) -> nn.Module:
+    """A model with such parameters: a module for each dot in a name, and where all children have numbers, a
+    dict of blocks."""
+    root: dict[str, Any] = {}
+    for tensor in tensors:
+        dtype = TORCH[tensor.training_dtype]
+        if tensor.kind in ("parameter", "frozen") and dtype.is_floating_point:
+            with outlined():
+                parameter = nn.Parameter(torch.empty(tensor.shape, dtype=dtype), tensor.kind == "parameter")
+            for name in (tensor.name, *tensor.aliases):
+                _put(root, name.split("."), parameter)
+    if not root:
+        raise UsageError("there are no parameters in it")
+    return _module(root)
+
+
+def _put(tree: dict[str, Any], path: list[str], parameter: nn.Parameter) -> None:
+    *parents, last = path
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[last] = parameter
+
+
+def _module(tree: Mapping[str, Any]) -> nn.Module:
+    children = {name: _module(child) for name, child in tree.items() if isinstance(child, dict)}
+    if children and len(children) == len(tree) and all(name.isdigit() for name in children):
+        return nn.ModuleDict(children)
+    module = nn.Module()
+    for name, child in tree.items():
+        setattr(module, name, children.get(name, child))
+    return module
+
+
+def settings(file: Path | None, changes: Mapping[str, Any]) -> Config:
+    """The settings in a JSON file, zero's or DeepSpeed's, with some of them changed. Raises ConfigError."""
+    given: dict[str, Any] = {}
+    if file is not None:
+        given = _read(file)
+        if DEEPSPEED & given.keys():
+            config = from_deepspeed(given)
+            given = {name: getattr(config, name) for name in Config.model_fields}
+    return Config(**{**given, **changes})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{file} does not hold an object of settings")
+    return given
+
+
+def offload_of(pairs: list[str]) -> Offload | str:
+    """Of "optimizer=host", "params=disk", "path=/local", "fraction=0.5"; or "auto"."""
+    if pairs == ["auto"]:
+        return "auto"
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--offload {pair}: write e.g. optimizer=host, or auto")
+        try:
+            found[key] = float(value) if key == "fraction" else int(value)
+        except ValueError:
+            found[key] = {"true": True, "false": False}.get(value.lower(), value)
+    return Offload(**found)
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """Of an optimizer, in JSON. Raises UsageError."""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"--optimizer-options {text}: {error}") from error
+    if not isinstance(options, dict):
+        raise UsageError(f"--optimizer-options {text}: write an object, such as '{{\"momentum\": 0.9}}'")
+    return options
+
+
+def optimizer_of(name: str, options: Mapping[str, Any], model: nn.Module) -> Optimizer:
+    """One of torch.optim, or Lion, by its name in any case. Raises OptimizerError."""
+    known = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
+    kind = {**known, "lion": Lion}.get(name.lower())
+    if kind is None:
+        raise OptimizerError(f"torch.optim has no {name!r}; known: {', '.join(sorted({*known, 'lion'}))}")
+    try:
+        optimizer: Optimizer = kind(model.parameters(), **options)
+    except (TypeError, ValueError) as error:
+        raise OptimizerError(f"{name}: {error}") from error
+    return optimizer
