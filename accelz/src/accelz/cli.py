@@ -1,4 +1,4 @@
-"""The command line: `accelz list`, `info`, `check`, `new`. Listing imports no torch."""
+"""The command line: `accelz list`, `info`, `check`, `bench`, `new`. Listing imports no torch."""
 
 from __future__ import annotations
 
@@ -140,6 +140,34 @@ def check(
 
 @app.command()
 @clean
+def bench(
+    name: Annotated[str | None, typer.Argument(help="A backend; the chosen one without it.")] = None,
+    elements: Annotated[
+        int, typer.Option(min=1024, help="Of every buffer: several times the device's cache.")
+    ] = 1 << 24,
+    ranks: Annotated[int, typer.Option(min=1, help="From 2 on, collectives between so many, too.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Medians are of so many.")] = 9,
+    as_json: AsJson = False,
+) -> None:
+    """How fast a backend is: kernels and copies, and collectives, beside a copy on the device."""
+    from accelz.bench import between_ranks, measure
+    from accelz.device_info import named
+
+    with quiet_stdout():
+        accelerator = named(name)
+        facts = {"name": accelerator.name, "elements": elements, "ranks": ranks}
+        kernels = measure.measure(accelerator, elements, rounds)
+        collectives = between_ranks.measure(accelerator.name, ranks, rounds) if ranks > 1 else []
+    if as_json:
+        _print_json({**facts, "kernels": kernels, "collectives": collectives})
+        return
+    Console().print(_bandwidth_table(kernels))
+    if collectives:
+        Console().print(_collectives_table(collectives))
+
+
+@app.command()
+@clean
 def new(
     name: Annotated[str, typer.Argument(help="The backend's name, as in ACCELZ_DEVICE=NAME.")],
     out: Annotated[Path, typer.Option(help="The folder in which accelz_NAME is made.")] = Path(),
@@ -201,6 +229,28 @@ def _info_table(facts: dict[str, Any]) -> Table:
     table = Table("", "", box=None, show_header=False)
     for key, value in facts.items():
         table.add_row(key.replace("_", " "), Text(_shown(key, value)))
+    return table
+
+
+def _bandwidth_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("", "", "by", box=None)
+    for heading in ("GB/s", "of a copy", "host µs"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        rate, launch = f"{row['bytes_per_second'] / 1e9:.1f}", f"{row['launch'] * 1e6:.1f}"
+        names = Text(row["kernel"]), Text(row["dtypes"]), Text(row["origin"])
+        table.add_row(*names, rate, f"{row['of_copy']:.2f}", launch)
+    return table
+
+
+def _collectives_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("", box=None)
+    for heading in ("MB", "ms", "GB/s", "of a copy's time"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        size, rate = f"{row['bytes'] / 1e6:.0f}", f"{row['bytes_per_second'] / 1e9:.2f}"
+        milliseconds = f"{row['median'] * 1e3:.2f}"
+        table.add_row(Text(row["operation"]), size, milliseconds, rate, f"{row['of_copy']:.2f}")
     return table
 
 

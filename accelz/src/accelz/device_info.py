@@ -14,9 +14,12 @@ from accelz.accelerator import Accelerator
 
 def describe(name: str | None) -> dict[str, Any]:
     """Facts about the backend `name`, or the one that is chosen without it. Raises AccelzError."""
-    if name is None:
-        return facts(selection.current())
-    return facts(selection.load_named(name, os.environ))
+    return facts(named(name))
+
+
+def named(name: str | None) -> Accelerator:
+    """The accelerator of the backend `name`, or the one that is chosen without it. Raises AccelzError."""
+    return selection.current() if name is None else selection.load_named(name, os.environ)
 
 
 def facts(accelerator: Accelerator) -> dict[str, Any]:

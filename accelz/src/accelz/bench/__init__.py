@@ -1,0 +1,1 @@
+"""How fast a backend is: its kernels and copies, and its collectives, against a copy on the device."""

@@ -1,0 +1,98 @@
+"""Collectives of a backend between ranks of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from accelz.conformance.cluster import Cluster, ClusterError, Context
+from accelz.errors import AccelzError
+
+MEGABYTE = 1_000_000
+SIZES = (1 * MEGABYTE, 8 * MEGABYTE, 64 * MEGABYTE)
+"""Bytes of the whole buffer, in bf16."""
+TURN_BYTES, MOST = 64 * MEGABYTE, 16
+"""Small ones are repeated until a turn moves this much, so often at most."""
+SECONDS = 300.0
+
+
+def measure(name: str, ranks: int, rounds: int, sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
+    """Medians over rounds, each as long as its slowest rank, on `ranks` ranks that are started for it.
+
+    of_copy: of the time that a rank's copy of the whole buffer takes. Raises AccelzError where a rank fails.
+    """
+    cluster = Cluster(name, ranks)
+    try:
+        found = cluster.run(body, limit=SECONDS, sizes=sizes, rounds=rounds)
+    except ClusterError as error:
+        raise AccelzError(f"{ranks} ranks cannot communicate on {name!r}: {error}") from error
+    finally:
+        cluster.stop()
+    return [
+        _row(operation, nbytes, [rank[operation, nbytes] for rank in found]) for operation, nbytes in found[0]
+    ]
+
+
+def body(
+    context: Context, sizes: tuple[int, ...], rounds: int
+) -> dict[tuple[str, int], list[tuple[float, float]]]:
+    """Seconds of each collective and of a copy, by operation and bytes, round by round."""
+    return {
+        (operation, nbytes): [
+            _turn(context, calls, max(1, min(MOST, TURN_BYTES // nbytes))) for _ in range(rounds)
+        ]
+        for nbytes in sizes
+        for operation, calls in _calls(context, nbytes).items()
+    }
+
+
+def _calls(context: Context, nbytes: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """The collective, and a copy of as much; both done once."""
+    accelerator, group = context.accelerator, context.group
+    numel = nbytes // torch.bfloat16.itemsize // group.size * group.size
+    full = torch.zeros(numel, dtype=torch.bfloat16, device=accelerator.device)
+    other, shard = torch.ones_like(full), torch.zeros_like(full[: numel // group.size])
+    collectives = accelerator.collectives
+    calls: dict[str, Callable[[], Any]] = {
+        "all_gather": lambda: collectives.all_gather(full, shard, group),
+        "reduce_scatter": lambda: collectives.reduce_scatter(shard, full, group),
+        "all_reduce": lambda: collectives.all_reduce(full, group),
+    }
+    for call in calls.values():
+        call()
+    return {operation: (call, lambda: full.copy_(other)) for operation, call in calls.items()}
+
+
+def _turn(
+    context: Context, calls: tuple[Callable[[], Any], Callable[[], Any]], repeats: int
+) -> tuple[float, float]:
+    collective, copy = calls
+    return _seconds(context, collective, repeats), _seconds(context, copy, repeats)
+
+
+def _seconds(context: Context, call: Callable[[], Any], repeats: int) -> float:
+    """Of one call, from a barrier on."""
+    stream = context.accelerator.streams.current()
+    context.accelerator.streams.synchronize()
+    context.accelerator.collectives.barrier(context.group)
+    start = stream.record()
+    for _ in range(repeats):
+        call()
+    return stream.record().seconds_since(start) / repeats
+
+
+def _row(operation: str, nbytes: int, of_ranks: list[list[tuple[float, float]]]) -> dict[str, Any]:
+    turns = [
+        tuple(max(of_rank[i] for of_rank in turn) for i in (0, 1)) for turn in zip(*of_ranks, strict=True)
+    ]
+    seconds = median(collective for collective, _ in turns)
+    return {
+        "operation": operation,
+        "bytes": nbytes,
+        "median": seconds,
+        "bytes_per_second": nbytes / seconds,
+        "of_copy": median(collective / copy for collective, copy in turns),
+    }
