@@ -75,7 +75,7 @@ class PlannedGroup:
 
     @property
     def slice_bytes(self) -> int:
-        """Of the reduced sum that is left of it."""
+        """Of the reduced sum that is left of it, from backward to step."""
         return self.shard_numel * self.slice.itemsize
 
     @property

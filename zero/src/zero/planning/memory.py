@@ -1,34 +1,21 @@
-"""What training keeps in each memory, and the device's highest points in a step: model state alone.
-
-A step in steady state is played through, unit by unit, as hooks and reducer would: the root around
-everything, a window of units gathered ahead, whole gradients of the unit that backward is in and of the one
-under reduction. Activations are the caller's, and so are buffers of modules.
-"""
+"""What training keeps in each memory. Activations are the caller's, and so are buffers of modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from zero.config import Config
-from zero.gradients import IN_FLIGHT
 from zero.group_gradients import GradientPolicy
 from zero.offload import Tier
 from zero.planning.groups import PlannedGroup, PlannedUnit
-from zero.quantised import Quantised
-from zero.tiers.carrier import IN_FLIGHT as CARRIED
+from zero.planning.peaks import Sums, backward, building, forward, step
 from zero.tiers.pipeline import BUFFERS
 from zero.tiers.record import DiskFormat, section_bytes
 from zero.tiers.trace import Held
-from zero.visits import WINDOW
 
-TRAVELLING = CARRIED + 1
-"""Units whose gradients may be on their way to the host, one of them just setting out."""
-Sums = Literal["none", "slices", "whole"]
-"""What is left of the micro-batches before: nothing, reduced slices, whole buffers."""
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 
@@ -68,13 +55,14 @@ def plan_memory(
     groups = [group for unit in units for group in unit.groups]
     rest = {tier: sum((_rest(g, tier, format, config) for g in groups), Held()) for tier in TIERS}
     gradients = {
-        tier: sum(_kept(g) for g in groups if g.trainable and g.placement.gradients == tier) for tier in TIERS
+        tier: sum(g.slice_bytes for g in groups if g.trainable and g.placement.gradients == tier)
+        for tier in TIERS
     }
     peaks = {
-        "init": max(_building(units, moments), key=lambda held: held.total),
-        "forward": max(_forward(units, config.prefetch, sums), key=lambda held: held.total),
-        "backward": max(_backward(units, config, sums), key=lambda held: held.total),
-        "step": _step(units, moments, kernels),
+        "init": max(building(units), key=lambda held: held.total),
+        "forward": max(forward(units, config.prefetch, sums), key=lambda held: held.total),
+        "backward": max(backward(units, config, sums), key=lambda held: held.total),
+        "step": step(units, moments, kernels),
     }
     peaks = {phase: rest["device"] + held if phase != "init" else held for phase, held in peaks.items()}
     peaks["init"] = max(peaks["init"], rest["device"], key=lambda held: held.total)
@@ -96,11 +84,6 @@ def _rest(group: PlannedGroup, tier: Tier, format: DiskFormat, config: Config) -
     return Held(parameters=parameters if group.placement.params == tier else 0, optimizer=optimizer)
 
 
-def _kept(group: PlannedGroup) -> int:
-    """Bytes of gradients from backward to step: a slice, or the whole buffer that it lies in."""
-    return group.slice_bytes if group.sharded else group.numel * group.slice.itemsize
-
-
 def _buffers(groups: Sequence[PlannedGroup], format: DiskFormat) -> int:
     """Host memory for records on their way from the disk and back."""
     largest = scratch = 0
@@ -112,145 +95,3 @@ def _buffers(groups: Sequence[PlannedGroup], format: DiskFormat) -> int:
                 largest = max(largest, sum(section_bytes(numel, dtype) for dtype in sections))
                 scratch = max(scratch, 4 * numel if splits and format.compact else 0)
     return BUFFERS * largest + scratch
-
-
-def _building(units: Sequence[PlannedUnit], moments: int) -> Iterator[Held]:
-    """The points of `zero.initialize`, of a model whose parameters are on the host or under `zero.init`."""
-    done = Held()
-    for unit in units:
-        yield replace(done, gathered=_flattening(unit))
-        for group in unit.groups:
-            parameters = group.own_bytes if group.resident else group.shard_bytes
-            near = parameters if group.placement.params == "device" else 0
-            done += Held(parameters=near, optimizer=_masters(group))
-
-
-def _flattening(unit: PlannedUnit) -> int:
-    """The most that a unit takes while it is made: its values as they were given, the masters out of them,
-    the narrower values, the shard."""
-    now = most = sum(group.numel * group.given.itemsize for group in unit.groups)
-    for group in unit.groups:
-        now += _masters(group)
-        most = max(most, now)
-        if group.given is not group.dtype:
-            most = max(most, now + group.own_bytes)
-            now += group.own_bytes - group.numel * group.given.itemsize
-        if not group.resident:
-            shard = group.shard_bytes if group.placement.params == "device" else 0
-            most = max(most, now + shard)
-            now += shard - group.own_bytes
-    return most
-
-
-def _masters(group: PlannedGroup) -> int:
-    """On the device, beside the shard."""
-    near = [numel for numel, tier in group.placement.optimizer if tier == "device"]
-    return 0 if group.is_master("device") else sum(near) * group.wide.itemsize
-
-
-def _forward(units: Sequence[PlannedUnit], prefetch: int, sums: Sums) -> Iterator[Held]:
-    """What is gathered, unit by unit, and gradients of the micro-batches before."""
-    order = [unit for unit in units if not unit.is_root]
-    groups = [group for unit in units for group in unit.groups if group.trainable]
-    near = [group for group in groups if group.placement.gradients == "device"]
-    gradients = sum(_kept(g) for g in near) if sums == "slices" else 0
-    gradients += sum(g.gradient_bytes for g in groups) if sums == "whole" else 0
-    yield Held(gathered=_window([u for u in units if u.is_root], []), gradients=gradients)
-    for index, unit in enumerate(order):
-        gathered = _gathered_at(units, unit, order[index + 1 : index + 1 + prefetch])
-        yield Held(gathered=gathered, gradients=gradients)
-
-
-def _gathered_at(units: Sequence[PlannedUnit], unit: PlannedUnit, ahead: Sequence[PlannedUnit]) -> int:
-    around = [u for u in units if u.contains(unit) and u is not unit]
-    return _window([unit, *around], [u for u in ahead if u not in around])
-
-
-def _window(used: Sequence[PlannedUnit], ahead: Sequence[PlannedUnit]) -> int:
-    """Bytes of units that are computed with, and of those on their way."""
-    whole = sum(group.whole_bytes for unit in used for group in unit.gathered)
-    unpacking = max(
-        (sum(Quantised.nbytes_of(g.numel) for g in unit.gathered if g.coded) for unit in used[:1]), default=0
-    )
-    coming = sum(group.travel_bytes for unit in ahead for group in unit.gathered)
-    return whole + max(unpacking, coming)
-
-
-def _backward(units: Sequence[PlannedUnit], config: Config, sums: Sums) -> Iterator[Held]:
-    """Units from the last to the first, then the root. Of each, two moments: while the gradient of its
-    largest parameter is put into the whole buffer, and when that is reduced, with the gradient that came
-    last."""
-    turns = _turns(units)
-    for index, unit in enumerate(turns):
-        ahead = [u for u in turns[index + 1 : index + 1 + config.prefetch] if not u.is_root]
-        gathered = _gathered_at(units, unit, ahead)
-        for own, moment in ((unit.largest, _Moment(index, False)), (unit.last, _Moment(index, True))):
-            gradients = sum(
-                moment.bytes_of(group, *_place(group, position, other), sums)
-                for position, other in enumerate(turns)
-                for group in other.groups
-                if group.trainable
-            )
-            yield Held(gathered=gathered, gradients=gradients + own)
-
-
-def _turns(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
-    """The order of the backward."""
-    blocks = (unit for unit in reversed(units) if not unit.is_root)
-    return [*blocks, *(unit for unit in units if unit.is_root)]
-
-
-def _place(group: PlannedGroup, position: int, unit: PlannedUnit) -> tuple[int, bool]:
-    """When a group's gradients are complete, and whether the first comes before all others: a head is behind
-    the embedding in the root, and before the blocks in the backward."""
-    if not unit.is_root:
-        return position, False
-    return (-1 if group.complete_early else position), group.early
-
-
-@dataclass(frozen=True)
-class _Moment:
-    """In the turn of the unit at `index`, before or after its gradients are reduced."""
-
-    index: int
-    reduced: bool
-
-    def bytes_of(self, group: PlannedGroup, position: int, early: bool, sums: Sums) -> int:
-        """Of the gradients of a group at `position`. early: its first gradient comes with the very first."""
-        near, age = group.placement.gradients == "device", self.index - position
-        begun = early or sums == "whole" or age >= 0
-        done = age > 0 or (age == 0 and self.reduced)
-        lies_in_it = not group.sharded and group.reduced is group.slice
-        leaves = IN_FLIGHT - 1 if not lies_in_it else TRAVELLING
-        whole = group.gradient_bytes if begun and ((lies_in_it and near) or age <= leaves) else 0
-        if lies_in_it:
-            return whole
-        stays = near and (done or sums == "slices")
-        travels = not near and done and age <= TRAVELLING
-        added = group.shard_numel * group.reduced.itemsize
-        added = added if sums == "slices" and done and age < IN_FLIGHT else 0
-        return whole + (_kept(group) if stays or travels else 0) + added
-
-
-def _step(units: Sequence[PlannedUnit], moments: int, kernels: bool) -> Held:
-    """Kernels step from the gradients as they are, and visiting records come a few at a time. The last
-    gradients may be on their way to the host yet."""
-    turns = _turns(units)
-    groups = [(g, age) for age, unit in enumerate(reversed(turns)) for g in unit.groups if g.trainable]
-    near = [group for group, _ in groups if group.placement.gradients == "device"]
-    travelling = [g for g, age in groups if g.placement.gradients != "device" and age < TRAVELLING]
-    gradients = sum(_kept(group) for group in (*near, *travelling))
-    if not kernels:  # torch's optimizer has them in fp32, all at once
-        gradients += sum(
-            numel * group.wide.itemsize
-            for group, _ in groups
-            for numel, tier in group.placement.optimizer
-            if tier == "device" and group.slice is not group.wide
-        )
-    visiting = [
-        group.record_bytes(numel, tier, moments)
-        for group, _ in groups
-        for numel, tier in group.placement.optimizer
-        if group.placement.visits and tier == "host"
-    ]
-    return Held(gradients=gradients, optimizer=WINDOW * max(visiting, default=0))

@@ -19,6 +19,7 @@ from zero.offload_fit import check_offload
 from zero.optimizer import check_optimizer
 from zero.planning.groups import PlannedUnit, planned
 from zero.planning.memory import MemoryPlan, plan_memory
+from zero.planning.text import describe
 from zero.planning.traffic import TrafficPlan, plan_traffic
 from zero.state_size import values_per_element
 from zero.tiers.placement import Planner
@@ -41,9 +42,13 @@ class Plan:
     traffic: TrafficPlan
 
     def __str__(self) -> str:
-        from zero.planning.text import describe
-
-        return describe(self)
+        frozen = self.parameters - self.trainable
+        head = [
+            f"{self.parameters:,} parameters" + (f", {frozen:,} of them frozen" if frozen else ""),
+            f"stage {self.config.stage}, precision {self.config.precision!r}",
+            f"{_count(len(self.units), 'unit')}; {_count(self.ranks, 'rank')}, bytes of each:",
+        ]
+        return "\n".join((*head, "", describe(self.memory, self.traffic)))
 
 
 def plan(
@@ -90,3 +95,7 @@ def plan(
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     return Plan(config, ranks, sum(p.numel() for p in parameters), trainable, units, memory, traffic)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from zero.planning.memory import TIERS
-from zero.planning.plan import Plan
+from zero.planning.memory import TIERS, MemoryPlan
+from zero.planning.traffic import TrafficPlan
 from zero.sizes import human
 
 
-def describe(plan: Plan) -> str:
+def describe(memory: MemoryPlan, traffic: TrafficPlan) -> str:
     """A few tables; all bytes are of one rank."""
-    return "\n".join((_headline(plan), "", *_state(plan), "", *_peaks(plan), "", *_traffic(plan)))
+    return "\n".join((*_state(memory), "", *_peaks(memory), "", *_traffic(traffic)))
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
@@ -27,19 +27,7 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-def _headline(plan: Plan) -> str:
-    frozen = plan.parameters - plan.trainable
-    parts = [
-        f"{plan.parameters:,} parameters" + (f", {frozen:,} of them frozen" if frozen else ""),
-        f"stage {plan.config.stage}, precision {plan.config.precision!r}",
-        f"{plan.ranks} rank{'s' if plan.ranks > 1 else ''}, {len(plan.units)} units",
-        "bytes of each rank:",
-    ]
-    return "\n".join(parts)
-
-
-def _state(plan: Plan) -> list[str]:
-    memory = plan.memory
+def _state(memory: MemoryPlan) -> list[str]:
     rows = [["between steps", *TIERS]]
     for name in ("parameters", "optimizer"):
         rows.append([name, *(_bytes(getattr(memory.rest[tier], name)) for tier in TIERS)])
@@ -49,16 +37,15 @@ def _state(plan: Plan) -> list[str]:
     return table(rows)
 
 
-def _peaks(plan: Plan) -> list[str]:
+def _peaks(memory: MemoryPlan) -> list[str]:
     rows = [["peak on the device", "all", "parameters", "gathered", "gradients", "optimizer"]]
-    for phase, held in plan.memory.peaks.items():
+    for phase, held in memory.peaks.items():
         parts = held.total, held.parameters, held.gathered, held.gradients, held.optimizer
         rows.append([phase, *map(_bytes, parts)])
     return [*table(rows), "besides activations, buffers of modules, and what libraries take"]
 
 
-def _traffic(plan: Plan) -> list[str]:
-    traffic = plan.traffic
+def _traffic(traffic: TrafficPlan) -> list[str]:
     moved = {kind.replace("_", "-"): nbytes for kind, nbytes in traffic.collectives.items()}
     moved |= {
         "sent to other ranks": traffic.link,
