@@ -26,11 +26,24 @@ class AbsentGradient(Tensor):
             parameter.shape,
             strides=parameter.stride(),
             dtype=parameter.dtype,
-            device=parameter.device,
+            device=parameter.untyped_storage().device,
         )
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """What needs no values. Optimizers ask whether it is sparse before they decay a weight: that is early
+        enough to stop."""
+        if func == Tensor.is_sparse.__get__:  # type: ignore[attr-defined]
+            raise _absent("is_sparse")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -40,11 +53,7 @@ class AbsentGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        raise UsageError(
-            f"{func} needs the values of a parameter's `.grad`, which the engine has, in slices. Set "
-            "Config(clip_norm=...) to clip; engine.grad_norm is the norm, engine.full_gradient(name) a whole "
-            "gradient; engine.backward and engine.step come in the place of loss.backward and optimizer.step"
-        )
+        raise _absent(str(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
@@ -75,3 +84,11 @@ class AbsentGradients:
         if made is None or made.dtype is not parameter.dtype or made.device != parameter.device:
             made = self._made[parameter] = AbsentGradient(parameter)
         return made
+
+
+def _absent(what: str) -> UsageError:
+    return UsageError(
+        f"{what} needs the values of a parameter's `.grad`, which the engine has, in slices. Set "
+        "Config(clip_norm=...) to clip; engine.grad_norm is the norm, engine.full_gradient(name) a whole "
+        "gradient; engine.backward and engine.step come in the place of loss.backward and optimizer.step"
+    )

@@ -62,7 +62,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, sharded: bool) -> di
         raise OptimizerError(
             f"{kind} looks at whole matrices, which no rank has at stages 1 to 3; use stage=0 or AdamW"
         )
-    if sharded and not type(optimizer).__module__.startswith("torch.optim"):
+    known = rule_for(optimizer) is not None or type(optimizer).__module__.startswith("torch.optim")
+    if sharded and not known:
         warnings.warn(
             f"{kind} will step slices of parameters as one-dimensional tensors; that is exact only if it "
             "works element by element",
