@@ -70,6 +70,10 @@ def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "nothing" in missing.stderr
     assert "Traceback" not in missing.output
 
+    large = run("cpu", "--elements", "99999999999999")
+    assert large.exit_code == 2
+    assert "cannot be measured with 99999999999999 elements" in " ".join(large.stderr.split())
+
     def fail(self: Cluster, *_: object, **__: object) -> None:
         raise ClusterError("body", 2, [Outcome(1, "raised", error="CollectiveError: no link")])
 

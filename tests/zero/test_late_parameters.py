@@ -121,3 +121,23 @@ def replaced_body(context: Context, stage: int, path: str) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_new_parameters_are_refused(cluster: Clusters, stage: int, tmp_path: Path) -> None:
     cluster(2).run(replaced_body, stage=stage, path=str(tmp_path / "checkpoint"))
+
+
+def renamed_body(context: Context, stage: int, path: str) -> None:
+    """Layers that have changed places, and one in a wrapper: nothing is saved under another's name."""
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
+    first, last = model.blocks[0], model.blocks[2]
+    model.blocks[0], model.blocks[2] = last, first
+    with pytest.raises(zero.ModelError, match=r"not what had these names.*, blocks\.0\.up\.weight, "):
+        engine.save_checkpoint(path)
+    model.blocks[0], model.blocks[2] = nn.Sequential(first), last
+    with pytest.raises(zero.ModelError, match=r"not what had these names.*, blocks\.0\.0\.up\.weight, "):
+        engine.state_dict()
+    model.blocks[0] = first
+    engine.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_other_names_are_refused(cluster: Clusters, stage: int, tmp_path: Path) -> None:
+    cluster(2).run(renamed_body, stage=stage, path=str(tmp_path / "checkpoint"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,19 @@ def test_it_takes_no_memory_and_leaves_everything_as_it_is() -> None:
     assert all(torch.equal(value, before[name]) for name, value in small.state_dict().items())
     assert not optimizer.state
     assert optimizer.param_groups[0]["params"] == list(small.parameters())
+
+
+def test_optimizers() -> None:
+    """The engine's own Lion is no stranger, and torch's make their state when they step."""
+    model = blocks()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lion = zero.plan(model, zero.Lion(model.parameters()), zero.Config(precision="bf16"), ranks=2)
+    assert lion.memory.rest["device"].optimizer == 8 * 4 * MATRIX // 2
+    own = zero.plan(model, torch.optim.RMSprop(model.parameters()), zero.Config(), ranks=2).memory
+    assert own.rest["device"].optimizer == 4 * 4 * MATRIX // 2
+    assert own.peaks["init"].optimizer == 0
+    assert own.peaks["step"].gradients == 2 * 4 * 4 * MATRIX // 2  # reduced, and averaged
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -177,8 +191,21 @@ def test_settings_from_a_file_and_from_the_line(tmp_path: Path) -> None:
     expected = planned(precision="bf16", prefetch=2, stage=3, offload={"optimizer": "host", "params": "host"})
     line = ["--offload", "optimizer=host", "--offload", "params=host"]
     assert run("plan", MODEL, "-n", 2, "--config", ours, *line).stdout.rstrip() == str(expected)
+    batches = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+    (tmp_path / "batches.json").write_text(json.dumps(batches))
+    steps = planned(8, gradient_accumulation_steps=2, stage=0)
+    assert run("plan", MODEL, "-n", 8, "--config", tmp_path / "batches.json").stdout.rstrip() == str(steps)
     expected = planned(precision="bf16", stage=1)
     assert run("plan", MODEL, "-n", 2, "--config", theirs, "--stage", 1).stdout.rstrip() == str(expected)
+
+
+def test_expressions() -> None:
+    """Names are there in comprehensions, and however long it is."""
+    layers = ", ".join("Linear(128, 128, bias=False)" for _ in range(20))
+    found = json.loads(run("plan", f"torch.nn:Sequential({layers})", "-n", 2, "--json").stdout)
+    assert found["parameters"] == 20 * MATRIX
+    each = "torch.nn:Sequential(*[Linear(128, 128, bias=False) for _ in range(4)])"
+    assert json.loads(run("plan", each, "-n", 2, "--json").stdout)["parameters"] == 4 * MATRIX
 
 
 def test_whether_it_fits() -> None:
@@ -189,11 +216,14 @@ def test_whether_it_fits() -> None:
     assert "does not fit: backward needs" in small.stdout
 
 
-def test_side_by_side() -> None:
+def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())
+    (tmp_path / "units.json").write_text('{"units": "Nope"}')
     lines = run(
         "plan", MODEL, "-n", 8, "--precision", "bf16", "--compare", "--memory", "300kB"
     ).stdout.splitlines()
-    assert [line.split("  ")[0] for line in lines[1:]] == [
+    assert [line.split("  ")[0] for line in lines[1:-1]] == [
+        "as given",
         "stage 0 (does not fit)",
         "stage 1 (does not fit)",
         "stage 2 (does not fit)",
@@ -202,6 +232,13 @@ def test_side_by_side() -> None:
         "stage 3, optimizer and parameters on the host",
         "stage 3, optimizer on disk, parameters on the host",
     ]
+    assert lines[-1].startswith("fits: ")
+    found = run("plan", MODEL, "-n", 8, "--compare", "--json", "--optimizer", "adafactor", "--stage", 0)
+    assert list(json.loads(found.stdout)) == ["as given", "stage 0"]  # it needs whole matrices
+    assert run("plan", MODEL, "-n", 8, "--compare", "--memory", "1kB").exit_code == 1
+    assert "matches no module" in refused(
+        "plan", MODEL, "-n", 8, "--compare", "--config", tmp_path / "units.json"
+    )
 
 
 def test_a_checkpoint_is_enough(tmp_path: Path) -> None:
@@ -230,7 +267,16 @@ def test_the_command_refuses(tmp_path: Path) -> None:
     assert "write an object" in refused("plan", MODEL, "-n", 2, "--optimizer-options", "3")
     assert "unexpected keyword" in refused("plan", MODEL, "-n", 2, "--optimizer-options", '{"speed": 1}')
     assert "does not hold an object" in refused("plan", MODEL, "-n", 2, "--config", bad)
+    assert "write tests/conftest.py:function" in refused("plan", "tests/conftest.py", "-n", 2)
+    assert "neither a path nor a function" in refused("plan", "tests/conftest.py:", "-n", 2)
+    assert "SystemExit" in refused("plan", "torch.nn:exit(3)", "-n", 2)
+    assert "fused" in refused(
+        "plan", MODEL, "-n", 2, "--optimizer-options", '{"fused": true, "foreach": true}'
+    )
     assert "optimizer=host, or auto" in refused("plan", MODEL, "-n", 2, "--offload", "host")
     assert "precision" in refused("plan", MODEL, "-n", 2, "--precision", "fp64")
+    both = {"a.weight": torch.ones(4, 4), "a.weight.absmax": torch.ones(4)}
+    synthetic.save(tmp_path / "both", both)
+    assert "'a.weight" in refused("plan", tmp_path / "both", "-n", 2)
     synthetic.save(tmp_path / "weights", {"a.weight": torch.ones(4, 4)})
     assert "needs the model's classes" in refused("plan", tmp_path / "weights", "-n", 2, "--autocast", "bf16")

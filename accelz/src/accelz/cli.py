@@ -26,7 +26,7 @@ app = typer.Typer(
     help="What an accelerator backend is, can do, and proves.", no_args_is_help=True, add_completion=False
 )
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout alone.")]
-
+WIDTH = 110
 STYLES = {
     "available": "green",
     "unavailable": "yellow",
@@ -153,17 +153,19 @@ def bench(
     from accelz.bench import between_ranks, measure
     from accelz.device_info import named
 
+    console = Console(width=max(Console().width, WIDTH))  # names are not cut off
     with quiet_stdout():
         accelerator = named(name)
         facts = {"name": accelerator.name, "elements": elements, "ranks": ranks}
         kernels = measure.measure(accelerator, elements, rounds)
+    if not as_json:  # at once: ranks may fail yet
+        console.print(_bandwidth_table(kernels))
+    with quiet_stdout():
         collectives = between_ranks.measure(accelerator.name, ranks, rounds) if ranks > 1 else []
     if as_json:
         _print_json({**facts, "kernels": kernels, "collectives": collectives})
-        return
-    Console().print(_bandwidth_table(kernels))
-    if collectives:
-        Console().print(_collectives_table(collectives))
+    elif collectives:
+        console.print(_collectives_table(collectives))
 
 
 @app.command()
@@ -233,7 +235,9 @@ def _info_table(facts: dict[str, Any]) -> Table:
 
 
 def _bandwidth_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("", "", "by", box=None)
+    table = Table(box=None)
+    for heading in ("", "", "by"):
+        table.add_column(heading)
     for heading in ("GB/s", "of a copy", "host µs"):
         table.add_column(heading, justify="right")
     for row in rows:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.errors import UsageError
+from zero.guard import describe, is_metadata
 
 
 class AbsentGradient(Tensor):
@@ -38,10 +39,10 @@ class AbsentGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """What needs no values. Optimizers ask whether it is sparse before they decay a weight: that is early
+        """Metadata, without `is_sparse`: optimizers ask for that before they decay a weight, which is early
         enough to stop."""
-        if func == Tensor.is_sparse.__get__:  # type: ignore[attr-defined]
-            raise _absent("is_sparse")
+        if not is_metadata(func) or func == Tensor.is_sparse.__get__:  # type: ignore[attr-defined]
+            raise _absent(describe(func))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -53,7 +54,7 @@ class AbsentGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        raise _absent(str(func))
+        raise _absent(f"`{func}`")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"

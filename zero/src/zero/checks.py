@@ -35,8 +35,7 @@ def check_model(model: nn.Module, shapes_only: bool = False) -> None:
     if not named:
         raise ModelError("the model has no parameters")
     for name, parameter in named:
-        if not (shapes_only and parameter.is_meta):
-            _check_parameter(name, parameter)
+        _check_parameter(name, parameter, shapes_only)
     _check_overlaps(named)
 
 
@@ -90,7 +89,7 @@ def _digest(
     return crc32("\n".join(text).encode())
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> None:
     if is_lazy(parameter):
         raise ModelError(f"parameter {name!r} is lazy and has no shape yet; run the model once first")
     if is_lost(parameter):
@@ -99,7 +98,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         if not deferred_init.is_deferred(parameter):
             raise ModelError(f"parameter {name!r} belongs to an engine already; one model has one engine")
         return
-    if parameter.is_meta:
+    if parameter.is_meta and not shapes_only:
         raise ModelError(
             f"parameter {name!r} is on the meta device and has no values; build the model under "
             "`with zero.init(config):` instead of torch.device('meta')"

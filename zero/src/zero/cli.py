@@ -120,7 +120,7 @@ def plan(
     ] = None,
     autocast: Annotated[Autocast | None, typer.Option(help="The forward runs under torch.autocast.")] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Of a device, e.g. 80GB: exit code 1 if too small.")
+        str | None, typer.Option(help="Of a device, e.g. 80GB: exit code 1 if nothing fits.")
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Stages and offload side by side.")] = False,
     as_json: AsJson = False,
@@ -135,20 +135,22 @@ def plan(
 
     named = {"stage": stage, "precision": precision, "offload": targets.offload_of(offload or [])}
     changes = {k: v for k, v in named.items() if v is not None and (k != "offload" or offload)}
-    settings = targets.settings(config, changes)
+    settings = targets.settings(config, changes, ranks)
     options = targets.options_of(optimizer_options)
     dtype = None if autocast is None else DTYPES[autocast.value]
     planned = command.planner_for(target, optimizer, options, ranks, dtype)
     room = None if memory is None else size(memory)
-    if compare:
-        print(command.compare(planned, settings, room))
-        return
-    made = planned(settings)
-    print(command.as_json(made) if as_json else made)
+    plans = command.compared(planned, settings) if compare else {"as given": planned(settings)}
+    first = plans["as given"]
+    if as_json:
+        numbers = {name: command.as_dict(made) for name, made in plans.items()}
+        print(json.dumps(numbers if compare else numbers["as given"], indent=2))
+    else:
+        print(command.side_by_side(plans, room) if compare else first)
     if room is not None:
-        fits, said = command.verdict(made, room)
-        (errors.print if as_json else print)(said)
-        if not fits:
+        if not as_json:
+            print(command.verdict(first, room))
+        if not any(command.fits(made, room) for made in plans.values()):
             raise typer.Exit(1)
 
 

@@ -56,11 +56,11 @@ class ShardedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if _is_metadata(func) or func in _serving:
+        if is_metadata(func) or func in _serving:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name, reason = _who(args, kwargs)
-        raise ShardedParameterError(f"{_describe(func)} needs the values of parameter {name!r}, {reason}")
+        raise ShardedParameterError(f"{describe(func)} needs the values of parameter {name!r}, {reason}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = self.__dict__.get(NAME_ATTRIBUTE, "?")
@@ -89,7 +89,8 @@ def unguard(parameters: Iterable[nn.Parameter], classes: Iterable[type[nn.Parame
         parameter.__class__ = cls
 
 
-def _is_metadata(func: Callable[..., Any]) -> bool:
+def is_metadata(func: Callable[..., Any]) -> bool:
+    """Whether a function of a tensor needs none of its values."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -97,7 +98,8 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
     return name in _METHODS
 
 
-def _describe(func: Callable[..., Any]) -> str:
+def describe(func: Callable[..., Any]) -> str:
+    """What was called, for a message."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f"`.{getattr(getattr(func, '__self__', None), '__name__', '?')}`"

@@ -21,20 +21,28 @@ class LateParameters:
         groups = [group for unit in units for group in unit.groups]
         self._module = module
         self._known = {id(parameter) for group in groups for parameter in group.parameters}
+        self._names_then = _names_of(module)
         self._frozen = [p for group in groups if not group.trainable for p in group.parameters]
 
     def check_trained(self) -> None:
         """Before each backward: a walk through the model, 0.1 ms for one of 400 modules."""
         with torch._C.DisableTorchFunctionSubclass():  # as they are: the guard of sharded ones costs time
             thawed = {id(p) for p in self._frozen if p.requires_grad}
-        if thawed:
-            names = self._names(p for p in self._frozen if id(p) in thawed)
+        names = self._names(p for p in self._frozen if id(p) in thawed) if thawed else []
+        if names:  # not of what has left the model
             raise ModelError(f"frozen at zero.initialize, and not any more: {some(names)}. {_THAWED}")
         self._refuse("trained", [p for p in self._new() if p.requires_grad])
 
     def check_whole(self) -> None:
         """Before values of the whole model are saved or loaded."""
         self._refuse("saved or loaded", list(self._new()))
+        now, then = _names_of(self._module), self._names_then
+        moved = [name for name, parameter in now.items() if then.get(name) != parameter]
+        if moved:
+            raise ModelError(
+                f"not what had these names at zero.initialize, and so not saved or loaded: {some(moved)}. "
+                "Layers are wrapped, compiled one by one, tied or put elsewhere before it"
+            )
 
     def _refuse(self, what: str, new: Sequence[nn.Parameter]) -> None:
         if new:
@@ -45,9 +53,12 @@ class LateParameters:
 
     def _new(self) -> Iterator[nn.Parameter]:
         """By identity, and by hand: `named_parameters()` takes eight times as long."""
-        known, modules = self._known, [self._module]
+        known, modules, seen = self._known, [self._module], set[int]()
         while modules:
             module = modules.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
             for parameter in module._parameters.values():
                 if id(parameter) not in known and parameter is not None:
                     yield parameter
@@ -56,6 +67,11 @@ class LateParameters:
     def _names(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         wanted = {id(parameter) for parameter in parameters}
         return [name for name, parameter in self._module.named_parameters() if id(parameter) in wanted]
+
+
+def _names_of(module: nn.Module) -> dict[str, int]:
+    """Every name of every parameter, with its identity."""
+    return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
 _THAWED = (

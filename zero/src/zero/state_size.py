@@ -36,7 +36,7 @@ def values_per_element(optimizer: Optimizer, dtype: torch.dtype | None = None) -
     except Exception as error:
         raise OptimizerError(
             f"how much state {type(optimizer).__name__} keeps is not known, and a copy of it does not step "
-            f"({type(error).__name__}: {error}). Leave host_budget=None"
+            f"({type(error).__name__}: {error}). So it can neither be planned nor held to a host_budget"
         ) from error
 
 

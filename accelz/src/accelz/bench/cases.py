@@ -1,4 +1,4 @@
-"""Every flat-buffer kernel, and copies within the device and to and from the host, as calls to be timed."""
+"""Kernels on flat buffers, and copies within the device and to and from the host, as calls to be timed."""
 
 from __future__ import annotations
 

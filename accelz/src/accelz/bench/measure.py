@@ -11,6 +11,7 @@ from typing import Any
 from accelz import kernels
 from accelz.accelerator import Accelerator
 from accelz.bench.cases import COPY, Case, cases
+from accelz.errors import AccelzError
 
 LAUNCH_ELEMENTS = 1024
 LAUNCHES = 200
@@ -95,8 +96,13 @@ def rows(
 
 
 def measure(accelerator: Accelerator, elements: int, rounds: int, repeats: int = 3) -> list[dict[str, Any]]:
-    """`rows` of this process's device."""
+    """`rows` of this process's device. Raises AccelzError where it has no room for the buffers."""
     accelerator.bind(0)
-    bench = DeviceBench(accelerator, elements)
+    try:
+        bench = DeviceBench(accelerator, elements)
+    except RuntimeError as error:  # out of memory, mostly
+        raise AccelzError(
+            f"{accelerator.name!r} cannot be measured with {elements} elements: {error}"
+        ) from error
     turns = [bench.round(repeats) for _ in range(rounds)]
     return rows(Described.all(bench), elements, turns, bench.launches())

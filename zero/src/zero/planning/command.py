@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from zero.config import Config
-from zero.errors import ConfigError, UsageError
+from zero.errors import ConfigError, OptimizerError, UsageError
 from zero.offload import Offload
 from zero.planning.plan import Plan, plan
 from zero.planning.target import is_guessed, model_of, optimizer_of
@@ -23,7 +23,7 @@ ELSEWHERE = {
     "optimizer and parameters on the host": Offload(optimizer="host", params="host"),
     "optimizer on disk, parameters on the host": Offload(optimizer="disk", params="host", path="."),
 }
-"""What to compare, at stage 3."""
+"""Further plans to compare, at stage 3."""
 
 
 def planner_for(
@@ -40,10 +40,10 @@ def planner_for(
     return lambda config: plan(model, made, config, ranks=ranks, autocast=autocast)
 
 
-def as_json(made: Plan) -> str:
+def as_dict(made: Plan) -> dict[str, Any]:
     """All numbers of a plan."""
-    memory, traffic = made.memory, made.traffic
-    content = {
+    memory = made.memory
+    return {
         "ranks": made.ranks,
         "parameters": made.parameters,
         "trainable": made.trainable,
@@ -55,33 +55,42 @@ def as_json(made: Plan) -> str:
         "device": memory.device,
         "host": memory.host,
         "disk": memory.disk,
-        "traffic": asdict(traffic),
+        "traffic": asdict(made.traffic),
     }
-    return json.dumps(content, indent=2)
 
 
-def verdict(made: Plan, memory: int) -> tuple[bool, str]:
+def fits(made: Plan, memory: int) -> bool:
+    """Whether a device of `memory` bytes has room for it."""
+    return made.memory.device <= memory
+
+
+def verdict(made: Plan, memory: int) -> str:
     """Whether it fits a device of `memory` bytes, and what is left for activations."""
-    phase, peak = max(made.memory.peaks.items(), key=lambda item: item[1].total)
-    left = memory - peak.total
-    if left < 0:
-        return False, f"does not fit: {phase} needs {human(-left)} more than {human(memory)}"
-    busy = min(memory - made.memory.peaks[phase].total for phase in ("forward", "backward"))
-    return True, f"fits: {human(busy)} of {human(memory)} are left for activations and all else"
+    peaks = {phase: held.total for phase, held in made.memory.peaks.items()}
+    phase = max(peaks, key=lambda name: peaks[name])
+    if not fits(made, memory):
+        return f"does not fit: {phase} needs {human(peaks[phase] - memory)} more than {human(memory)}"
+    left = memory - max(peaks["forward"], peaks["backward"])
+    return f"fits: {human(left)} of {human(memory)} are left for activations and all else"
 
 
-def compare(planned: Planned, base: Config, memory: int | None) -> str:
-    """Stages 0 to 3, and stage 3 with state elsewhere, a line each."""
-    rows = [["", "device", "host", "disk", "sent to ranks", "to and from host", "disk read and written"]]
+def compared(planned: Planned, base: Config) -> dict[str, Plan]:
+    """The settings as given, stages 0 to 3, and stage 3 with state elsewhere, as far as they are possible."""
+    plans = {"as given": planned(base)}
     for name, config in _variants(base):
-        try:
-            made = planned(config)
-        except ConfigError:
-            continue  # not for this optimizer
+        with suppress(ConfigError, OptimizerError):  # not for this optimizer
+            plans[name] = planned(config)
+    return plans
+
+
+def side_by_side(plans: Mapping[str, Plan], memory: int | None) -> str:
+    """A line for each plan."""
+    rows = [["", "device", "host", "disk", "sent to ranks", "to and from host", "disk read and written"]]
+    for name, made in plans.items():
         moved = made.traffic.to_host + made.traffic.to_device, made.traffic.read + made.traffic.written
         sizes = made.memory.device, made.memory.host, made.memory.disk, made.traffic.link, *moved
-        fits = "" if memory is None or verdict(made, memory)[0] else " (does not fit)"
-        rows.append([f"{name}{fits}", *(human(nbytes) if nbytes else "-" for nbytes in sizes)])
+        note = "" if memory is None or fits(made, memory) else " (does not fit)"
+        rows.append([f"{name}{note}", *(human(nbytes) if nbytes else "-" for nbytes in sizes)])
     return "\n".join(table(rows))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,8 @@ class PlannedGroup:
 @dataclass(frozen=True)
 class PlannedUnit:
     """name: as the engine has it. parameters: elements, without padding. largest: bytes of the gradient of
-    its largest trainable parameter. last: of the largest that completes a group, its first parameter's."""
+    its largest trainable parameter, once for each use: autograd adds them up first. last: of the largest that
+    completes a group, its first parameter's."""
 
     name: str
     groups: tuple[PlannedGroup, ...]
@@ -130,14 +132,15 @@ def planned(
 ) -> Iterator[PlannedUnit]:
     """Of each draft. autocast: dtype that forwards run under, None for none."""
     shards = ranks if config.stage > 0 else 1
-    late = _behind_the_blocks(model, drafts)
+    behind = _Behind.blocks(model, drafts)
+    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for draft in drafts:
         near = all(group.placement.params == "device" for group in draft.groups)
         resident = draft.whole or (ranks == 1 and near)
-        groups = [_group(group, shards, resident, policy, autocast, late) for group in draft.groups]
+        groups = [_group(group, shards, resident, policy, autocast, behind) for group in draft.groups]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
         sizes = [
-            {place[p]: p.numel() * group.gathered.itemsize for _, p in drafted.named}
+            {place[p]: uses[p] * p.numel() * group.gathered.itemsize for _, p in drafted.named}
             for group, drafted in zip(groups, draft.groups, strict=True)
             if group.trainable
         ]
@@ -150,13 +153,25 @@ def planned(
         )
 
 
-def _behind_the_blocks(model: nn.Module, drafts: Sequence[UnitDraft]) -> set[nn.Parameter]:
-    """Parameters that the forward uses, as far as their order tells, when it has begun with the blocks. The
-    head's are among them, tied to the embedding or not."""
-    last = {p: place for place, (_, p) in enumerate(model.named_parameters(remove_duplicate=False))}
-    blocks = [draft for draft in drafts if draft.plan.name not in (ROOT, PERSISTENT)]
-    begin = min((last[p] for draft in blocks for _, p in draft.plan.parameters), default=0)
-    return {parameter for parameter, place in last.items() if place >= begin}
+@dataclass(frozen=True)
+class _Behind:
+    """Parameters that the forward uses, as far as their order tells, when it has begun with the blocks: the
+    last time, as a head that is tied to the embedding, or at all times."""
+
+    last: frozenset[nn.Parameter]
+    all: frozenset[nn.Parameter]
+
+    @classmethod
+    def blocks(cls, model: nn.Module, drafts: Sequence[UnitDraft]) -> _Behind:
+        named = list(model.named_parameters(remove_duplicate=False))
+        last = {p: place for place, (_, p) in enumerate(named)}
+        first = {p: -place for place, (_, p) in enumerate(reversed(named), 1 - len(named))}
+        blocks = [draft for draft in drafts if draft.plan.name not in (ROOT, PERSISTENT)]
+        begin = min((first[p] for draft in blocks for _, p in draft.plan.parameters), default=0)
+        return cls(
+            frozenset(p for p, place in last.items() if place >= begin),
+            frozenset(p for p, place in first.items() if place >= begin),
+        )
 
 
 def _group(
@@ -165,7 +180,7 @@ def _group(
     resident: bool,
     policy: GradientPolicy,
     autocast: Dtype,
-    late: set[nn.Parameter],
+    behind: _Behind,
 ) -> PlannedGroup:
     kind = draft.kind
     form = OWN if resident else kind.travel.form(Cast(autocast, kind.travel.codes), kind.dtype)
@@ -185,7 +200,7 @@ def _group(
         resident=resident,
         reduced=reduced,
         slice=torch.promote_types(reduced, torch.float32) if policy.steps > 1 else reduced,
-        early=any(parameter in late for _, parameter in draft.named),
-        complete_early=all(parameter in late for _, parameter in draft.named),
+        early=any(parameter in behind.last for _, parameter in draft.named),
+        complete_early=all(parameter in behind.all for _, parameter in draft.named),
         placement=draft.placement,
     )

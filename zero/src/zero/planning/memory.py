@@ -47,9 +47,16 @@ class MemoryPlan:
 
 
 def plan_memory(
-    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, moments: int, kernels: bool
+    units: Sequence[PlannedUnit],
+    config: Config,
+    policy: GradientPolicy,
+    moments: int,
+    kernels: bool,
+    scaled: bool,
 ) -> MemoryPlan:
-    """moments: values that the optimizer keeps beside the master. kernels: whether one of them steps it."""
+    """moments: values that the optimizer keeps beside the master. kernels: whether one of them steps it;
+    torch's own make their moments in the first step. scaled: whether gradients are averaged, unscaled or
+    clipped."""
     sums: Sums = "none" if policy.steps == 1 else "whole" if policy.local else "slices"
     format = DiskFormat(moments, config.tiers.compact)
     groups = [group for unit in units for group in unit.groups]
@@ -62,10 +69,11 @@ def plan_memory(
         "init": max(building(units), key=lambda held: held.total),
         "forward": max(forward(units, config.prefetch, sums), key=lambda held: held.total),
         "backward": max(backward(units, config, sums), key=lambda held: held.total),
-        "step": step(units, moments, kernels),
+        "step": step(units, moments, kernels, scaled),
     }
     peaks = {phase: rest["device"] + held if phase != "init" else held for phase, held in peaks.items()}
-    peaks["init"] = max(peaks["init"], rest["device"], key=lambda held: held.total)
+    if kernels:
+        peaks["init"] = max(peaks["init"], rest["device"], key=lambda held: held.total)
     return MemoryPlan(rest, gradients, _buffers(groups, format), peaks)
 
 
@@ -74,7 +82,7 @@ def _rest(group: PlannedGroup, tier: Tier, format: DiskFormat, config: Config) -
     parameters = group.own_bytes if group.resident else group.shard_bytes
     records = [numel for numel, where in group.placement.optimizer if where == tier]
     if tier == "disk":
-        sections = format.record(group.wide, group.dtype is torch.bfloat16)
+        sections = format.record(group.wide, group.dtype is torch.bfloat16) if records else []
         optimizer = sum(section_bytes(numel, dtype) for numel in records for dtype in sections)
     else:
         optimizer = sum(group.record_bytes(numel, tier, format.moments) for numel in records)

@@ -68,7 +68,8 @@ def forward(units: Sequence[PlannedUnit], prefetch: int, sums: Sums) -> Iterator
     gradients += sum(g.gradient_bytes for g in groups) if sums == "whole" else 0
     yield Held(gathered=_window([u for u in units if u.is_root], []), gradients=gradients)
     for index, unit in enumerate(order):
-        gathered = _gathered_at(units, unit, order[index + 1 : index + 1 + prefetch])
+        ahead = [later for later in order[index + 1 :] if later.gathered][:prefetch]
+        gathered = _gathered_at(units, unit, ahead)
         yield Held(gathered=gathered, gradients=gradients)
 
 
@@ -93,8 +94,8 @@ def backward(units: Sequence[PlannedUnit], config: Config, sums: Sums) -> Iterat
     last."""
     turns = _turns(units)
     for index, unit in enumerate(turns):
-        ahead = [u for u in turns[index + 1 : index + 1 + config.prefetch] if not u.is_root]
-        gathered = _gathered_at(units, unit, ahead)
+        ahead = [later for later in turns[index + 1 :] if later.gathered and not later.is_root]
+        gathered = _gathered_at(units, unit, ahead[: config.prefetch])
         for own, moment in ((unit.largest, _Moment(index, False)), (unit.last, _Moment(index, True))):
             gradients = sum(
                 moment.bytes_of(group, *_place(group, position, other), sums)
@@ -135,7 +136,10 @@ class _Moment:
         leaves = IN_FLIGHT - 1 if not lies_in_it else TRAVELLING
         whole = group.gradient_bytes if begun and ((lies_in_it and near) or age <= leaves) else 0
         if lies_in_it:
-            return whole
+            arrives = sums == "slices" and begun and age < IN_FLIGHT  # and is added to what is there
+            return (group.slice_bytes if sums == "slices" and near else whole) + (
+                group.gradient_bytes if arrives else 0
+            )
         stays = near and (done or sums == "slices")
         travels = not near and done and age <= TRAVELLING
         added = group.shard_numel * group.reduced.itemsize
@@ -143,9 +147,9 @@ class _Moment:
         return whole + (group.slice_bytes if stays or travels else 0) + added
 
 
-def step(units: Sequence[PlannedUnit], moments: int, kernels: bool) -> Held:
+def step(units: Sequence[PlannedUnit], moments: int, kernels: bool, scaled: bool) -> Held:
     """Kernels step from the gradients as they are, and visiting records come a few at a time. The last
-    gradients may be on their way to the host yet."""
+    gradients may be on their way to the host yet. scaled: whether gradients are multiplied by something."""
     turns = _turns(units)
     groups = [(g, age) for age, unit in enumerate(reversed(turns)) for g in unit.groups if g.trainable]
     near = [group for group, _ in groups if group.placement.gradients == "device"]
@@ -156,7 +160,7 @@ def step(units: Sequence[PlannedUnit], moments: int, kernels: bool) -> Held:
             numel * group.wide.itemsize
             for group, _ in groups
             for numel, tier in group.placement.optimizer
-            if tier == "device" and group.slice is not group.wide
+            if tier == "device" and (scaled or group.slice is not group.wide)
         )
     visiting = [
         group.record_bytes(numel, tier, moments)

@@ -90,8 +90,9 @@ def plan(
     drafts = draft_units(plans, config, planner, ranks, param_group_of, castable)
     policy = GradientPolicy.of(config, ranks)
     units = tuple(planned(model, drafts, config, policy, ranks, autocast))
-    memory = plan_memory(units, config, policy, values - 1, kernels=rule is not None)
-    traffic = plan_traffic(units, config, ranks, values - 1)
+    scaled = ranks > 1 or config.clip_norm is not None or config.scaling is not None
+    memory = plan_memory(units, config, policy, values - 1, rule is not None, scaled)
+    traffic = plan_traffic(units, config, policy, ranks, values - 1)
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     return Plan(config, ranks, sum(p.numel() for p in parameters), trainable, units, memory, traffic)

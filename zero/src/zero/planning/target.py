@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,9 +39,13 @@ def model_of(target: str) -> nn.Module:
     """
     place, colon, expression = target.partition(":")
     if is_guessed(target):
+        if target.endswith(".py"):
+            raise UsageError(
+                f"{target} has more than a model: write {target}:function for one that returns it"
+            )
         with open_source(target) as source:
             return from_names(source.tensors)
-    if not colon:
+    if not colon or not expression:
         raise UsageError(
             f"{target!r} is neither a path nor a function: write package.module:function or file.py:function "
             "for one that returns the model, or the path of a checkpoint or of weights"
@@ -47,9 +53,9 @@ def model_of(target: str) -> nn.Module:
     names = _Names(_imported(place))
     try:
         with outlined():
-            found = eval(expression, {}, names)
+            found = eval(expression, names)
             model = found() if callable(found) and not isinstance(found, nn.Module) else found
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{target}: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target} is {type(model).__name__}, and not a torch.nn.Module")
@@ -58,7 +64,7 @@ def model_of(target: str) -> nn.Module:
 
 def is_guessed(target: str) -> bool:
     """Whether there are names of parameters only, and no classes."""
-    return Path(target).exists()
+    return os.path.exists(target)
 
 
 class _Names(dict[str, Any]):
@@ -82,8 +88,14 @@ def _imported(place: str) -> ModuleType:
             sys.path.insert(0, "")
             return importlib.import_module(place)
         sys.path.insert(0, str(Path(place).resolve().parent))
-        return importlib.import_module(Path(place).stem)
-    except Exception as error:
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses, for one, look for it
+        spec.loader.exec_module(module)
+        return module
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{place!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
@@ -107,6 +119,10 @@ def _put(tree: dict[str, Any], path: list[str], parameter: nn.Parameter) -> None
     *parents, last = path
     for parent in parents:
         tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise UsageError(f"{'.'.join(path)!r} lies in {parent!r}, which is a parameter itself")
+    if last in tree:
+        raise UsageError(f"{'.'.join(path)!r} is a parameter, and others lie in it")
     tree[last] = parameter
 
 
@@ -120,13 +136,14 @@ def _module(tree: Mapping[str, Any]) -> nn.Module:
     return module
 
 
-def settings(file: Path | None, changes: Mapping[str, Any]) -> Config:
-    """The settings in a JSON file, zero's or DeepSpeed's, with some of them changed. Raises ConfigError."""
+def settings(file: Path | None, changes: Mapping[str, Any], ranks: int) -> Config:
+    """The settings in a JSON file, zero's or DeepSpeed's, with some of them changed. ranks: of the job that
+    DeepSpeed's batch sizes are for. Raises ConfigError."""
     given: dict[str, Any] = {}
     if file is not None:
         given = _read(file)
         if DEEPSPEED & given.keys():
-            config = from_deepspeed(given)
+            config = from_deepspeed(given, ranks)
             given = {name: getattr(config, name) for name in Config.model_fields}
     return Config(**{**given, **changes})
 
@@ -176,6 +193,6 @@ def optimizer_of(name: str, options: Mapping[str, Any], model: nn.Module) -> Opt
         raise OptimizerError(f"torch.optim has no {name!r}; known: {', '.join(sorted({*known, 'lion'}))}")
     try:
         optimizer: Optimizer = kind(model.parameters(), **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise OptimizerError(f"{name}: {error}") from error
     return optimizer

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zero.config import Config
+from zero.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.tiers.record import DiskFormat
 
@@ -16,8 +17,8 @@ from zero.tiers.record import DiskFormat
 class TrafficPlan:
     """Bytes of one rank in an optimizer step, all micro-batches together.
 
-    collectives: by kind, of whole buffers, as `Engine.traffic` counts them. link: what of them leaves this
-    rank, at best. to_host, to_device: between the memories. read, written: of the disk.
+    collectives: by kind, of whole buffers, as `Engine.traffic` counts them, single numbers aside. link: what
+    of them leaves this rank, at best. to_host, to_device: between the memories. read, written: of the disk.
     """
 
     collectives: dict[str, int]
@@ -28,7 +29,11 @@ class TrafficPlan:
     written: int
 
 
-def plan_traffic(units: Sequence[PlannedUnit], config: Config, ranks: int, moments: int) -> TrafficPlan:
+def plan_traffic(
+    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int, moments: int
+) -> TrafficPlan:
+    """Each unit is used once in a forward."""
+    reductions = 1 if policy.local else policy.steps
     format = DiskFormat(moments, config.tiers.compact)
     collectives: dict[str, int] = {}
     moved = _Moved()
@@ -37,10 +42,10 @@ def plan_traffic(units: Sequence[PlannedUnit], config: Config, ranks: int, momen
         gathers = 2 * config.gradient_accumulation_steps
         gathers -= config.gradient_accumulation_steps * (unit in kept)
         for group in unit.groups:
-            for kind, nbytes in _collectives(group, config, ranks, gathers):
+            for kind, nbytes in _collectives(group, reductions, ranks, gathers):
                 collectives[kind] = collectives.get(kind, 0) + nbytes
             moved += _of_parameters(group, gathers)
-            moved += _of_gradients(group, config)
+            moved += _of_gradients(group, reductions)
             moved += _of_records(group, format)
     whole = sum(nbytes * (2 if kind == "all_reduce" else 1) for kind, nbytes in collectives.items())
     link = whole * (ranks - 1) // ranks
@@ -70,17 +75,15 @@ def _kept_between(units: Sequence[PlannedUnit], prefetch: int) -> list[PlannedUn
     return [*(unit for unit in units if unit.is_root), *blocks[len(blocks) - min(last, len(blocks)) :]]
 
 
-def _collectives(group: PlannedGroup, config: Config, ranks: int, gathers: int) -> Iterator[tuple[str, int]]:
+def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int) -> Iterator[tuple[str, int]]:
     if ranks == 1:
         return
-    local = config.accumulate == "local" or config.stage == 1
-    times = 1 if local else config.gradient_accumulation_steps
     if not group.sharded:
         if group.trainable:
-            yield "all_reduce", times * group.gradient_bytes
+            yield "all_reduce", reductions * group.gradient_bytes
         return
     if group.trainable:
-        yield "reduce_scatter", times * group.gradient_bytes
+        yield "reduce_scatter", reductions * group.gradient_bytes
     if not group.resident:
         yield "all_gather", gathers * group.travel_bytes
     elif group.trainable:
@@ -101,20 +104,18 @@ def _of_parameters(group: PlannedGroup, gathers: int) -> _Moved:
     )
 
 
-def _of_gradients(group: PlannedGroup, config: Config) -> _Moved:
+def _of_gradients(group: PlannedGroup, reductions: int) -> _Moved:
     """Slices leave as they are reduced; to be stepped on the device they come back."""
     tier = group.placement.gradients
     if not group.trainable or tier == "device":
         return _Moved()
-    local = config.accumulate == "local" or config.stage == 1
-    times = 1 if local else config.gradient_accumulation_steps
     back = sum(n for n, t in group.placement.optimizer if t == "device" or group.placement.visits)
     disk = group.slice_bytes if tier == "disk" else 0
     return _Moved(
-        to_host=times * group.shard_numel * group.reduced.itemsize,
+        to_host=reductions * group.shard_numel * group.reduced.itemsize,
         to_device=back * group.slice.itemsize,
-        read=times * disk,  # to be added to, and by the step
-        written=times * disk,
+        read=reductions * disk,  # to be added to, and by the step
+        written=reductions * disk,
     )
 
 
