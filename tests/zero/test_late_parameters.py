@@ -15,12 +15,13 @@ from tests.zero.models import LanguageModel
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw, relative_error
 
-FROZEN = range(2, 5)
-"""Steps in which the first block is frozen."""
+FROZEN = {0: range(2, 5), 2: range(0, 3)}
+"""Steps in which blocks are frozen."""
 
 
 def thaw_or_freeze(model: LanguageModel, step: int) -> None:
-    model.blocks[0].requires_grad_(step not in FROZEN)
+    for index, steps in FROZEN.items():
+        model.blocks[index].requires_grad_(step not in steps)
 
 
 def plain_losses(steps: int) -> list[float]:
@@ -43,13 +44,14 @@ def freezing_body(context: Context, config: dict[str, Any]) -> float:
     losses = []
     for step in range(7):
         thaw_or_freeze(model, step)
-        before = engine.full_master("blocks.0.up.weight")
+        before = {i: engine.full_master(f"blocks.{i}.up.weight") for i in FROZEN}
         loss = language_loss(model, step, 0)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-        after = engine.full_master("blocks.0.up.weight")
-        assert torch.equal(before, after) == (step in FROZEN)  # neither stepped nor decayed
+        for index, value in before.items():  # neither stepped nor decayed
+            after = engine.full_master(f"blocks.{index}.up.weight")
+            assert torch.equal(value, after) == (step in FROZEN[index])
     return relative_error(losses, plain_losses(7))
 
 

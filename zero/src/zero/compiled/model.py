@@ -67,19 +67,19 @@ class CompiledModel:
         self._why = ""  # what kept the model from being one graph
         self._lost = ". Its activations stay on the device" if activations else ""
         self._lost += ". No unit persists" if settings.persist_budget != 0 else ""
-        self._whole: Callable[..., Any] | None = torch.compile(
-            _frame(module), backend=self._backend, fullgraph=True, dynamic=settings.dynamic
-        )
+        self._parameters = [p for u in units for g in u.groups if g.trainable for p in g.parameters]
+        self._frames: dict[tuple[bool, ...], Callable[..., Any]] = {}  # by which of them are not frozen
+        self._is_one_graph = True
         module._compiled_call_impl = self  # what Module.compile() sets: calls of the module come here
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._whole is None or self._phase.in_backward or torch._C._len_torch_dispatch_stack():
+        if not self._is_one_graph or self._phase.in_backward or torch._C._len_torch_dispatch_stack():
             return self._module._call_impl(*args, **kwargs)
         begun = self._begin(self._module, args, kwargs)
         args, kwargs = (args, kwargs) if begun is None else begun
         try:
             with self._around():
-                return self._as_one_graph(self._whole, args, kwargs)
+                return self._as_one_graph(self._frame(), args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZeroError):
                 raise error.inner_exception from error
@@ -89,14 +89,29 @@ class CompiledModel:
 
     def explain(self) -> Explanation:
         """What the passes did so far."""
-        mode = "units" if self._whole is None else "graph"
+        mode = "graph" if self._is_one_graph else "units"
         reports, kept = tuple(self._backend.reports), self._persistence
         return Explanation(mode, self._why, reports, self._runtime.peak, kept.room, kept.chosen)
 
     def after_step(self) -> None:
         """Collective, between optimizer steps."""
-        if self._whole is not None:
+        if self._is_one_graph:
             self._persistence.after_step()
+
+    def _frame(self) -> Callable[..., Any]:
+        """What calls the model through torch.compile; another where other parameters are frozen than before,
+        which dynamo of torch 2.11 does not look at."""
+        with torch._C.DisableTorchFunctionSubclass():
+            thawed = tuple(p.requires_grad for p in self._parameters)
+        frame = self._frames.get(thawed)
+        if frame is None:
+            frame = self._frames[thawed] = torch.compile(
+                _frame(self._module, len(self._frames)),
+                backend=self._backend,
+                fullgraph=True,
+                dynamic=self._settings.dynamic,
+            )
+        return frame
 
     def _as_one_graph(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._runtime.begin()
@@ -117,7 +132,7 @@ class CompiledModel:
         """Go on without the whole graph, unless the model itself raises on these arguments."""
         result = self._module._call_impl(*args, **kwargs)
         self._why = _reason(error)
-        self._whole = None
+        self._is_one_graph = False
         for module in dict.fromkeys(a for u in self._units for a in u.anchors if self._is_block(a)):
             forward = torch.compile(
                 module.forward, backend=self._settings.inner, dynamic=self._settings.dynamic
@@ -151,10 +166,11 @@ def _settle_hook_order(module: nn.Module) -> None:
     hooks.update(in_order)
 
 
-def _frame(module: nn.Module) -> Callable[..., Any]:
+def _frame(module: nn.Module, number: int) -> Callable[..., Any]:
     """A function that calls `module` with its hooks, for dynamo to begin at.
 
-    Dynamo keeps its graphs, and counts them against its limit, by code object: every engine has its own.
+    Dynamo keeps its graphs, and counts them against its limit, by code object: every engine has its own, and
+    each of its frames.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -162,5 +178,5 @@ def _frame(module: nn.Module) -> Callable[..., Any]:
             raise _NotCompiled("torch.compile is disabled here, or skips this call")
         return module._call_impl(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_name=f"zero_{id(module)}")
+    call.__code__ = call.__code__.replace(co_name=f"zero_{id(module)}_{number}")
     return call
