@@ -131,20 +131,21 @@ class _Moment:
         """Of the gradients of a group at `position`. early: its first gradient comes with the very first."""
         near, age = group.placement.gradients == "device", self.index - position
         begun = early or sums == "whole" or age >= 0
+        if not group.sharded and group.reduced is group.slice:
+            return self._in_place(group, age, near, begun, sums)
         done = age > 0 or (age == 0 and self.reduced)
-        lies_in_it = not group.sharded and group.reduced is group.slice
-        leaves = IN_FLIGHT - 1 if not lies_in_it else TRAVELLING
-        whole = group.gradient_bytes if begun and ((lies_in_it and near) or age <= leaves) else 0
-        if lies_in_it:
-            arrives = sums == "slices" and begun and age < IN_FLIGHT  # and is added to what is there
-            return (group.slice_bytes if sums == "slices" and near else whole) + (
-                group.gradient_bytes if arrives else 0
-            )
+        adds = sums == "slices" and done and age < IN_FLIGHT  # what came to the sum
         stays = near and (done or sums == "slices")
         travels = not near and done and age <= TRAVELLING
-        added = group.shard_numel * group.reduced.itemsize
-        added = added if sums == "slices" and done and age < IN_FLIGHT else 0
+        whole = group.gradient_bytes if begun and age < IN_FLIGHT else 0
+        added = group.shard_numel * group.reduced.itemsize if adds else 0
         return whole + (group.slice_bytes if stays or travels else 0) + added
+
+    def _in_place(self, group: PlannedGroup, age: int, near: bool, begun: bool, sums: Sums) -> int:
+        """Of a group whose reduced gradient is the whole buffer itself."""
+        if near and sums == "slices":  # there is the sum, and what comes to it
+            return group.gradient_bytes * (2 if begun and age < IN_FLIGHT else 1)
+        return group.gradient_bytes if begun and (near or age <= TRAVELLING) else 0
 
 
 def step(units: Sequence[PlannedUnit], moments: int, kernels: bool, scaled: bool) -> Held:
