@@ -216,8 +216,7 @@ def test_whether_it_fits() -> None:
     assert "does not fit: backward needs" in small.stdout
 
 
-def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path.cwd())
+def test_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "units.json").write_text('{"units": "Nope"}')
     lines = run(
         "plan", MODEL, "-n", 8, "--precision", "bf16", "--compare", "--memory", "300kB"

@@ -82,10 +82,10 @@ class _Names(dict[str, Any]):
 
 
 def _imported(place: str) -> ModuleType:
-    """A module, or a file as one; either may import what lies beside it."""
+    """A module, or a file as one, which may import what lies beside it; both, what lies here."""
+    sys.path.insert(0, "")
     try:
         if not place.endswith(".py"):
-            sys.path.insert(0, "")
             return importlib.import_module(place)
         sys.path.insert(0, str(Path(place).resolve().parent))
         spec = importlib.util.spec_from_file_location(Path(place).stem, place)
