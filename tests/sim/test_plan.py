@@ -142,15 +142,16 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    # What autocast casts where parameters stay whole is its own, as activations are.
+    [(case, size) for case in CASES for size in (1, 2) if size > 1 or CASES[case][2] is None],
+)
 def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str) -> None:
     settings, optimizer, autocast = CASES[case]
     tied = case.startswith("tied")
     model, config = build(tied), zero.Config(**settings)
     plan = zero.plan(model, optimizer(model.parameters(), lr=1e-3), config, ranks=size, autocast=autocast)
-    if size == 1 and autocast is not None:
-        pytest.skip("what autocast casts where parameters stay whole is its own, as are activations")
     for found in sim(size).run(
         measured_body, settings=settings, optimizer=optimizer, autocast=autocast, tied=tied
     ):
