@@ -34,11 +34,12 @@ test: setup sim  ## everything on the CPU, then the engine's tests once more on 
 	$(BIN)/python -m pytest $(ARGS)
 	$(BIN)/python -m pytest tests/zero --device sim $(ARGS)
 
-check: setup  ## formatting, lint, types, and no device names inside the engine
+check: setup  ## formatting, lint, types, no device names inside the engine, imports one way only
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/lint_devices.py
+	$(BIN)/python scripts/lint_rooms.py
 
 format: setup
 	$(BIN)/ruff format .

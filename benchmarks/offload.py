@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zero
 from benchmarks.job import Job
 from benchmarks.result import Result
-from zero.host_memory import bytes_of
+from zero.tiers.host_memory import bytes_of
 from zero.tiers.swap_file import BLOCK, PAGE, THREADS, aligned
 
 GRAIN = 4 << 20  # elements of a layer, and of a record at one rank

@@ -17,7 +17,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import WIDTH, LanguageModel, Stack, device_of, features, tokens
 from tests.zero.test_paths import straight
 from tests.zero.training import relative_error, same_bits, train_reference, train_zero
-from zero.autocast import cast_before_use
+from zero.sharding.autocast import cast_before_use
 
 STEPS = 6
 

@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 
 import zero
 from tests.zero.consolidate import saved, synthetic
-from zero import cli, sizes
+from zero import cli
+from zero.settings import sizes
 
 MODEL = {"embedding.weight": torch.arange(600.0).view(20, 30), "scale": torch.tensor([1.5])}
 

@@ -17,7 +17,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import LanguageModel
 from tests.zero.training import adamw
-from zero.checks import check_model
+from zero.setup.checks import check_model
 
 
 @pytest.mark.parametrize(

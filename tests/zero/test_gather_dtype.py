@@ -27,8 +27,8 @@ from tests.zero.training import (
     train_reference,
     train_zero,
 )
+from zero.communication.quantised import BLOCK
 from zero.config import CODES
-from zero.quantised import BLOCK
 
 STEPS = 6
 LAYERS = 4

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from zero import whole
+from zero.sharding import whole
 
 WIDTH = 16
 WAYS = [(None, False), (None, True), ("int8", False), ("int8", True)]

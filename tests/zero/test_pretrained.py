@@ -18,7 +18,7 @@ from tests.zero.checkpoint.counting import CountingStorage
 from tests.zero.checkpoint.test_load import raised
 from tests.zero.models import LanguageModel, Stack
 from tests.zero.training import adamw
-from zero.deferred_init import is_deferred
+from zero.deferred.deferred_init import is_deferred
 from zero.pretrained import Request, fill
 
 State = dict[str, Tensor]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from accelz.collectives import Group
-from zero.reports import Failure, Report, Reports
+from zero.communication.reports import Failure, Report, Reports
 
 TIMEOUT = 10.0
 NAMES = {1: "all_gather of unit 'a'", 2: "all_gather of unit 'b'", 3: "all_reduce of unit 'norm'"}

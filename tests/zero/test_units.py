@@ -10,8 +10,8 @@ from torch import nn
 
 import zero
 from tests.zero.models import Block, LanguageModel, Stack
-from zero.layout import ALIGN_BYTES, ParameterSpec, plan
-from zero.units import PERSISTENT, ROOT, find_units
+from zero.sharding.layout import ALIGN_BYTES, ParameterSpec, plan
+from zero.sharding.units import PERSISTENT, ROOT, find_units
 
 
 def names(model: nn.Module, rule: object = "auto", persistent_below: int = 0) -> dict[str, list[str]]:

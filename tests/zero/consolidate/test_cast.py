@@ -9,7 +9,7 @@ from torch import Tensor
 import zero
 from zero.checkpoint.dtypes import TORCH
 from zero.consolidate.cast import cast
-from zero.host_memory import bytes_of
+from zero.tiers.host_memory import bytes_of
 
 FLOATS = ["F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"]
 

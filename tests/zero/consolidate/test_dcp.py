@@ -20,7 +20,7 @@ from tests.zero.consolidate import saved
 from tests.zero.consolidate.dcp_layout import Box, read_metadata, save, write_metadata
 from tests.zero.consolidate.test_deepspeed import Bomb
 from zero.consolidate import Options, consolidate, convert, open_source, verify
-from zero.foreign import inert_pickle
+from zero.sources import inert_pickle
 
 SMALL = Options(dtype="keep", workers=3, memory=3 * 147_456)
 BOXES: dict[str, list[Box]] = {

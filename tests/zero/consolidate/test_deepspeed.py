@@ -26,7 +26,7 @@ from tests.zero.consolidate.deepspeed_layout import (
     save,
 )
 from zero.consolidate import Options, consolidate, open_source, verify
-from zero.foreign.crc import combine
+from zero.sources.crc import combine
 
 SMALL = Options(workers=3, memory=3 * 147_456)
 

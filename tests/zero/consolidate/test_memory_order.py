@@ -9,7 +9,7 @@ import torch
 
 from tests.zero.consolidate import saved, synthetic
 from zero.consolidate import Options, consolidate, open_source
-from zero.consolidate.memory_order import boxes, read_box, stretches
+from zero.sources.memory_order import boxes, read_box, stretches
 
 SHAPE = (3, 4, 5, 2)
 

@@ -18,7 +18,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.consolidate import saved
 from zero.consolidate import consolidate, open_source, verify
 from zero.consolidate.universal import export_universal
-from zero.consolidate.zero_source import ZeroSource
+from zero.sources.zero_checkpoint import ZeroSource
 
 RANKS = 2
 JOB = "tests.zero.consolidate.deepspeed_job"

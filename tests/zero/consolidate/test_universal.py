@@ -16,7 +16,7 @@ from tests.zero.models import LanguageModel, tokens
 from tests.zero.training import adamw
 from zero.consolidate import Options, consolidate, open_source, verify
 from zero.consolidate.universal import export_universal
-from zero.consolidate.zero_source import ZeroSource
+from zero.sources.zero_checkpoint import ZeroSource
 
 TAG = "global_step3_universal"
 

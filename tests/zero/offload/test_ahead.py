@@ -23,8 +23,8 @@ from tests.zero.offload.test_tiers import adagrad, lion, momentum
 from tests.zero.test_hot_path import freed_body
 from tests.zero.test_parity import fresh, language_loss, plain_sgd
 from tests.zero.training import Loss, adamw
+from zero.optimizer.twin import Twin
 from zero.tiers.carrier import Carrier
-from zero.twin import Twin
 
 STEPS = 6
 HOST = {"optimizer": "host"}

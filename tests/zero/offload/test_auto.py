@@ -12,7 +12,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from zero import balance
+from zero.offload import balance
 
 WIDTH, LAYERS, BATCH = 128, 8, 64
 

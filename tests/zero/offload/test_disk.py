@@ -23,8 +23,8 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
-from zero.host_memory import bytes_of
 from zero.tiers import swap_file
+from zero.tiers.host_memory import bytes_of
 from zero.tiers.record import Record
 from zero.tiers.split import LOWER, SplitMaster
 from zero.tiers.swap_file import PAGE, Section, SwapFile, aligned

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.training import collected
-from zero.state_size import values_per_element
+from zero.optimizer.state_size import values_per_element
 
 Make = Callable[[Any], Optimizer]
 

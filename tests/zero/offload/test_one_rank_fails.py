@@ -22,7 +22,7 @@ from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.offload.test_auto import BATCH, LAYERS, WIDTH, one_step
 from tests.zero.training import collected
-from zero.second_try import SecondTry
+from zero.offload.second_try import SecondTry
 
 SHORT_STEP = 4  # two steps measure, one has the records placed
 

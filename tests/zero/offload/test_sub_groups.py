@@ -15,8 +15,8 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.test_load import fingerprint
 from tests.zero.training import adamw, collected
+from zero.optimizer.visitor import Visitor
 from zero.tiers.swap_file import PAGE
-from zero.visitor import Visitor
 
 VOCABULARY, WIDTH = 512, 64
 SUB = 2048  # elements of a record

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zero.access import gathered
-    from zero.compiled.settings import Compile
     from zero.config import Config
     from zero.deepspeed_config import from_deepspeed
-    from zero.deferred_init import init
+    from zero.deferred.deferred_init import init
     from zero.engine import Engine
     from zero.errors import (
         CheckpointError,
@@ -34,27 +33,28 @@ if TYPE_CHECKING:
         UsageError,
         ZeroError,
     )
-    from zero.initialization import initialize
-    from zero.lion import Lion
-    from zero.offload import Offload
+    from zero.optimizer.lion import Lion
     from zero.planning.plan import plan
     from zero.pretrained import load_pretrained
-    from zero.room import OutOfMemoryError
+    from zero.settings.compilation import Compile
+    from zero.settings.offload import Offload
+    from zero.setup.initialization import initialize
+    from zero.tiers.room import OutOfMemoryError
 
 _HOME = {  # where each public name lives; imported at its first use
     "CheckpointError": "errors",
     "CommunicationError": "errors",
-    "Compile": "compiled.settings",
+    "Compile": "settings.compilation",
     "Config": "config",
     "ConfigError": "errors",
     "CorruptCheckpointError": "errors",
     "Engine": "engine",
-    "Lion": "lion",
+    "Lion": "optimizer.lion",
     "ModelError": "errors",
-    "Offload": "offload",
+    "Offload": "settings.offload",
     "OffloadError": "errors",
     "OptimizerError": "errors",
-    "OutOfMemoryError": "room",
+    "OutOfMemoryError": "tiers.room",
     "RankMismatchError": "errors",
     "ShardedParameterError": "errors",
     "StateError": "errors",
@@ -62,8 +62,8 @@ _HOME = {  # where each public name lives; imported at its first use
     "ZeroError": "errors",
     "from_deepspeed": "deepspeed_config",
     "gathered": "access",
-    "init": "deferred_init",
-    "initialize": "initialization",
+    "init": "deferred.deferred_init",
+    "initialize": "setup.initialization",
     "load_pretrained": "pretrained",
     "plan": "planning.plan",
 }

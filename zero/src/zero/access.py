@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from zero import deferred_init
+from zero.deferred import deferred_init
 from zero.errors import UsageError
-from zero.guard import NAME_ATTRIBUTE
-from zero.whole import WholeValues
+from zero.sharding.guard import NAME_ATTRIBUTE
+from zero.sharding.whole import WholeValues
 
 WHOLE_ATTRIBUTE = "_zero_whole"  # in a sharded parameter's __dict__: its engine's WholeValues
 

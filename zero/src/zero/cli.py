@@ -30,12 +30,12 @@ from rich.text import Text
 import zero
 from zero.consolidate import convert as to_zero
 from zero.consolidate import run
-from zero.consolidate.opening import open_source
-from zero.consolidate.source import Source
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
-from zero.consolidate.zero_source import ZeroSource
 from zero.errors import ZeroError, some
-from zero.sizes import human, size
+from zero.settings.sizes import human, size
+from zero.sources.opening import open_source
+from zero.sources.source import Source
+from zero.sources.zero_checkpoint import ZeroSource
 
 app = typer.Typer(
     help="What training will take; what is in checkpoints, are they intact, and whole weights out of them.",

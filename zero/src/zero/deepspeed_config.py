@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from accelz.flat_buffer import HOST
 from zero.config import Config
 from zero.errors import ConfigError
-from zero.offload import Offload
+from zero.settings.offload import Offload
 
 T = TypeVar("T", bool, int, float, str)
 TUNING = (

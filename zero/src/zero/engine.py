@@ -12,31 +12,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero import model_state
-from zero.absent_gradients import AbsentGradients
 from zero.access import own
-from zero.balance import Balancer
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load import Loaded, Options
 from zero.checkpoint.names import Rename
-from zero.communicator import Communicator, Traffic
+from zero.communication.communicator import Communicator, Traffic
 from zero.config import Config
 from zero.errors import UsageError
-from zero.gradient_factor import GradientFactor
-from zero.late_parameters import LateParameters
-from zero.memory_tracer import MemoryTracer
-from zero.optimizer import ShardedOptimizer
-from zero.optimizer_state import OptimizerState
-from zero.parking import Parking
+from zero.gradients.absent import AbsentGradients
+from zero.gradients.factor import GradientFactor
+from zero.gradients.loss_scale import LossScale
+from zero.offload.balance import Balancer
+from zero.offload.memory_tracer import MemoryTracer
+from zero.offload.parking import Parking
+from zero.optimizer.optimizer_state import OptimizerState
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.passes import Passes
-from zero.precision import LossScale
 from zero.pretrained import Request, fill_engine
-from zero.room import OutOfMemoryError
-from zero.sharded_unit import ShardedUnit
+from zero.sharding import model_state
+from zero.sharding.late_parameters import LateParameters
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.whole import WholeValues
+from zero.tiers.room import OutOfMemoryError
 from zero.tiers.stores import Stores
 from zero.tiers.trace import MemoryReport
-from zero.whole import WholeValues
 
 if TYPE_CHECKING:
     from zero.compiled.explain import Explanation

@@ -11,22 +11,22 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from zero.autocast import AutocastWatch
-from zero.communicator import Communicator
-from zero.compiled.settings import Compile
+from zero.communication.communicator import Communicator
 from zero.config import Config
-from zero.copies import Uncopied
 from zero.errors import CommunicationError, UsageError
-from zero.gradients import GradientReducer
-from zero.group_gradients import GradientPolicy, GroupGradients
-from zero.parking import Parking
-from zero.schedule import Schedule
-from zero.second_try import SecondTry
-from zero.sharded_unit import ShardedUnit
-from zero.tensors import map_tensors
+from zero.gradients.group_gradients import GradientPolicy, GroupGradients
+from zero.gradients.reducer import GradientReducer
+from zero.offload.parking import Parking
+from zero.offload.second_try import SecondTry
+from zero.optimizer.visits import Visits
+from zero.settings.compilation import Compile
+from zero.sharding.autocast import AutocastWatch
+from zero.sharding.copies import Uncopied
+from zero.sharding.schedule import Schedule
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.tensors import map_tensors
+from zero.sharding.unit_hooks import Phase, UnitHooks
 from zero.tiers.stores import Stores
-from zero.unit_hooks import Phase, UnitHooks
-from zero.visits import Visits
 
 if TYPE_CHECKING:
     from zero.compiled.model import CompiledModel

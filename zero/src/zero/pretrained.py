@@ -14,19 +14,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero import deferred_init
 from zero.access import WHOLE_ATTRIBUTE
 from zero.checkpoint.names import Rename, match
 from zero.checkpoint.storage import DISK, Storage
 from zero.checkpoint.together import Together
 from zero.checkpoint.values import Values
 from zero.checkpoint.weights import fill_buffers, fill_units, spread, targets
-from zero.communicator import Communicator
+from zero.communication.communicator import Communicator
+from zero.deferred import deferred_init
 from zero.errors import CheckpointError, ModelError, UsageError
-from zero.foreign.safetensors_header import is_safetensors
-from zero.foreign.safetensors_weights import SafetensorsWeights
-from zero.sharded_unit import ShardedUnit
-from zero.whole import WholeValues
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.whole import WholeValues
+from zero.sources.safetensors_header import is_safetensors
+from zero.sources.safetensors_weights import SafetensorsWeights
 
 
 @dataclass(frozen=True)

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from accelz.accelerator import Accelerator
-from zero import layout
 from zero.checkpoint import random_state, user_state
 from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.manifest import is_row_major, model_key, state_key
 from zero.checkpoint.rank_file import Part
-from zero.communicator import Communicator
+from zero.communication.communicator import Communicator
 from zero.config import Config
 from zero.errors import StateError
-from zero.flat_group import FlatGroup
-from zero.layout import ParameterSpec
-from zero.optimizer import ShardedOptimizer
-from zero.owned import OwnedPiece
-from zero.piece_state import in_memory_order, is_elementwise
-from zero.precision import LossScale
-from zero.sharded_unit import ShardedUnit
+from zero.gradients.loss_scale import LossScale
+from zero.optimizer.owned import OwnedPiece
+from zero.optimizer.piece_state import in_memory_order, is_elementwise
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.sharding import layout
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.layout import ParameterSpec
+from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.joined import joined
 from zero.tiers.stored import Stored
 

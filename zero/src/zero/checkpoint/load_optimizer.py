@@ -15,8 +15,8 @@ from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, mode
 from zero.checkpoint.names import raise_for
 from zero.checkpoint.values import Values
 from zero.errors import StateError
-from zero.owned import OwnedPiece
-from zero.piece_state import in_memory_order
+from zero.optimizer.owned import OwnedPiece
+from zero.optimizer.piece_state import in_memory_order
 from zero.tiers.values import changing
 
 

@@ -25,7 +25,7 @@ from zero.checkpoint.header import header_of
 from zero.checkpoint.manifest import BLOCK, CHECKSUMS
 from zero.checkpoint.storage import PAGE, Storage
 from zero.checkpoint.stream import CHUNK, Stream, aligned, view_of
-from zero.host_memory import bytes_of
+from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zero.checkpoint.problems import error_of, problem_of
-from zero.communicator import Communicator
+from zero.communication.communicator import Communicator
 
 
 class Together:

@@ -10,7 +10,7 @@ from torch import Tensor
 from zero.checkpoint import user_state
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.stream import CHUNK
-from zero.host_memory import bytes_of
+from zero.tiers.host_memory import bytes_of
 
 
 class Entry(Protocol):

@@ -8,13 +8,13 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from zero.cast import OWN
 from zero.checkpoint.engine_state import stride_of
 from zero.checkpoint.names import Target
 from zero.checkpoint.values import Values
-from zero.communicator import Communicator
-from zero.flat_group import FlatGroup
-from zero.sharded_unit import ShardedUnit
+from zero.communication.communicator import Communicator
+from zero.sharding.cast import OWN
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.values import changing, put
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zero import sizes
 from zero.compiled.graphs import ShardedGraph, begun_by, text, travels_in, unit_of
 from zero.compiled.liveness import peak_of
 from zero.compiled.ops import REDUCE, RELEASE
 from zero.compiled.persistence import Candidate
+from zero.settings import sizes
 
 IN_BYTES = frozenset({"list_schedule"})
 """Passes that say by how many bytes the predicted peak fell; the others count what they changed."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zero.quantised import Quantised
-from zero.sharded_unit import ShardedUnit
-from zero.visits import Visits
+from zero.communication.quantised import Quantised
+from zero.optimizer.visits import Visits
+from zero.sharding.sharded_unit import ShardedUnit
 
 
 @dataclass(frozen=True)

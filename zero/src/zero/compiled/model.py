@@ -21,10 +21,10 @@ from zero.compiled.explain import Explanation
 from zero.compiled.facts import Facts
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
-from zero.compiled.settings import Compile
 from zero.errors import ZeroError
-from zero.sharded_unit import ShardedUnit
-from zero.unit_hooks import Phase
+from zero.settings.compilation import Compile
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.unit_hooks import Phase
 
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
 

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from zero.compiled import runtime
-from zero.guard import admit
+from zero.sharding.guard import admit
 
 NAMESPACE = "zero"
 

@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 
 from accelz.accelerator import Accelerator
-from zero.balance import usable
-from zero.communicator import Communicator
+from zero.communication.communicator import Communicator
 from zero.compiled.ops import ALLGATHER, CLEAR_ALL, INVALIDATE, RELEASE, SET_PERSISTENT, WAIT
 from zero.compiled.runtime import Gathered, Profile, Runtime
+from zero.offload.balance import usable
 
 WARM_UP = 2  # steps before: graphs are compiled, and offload="auto" places optimizer state
 WATCHED = 2  # steps

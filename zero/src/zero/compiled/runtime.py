@@ -18,12 +18,12 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.memory import Memory
-from zero.cast import OWN, Cast
 from zero.compiled.activations import Activations
 from zero.errors import UsageError
-from zero.flat_group import FlatGroup
-from zero.sharded_unit import ShardedUnit, State
-from zero.visits import Visits
+from zero.optimizer.visits import Visits
+from zero.sharding.cast import OWN, Cast
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.sharded_unit import ShardedUnit, State
 
 Receive = Callable[[FlatGroup, int, Tensor], None]
 Close = Callable[[ShardedUnit], None]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zero.units import PERSISTENT, ROOT, UnitPlan
+from zero.sharding.units import PERSISTENT, ROOT, UnitPlan
 
 VECTORS = "<vectors>"
 ALONE = 1 << 14

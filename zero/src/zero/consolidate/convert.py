@@ -21,9 +21,9 @@ from zero.checkpoint.storage import File, write_whole
 from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.plan import Chosen, Plan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
-from zero.consolidate.source import Chunk, Source
 from zero.consolidate.workers import Buffers, chunk_bytes, run
 from zero.errors import CheckpointError
+from zero.sources.source import Chunk, Source
 
 NAME = "rank-00000.safetensors"
 

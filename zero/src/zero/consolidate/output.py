@@ -15,9 +15,9 @@ from zero.checkpoint.stream import aligned, view_of
 from zero.consolidate.cast import cast
 from zero.consolidate.files import WeightStorage
 from zero.consolidate.plan import Chosen, Plan, PlannedFile
-from zero.consolidate.source import Chunk, TensorInfo
 from zero.consolidate.workers import Buffers
 from zero.errors import CheckpointError
+from zero.sources.source import Chunk, TensorInfo
 
 UNFINISHED = ".part"
 _LARGE = 1 << 20  # bytes of a file

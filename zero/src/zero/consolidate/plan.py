@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from zero.checkpoint.header import header_of
 from zero.checkpoint.manifest import ITEM_BYTES
-from zero.consolidate.source import TensorInfo
 from zero.errors import CheckpointError, UsageError
+from zero.sources.source import TensorInfo
 
 Dtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]
 _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}

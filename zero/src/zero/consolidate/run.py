@@ -17,9 +17,9 @@ from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.output import Comparison, Converter, Output
 from zero.consolidate.plan import Chosen, Dtype, Plan, choose, plan_safetensors
 from zero.consolidate.publish import Staging
-from zero.consolidate.source import Chunk, Source
 from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes, default_workers, run
 from zero.errors import CheckpointError
+from zero.sources.source import Chunk, Source
 
 Format = Literal["safetensors", "torch"]
 Progress = Callable[[str, int, int], None]

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from zero.checkpoint.dtypes import TORCH
 from zero.consolidate.plan import Chosen, Plan, PlannedFile, file_name, index_of, shards
-from zero.foreign.torch_file import Record, records_of
+from zero.sources.torch_file import Record, records_of
 
 
 def plan_torch(tensors: Sequence[Chosen], limit: int) -> Plan:

@@ -30,14 +30,14 @@ from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.plan import Chosen, Plan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.torch_plan import plan_file
-from zero.consolidate.zero_source import ZeroSource, elementwise_state
-from zero.foreign.deepspeed_files import (
+from zero.sources.deepspeed_files import (
     LATEST_UNIVERSAL,
     MASTERS,
     SHARDED_MODEL,
     WHOLE_MODEL,
     master_file,
 )
+from zero.sources.zero_checkpoint import ZeroSource, elementwise_state
 
 _VERSION = "0.19.8"  # of DeepSpeed, whose layout this is
 _UNIVERSAL_VERSION = 0.2  # of DeepSpeed's universal checkpoints without pieces of model-parallel layers

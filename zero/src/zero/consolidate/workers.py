@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 from zero.checkpoint.storage import PAGE
 from zero.checkpoint.stream import aligned, view_of
-from zero.consolidate.source import Chunk
 from zero.errors import UsageError
+from zero.sources.source import Chunk
 
 DEFAULT_MEMORY = 128 << 20
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22  # bytes of a chunk; larger ones are no faster

@@ -11,11 +11,11 @@ import torch
 
 from zero.config import Config
 from zero.errors import ConfigError, OptimizerError, UsageError
-from zero.offload import Offload
 from zero.planning.plan import Plan, plan
 from zero.planning.target import is_guessed, model_of, optimizer_of
 from zero.planning.text import table
-from zero.sizes import human
+from zero.settings.offload import Offload
+from zero.settings.sizes import human
 
 Planned = Callable[[Config], Plan]
 ELSEWHERE = {

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero.cast import OWN, Cast
+from zero.communication.quantised import Quantised
 from zero.config import Config
-from zero.drafts import GroupDraft, UnitDraft
-from zero.group_gradients import GradientPolicy
-from zero.offload import Tier
-from zero.quantised import Quantised
+from zero.gradients.group_gradients import GradientPolicy
+from zero.settings.offload import Tier
+from zero.setup.drafts import GroupDraft, UnitDraft
+from zero.sharding.cast import OWN, Cast
+from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
-from zero.units import PERSISTENT, ROOT
 
 Dtype = torch.dtype | None
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from zero.config import Config
-from zero.group_gradients import GradientPolicy
-from zero.offload import Tier
+from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.peaks import Sums, backward, building, forward, step
+from zero.settings.offload import Tier
 from zero.tiers.pipeline import BUFFERS
 from zero.tiers.record import DiskFormat, section_bytes
 from zero.tiers.trace import Held

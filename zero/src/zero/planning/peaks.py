@@ -11,13 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from zero.communication.quantised import Quantised
 from zero.config import Config
-from zero.gradients import IN_FLIGHT
+from zero.gradients.reducer import IN_FLIGHT
+from zero.optimizer.visits import WINDOW
 from zero.planning.groups import PlannedGroup, PlannedUnit
-from zero.quantised import Quantised
 from zero.tiers.carrier import IN_FLIGHT as CARRIED
 from zero.tiers.trace import Held
-from zero.visits import WINDOW
 
 TRAVELLING = CARRIED + 1
 """Units whose gradients may be on their way to the host, one of them just setting out."""

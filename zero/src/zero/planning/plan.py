@@ -8,22 +8,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.autocast import cast_before_use
-from zero.checks import check_model
 from zero.config import Config
-from zero.drafts import draft_units
 from zero.errors import ConfigError, UsageError
-from zero.group_gradients import GradientPolicy
-from zero.kernel_rules import rule_for
-from zero.offload_fit import check_offload
-from zero.optimizer import check_optimizer
+from zero.gradients.group_gradients import GradientPolicy
+from zero.optimizer.kernel_rules import rule_for
+from zero.optimizer.sharded_optimizer import check_optimizer
+from zero.optimizer.state_size import values_per_element
 from zero.planning.groups import PlannedUnit, planned
 from zero.planning.memory import MemoryPlan, plan_memory
 from zero.planning.text import describe
 from zero.planning.traffic import TrafficPlan, plan_traffic
-from zero.state_size import values_per_element
+from zero.setup.checks import check_model
+from zero.setup.drafts import draft_units
+from zero.setup.offload_fit import check_offload
+from zero.sharding.autocast import cast_before_use
+from zero.sharding.units import find_units
 from zero.tiers.placement import Planner
-from zero.units import find_units
 
 ANY_DEVICE = torch.device("meta")
 """One with memory of its own."""

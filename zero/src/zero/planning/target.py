@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from zero.checkpoint.dtypes import TORCH
 from zero.config import Config
-from zero.consolidate.opening import open_source
-from zero.consolidate.source import TensorInfo
 from zero.deepspeed_config import from_deepspeed
-from zero.deferred_init import outlined
+from zero.deferred.deferred_init import outlined
 from zero.errors import ConfigError, OptimizerError, UsageError
-from zero.lion import Lion
-from zero.offload import Offload
+from zero.optimizer.lion import Lion
+from zero.settings.offload import Offload
+from zero.sources.opening import open_source
+from zero.sources.source import TensorInfo
 
 DEEPSPEED = {"zero_optimization", "bf16", "fp16", "train_batch_size", "train_micro_batch_size_per_gpu"}
 """Keys that only DeepSpeed's settings have."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from zero.planning.memory import TIERS, MemoryPlan
 from zero.planning.traffic import TrafficPlan
-from zero.sizes import human
+from zero.settings.sizes import human
 
 
 def describe(memory: MemoryPlan, traffic: TrafficPlan) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from zero.config import Config
-from zero.group_gradients import GradientPolicy
+from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.tiers.record import DiskFormat
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from accelz.memory import Memory
-from zero.host_memory import bytes_of
+from zero.tiers.host_memory import bytes_of
 from zero.tiers.record import Opened, Record, section_bytes
 from zero.tiers.split import SplitMaster
 from zero.tiers.swap_file import PAGE, Transfer, aligned

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from zero.offload import Kind, Offload, Tier
+from zero.settings.offload import Kind, Offload, Tier
 
 NEAR = 0.1  # of a kind of state, by which rounding to whole groups may miss a fraction without a word
 ALIGN = 64  # elements: every sub-group begins on a cache line

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.streams import Event
-from zero.host_memory import bytes_of
+from zero.tiers.host_memory import bytes_of
 from zero.tiers.swap_file import BLOCK, THREADS, Section, Transfer
 
 LIMIT = 2 * THREADS * BLOCK  # bytes read before they are wanted: enough to keep a disk busy

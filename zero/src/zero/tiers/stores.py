@@ -14,7 +14,7 @@ import accelz
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
 from accelz.kernels import Kernels
-from zero.offload import Tier
+from zero.settings.offload import Tier
 from zero.tiers.carrier import Carrier
 from zero.tiers.outlet import Outlet
 from zero.tiers.pipeline import Pipeline

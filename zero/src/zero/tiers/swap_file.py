@@ -26,7 +26,7 @@ from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from zero.errors import OffloadError
-from zero.host_memory import bytes_of
+from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored
 
 PAGE = 4096

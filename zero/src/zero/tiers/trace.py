@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Literal
 
-from zero.sizes import human
+from zero.settings.sizes import human
 
 PhaseName = Literal["forward", "backward", "step"]
 COLOURS = {

@@ -1,0 +1,96 @@
+"""Fail where a room of zero imports one that is not below it, or where two modules import each other.
+
+A room is a package or a module directly under zero. Their order is that of the table in docs/architecture.md,
+lowest first, so that the table is complete and true. Imports inside functions count, those for types alone
+do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = {"zero": ROOT / "zero" / "src", "accelz": ROOT / "accelz" / "src"}
+TABLE = ROOT / "docs" / "architecture.md"
+
+
+def modules(package: str) -> dict[str, Path]:
+    """Dotted names and files of everything in a package."""
+    source = SOURCES[package]
+    paths = sorted((source / package).rglob("*.py"))
+    names = (".".join(path.relative_to(source).with_suffix("").parts) for path in paths)
+    return {name.removesuffix(".__init__"): path for name, path in zip(names, paths, strict=True)}
+
+
+def imported(path: Path, known: dict[str, Path]) -> set[str]:
+    """Which of the known modules a file imports; a name out of a package counts as the module that it is."""
+    found = set()
+    for node in _running(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {
+                name if (name := f"{node.module}.{alias.name}") in known else node.module
+                for alias in node.names
+            }
+    return found & set(known)
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node below, but for what stands under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from _running(child)
+
+
+def cycles(graph: dict[str, set[str]]) -> Iterator[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield "modules that import each other: " + " -> ".join(reversed(error.args[1]))
+
+
+def misplaced(graph: dict[str, set[str]], order: list[str]) -> Iterator[str]:
+    """Rooms that the table lacks or has in vain, and imports of rooms that are not below."""
+    rooms = {_room(name) for name in graph} - {"zero", "__main__"}
+    yield from (f"{TABLE.name} has no room {room!r}" for room in sorted(rooms - set(order)))
+    yield from (f"{TABLE.name} has a room {room!r}, and zero has not" for room in sorted(set(order) - rooms))
+    place = {room: i for i, room in enumerate(order)}
+    for name, below in sorted(graph.items()):
+        for other in sorted(below):
+            room, used = _room(name), _room(other)
+            if room != used and place.get(used, -1) >= place.get(room, len(place)):
+                yield f"{name} imports {other}: {used!r} is not below {room!r}"
+
+
+def _room(name: str) -> str:
+    return [*name.split("."), ""][1] or "zero"
+
+
+def written_order() -> list[str]:
+    """The rooms of zero in the order of the table: what is in backquotes in its first column."""
+    section = TABLE.read_text().split("\n## zero\n")[1].split("\n## ")[0].split("\n### ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return [name.rstrip("/") for cell in cells for name in re.findall(r"`([a-z_]+/?)`", cell)]
+
+
+def main() -> int:
+    found: list[str] = []
+    for package in SOURCES:
+        known = modules(package)
+        graph = {name: imported(path, known) - {package, name} for name, path in known.items()}
+        found += cycles(graph)
+        if package == "zero":
+            found += misplaced(graph, written_order())
+    print("\n".join(found) or "room lint: clean")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

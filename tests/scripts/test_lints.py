@@ -1,0 +1,57 @@
+"""The lints see what they are there for, on small packages made wrong on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import lint_devices, lint_rooms
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("import accelz_cuda", "zero must not import accelz_cuda"),
+        ("def f():\n    from habana_frameworks import torch", "must not import habana_frameworks"),
+        ("torch.cuda.synchronize()", "uses torch.cuda"),
+        ("where = 'xpu:0'", "names the device 'xpu:0'"),
+        ("if x.is_cuda: pass", "asks is_cuda"),
+        ("from accelz import current\nacc = current()", ""),
+    ],
+)
+def test_device_knowledge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, told: str) -> None:
+    monkeypatch.setattr(lint_devices, "ROOT", tmp_path)
+    path = tmp_path / "room.py"
+    path.write_text(code)
+    found = list(lint_devices.problems(path, "zero"))
+    assert bool(found) == bool(told)
+    assert not told or told in found[0]
+
+
+def test_imports(tmp_path: Path) -> None:
+    """Also those inside functions, and modules named out of their package; not those for types alone."""
+    known = {f"zero.{name}": tmp_path for name in ("a", "b", "c", "d", "p", "p.m")}
+    path = tmp_path / "a.py"
+    path.write_text(
+        "import zero.b\nfrom zero.p import m, other\nfrom typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from zero.d import D\n"
+        "def f():\n    from zero.c import x\n"
+    )
+    assert lint_rooms.imported(path, known) == {"zero.b", "zero.c", "zero.p", "zero.p.m"}
+
+
+def test_arrows() -> None:
+    graph: dict[str, set[str]] = {
+        "zero.low.a": set(),
+        "zero.high": {"zero.low.a"},
+        "zero.low.b": {"zero.high", "zero.low.a"},
+    }
+    assert list(lint_rooms.cycles(graph)) == []
+    assert list(lint_rooms.misplaced(graph, ["low", "high"])) == [
+        "zero.low.b imports zero.high: 'high' is not below 'low'"
+    ]
+    found = list(lint_rooms.misplaced({"zero.new": set()}, ["gone"]))
+    assert [("no room 'new'" in found[0]), ("'gone', and zero has not" in found[1])] == [True, True]
+    (cycle,) = lint_rooms.cycles({"zero.a": {"zero.b"}, "zero.b": {"zero.a"}})
+    assert "zero.a -> zero.b" in cycle

@@ -1,0 +1,260 @@
+"""Every collective of the engine passes here: it is counted, logged by unit, and explained when it fails.
+
+Ranks must issue the same collectives in the same order. Each one is folded into a running hash, which the
+ranks compare once per optimizer step over host memory (the device is not waited for). When hashes differ,
+or a collective fails, the ranks exchange their logs through the group's store and the error names the
+first difference, the rank whose collective failed first, or the ranks that did not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any, NoReturn
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from accelz.collectives import Group, Handle, ReduceOp
+from accelz.errors import CollectiveError
+from zero.communication.reports import Failure, Reports
+from zero.errors import CommunicationError, OffloadError, RankMismatchError
+
+LOG_LENGTH = 256
+
+
+@dataclass
+class Traffic:
+    """Collectives issued, and their bytes: of the gathered, scattered or reduced whole buffer."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self.bytes.clear()
+
+
+class NamedHandle:
+    """A collective under way that knows which unit it serves."""
+
+    def __init__(self, handle: Handle, explain: Callable[[CollectiveError], NoReturn]) -> None:
+        self._handle = handle
+        self._explain = explain
+
+    def wait(self) -> None:
+        """Order what follows behind the collective. Raises CommunicationError."""
+        try:
+            self._handle.wait()
+        except CollectiveError as error:
+            self._explain(error)
+
+
+class Communicator:
+    """Collectives by unit name over one group. control: a second group of the same ranks, for host memory;
+    its traffic must not interleave with the data's.
+
+    in_pass: inside what ends with an agreement of the ranks, such as a forward or backward.
+    """
+
+    def __init__(self, accelerator: Accelerator, group: Group, control: Group, key: str) -> None:
+        self._collectives = accelerator.collectives
+        self._control = control
+        self.group = group
+        self.traffic = Traffic()
+        self._key = key  # prefix in the store, one per engine
+        self._reports = Reports(group, key)
+        self.in_pass = False
+        self._fault = ""  # of this rank alone, that the others have not heard of
+        self.failed = ""  # what went wrong; nothing can be exchanged after that
+        self._count = 0
+        self._shared = 0
+        # Running hashes of reductions, whose timing is a rank's own, and of everything else.
+        self._hashes = {"reductions": 0, "others": 0}
+        self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
+
+    def all_gather(self, unit: str, output: Tensor, shard: Tensor) -> NamedHandle:
+        output, shard = _transportable(output), _transportable(shard)
+        return self._issue(
+            "all_gather",
+            unit,
+            output,
+            lambda: self._collectives.all_gather(output, shard, self.group, async_op=True),
+        )
+
+    def reduce_scatter(self, unit: str, output: Tensor, full: Tensor) -> NamedHandle:
+        return self._issue(
+            "reduce_scatter",
+            unit,
+            full,
+            lambda: self._collectives.reduce_scatter(output, full, self.group, async_op=True),
+        )
+
+    def all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
+        return self._issue(
+            "all_reduce",
+            unit,
+            tensor,
+            lambda: self._collectives.all_reduce(tensor, self.group, op, async_op=True),
+        )
+
+    def broadcast(self, unit: str, tensor: Tensor, source: int) -> None:
+        """From rank `source` to all, complete on return. tensor: one-dimensional and contiguous."""
+        tensor = _transportable(tensor)
+        self._issue(
+            "broadcast",
+            unit,
+            tensor,
+            lambda: self._collectives.broadcast(tensor, source, self.group, async_op=True),
+        ).wait()
+
+    def agree(self, flag: bool = False) -> bool:
+        """Check that all ranks issued the same collectives so far, and whether any rank raises `flag`.
+
+        Blocks the host until every rank is here; the device is not involved. Raises RankMismatchError, and
+        on every rank the OffloadError that one has postponed.
+        """
+        if self.group.size == 1:
+            return flag
+        mine = list(self._hashes.values())
+        ballot = torch.tensor(
+            [*mine, *(-h for h in mine), int(flag), int(bool(self._fault))], dtype=torch.int64
+        )
+        self._exchange("agreement", ballot)
+        highest, lowest = ballot[: len(mine)], ballot[len(mine) : -2]
+        if not torch.equal(highest, -lowest):
+            self._explain_mismatch()
+        if ballot[-1]:
+            self._raise_fault()
+        return bool(ballot[-2])
+
+    @contextmanager
+    def postponing(self) -> Iterator[None]:
+        """Keep an OffloadError of the block for the next `agree`: no rank waits for this one meanwhile.
+
+        What the block was to make is not there then, and what follows is made of anything.
+        """
+        try:
+            yield
+        except OffloadError as error:
+            if self.group.size == 1:
+                raise
+            self._fault = self._fault or str(error)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do in collectives: an OffloadError that one of them postpones in the block is
+        raised at its end, on every rank."""
+        before, self.in_pass = self.in_pass, True
+        try:
+            yield
+        finally:
+            self.in_pass = before
+        self.agree()
+
+    def _raise_fault(self) -> NoReturn:
+        causes = self.share_all(self._fault)
+        self._fault = ""
+        raise OffloadError(next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause))
+
+    def fence(self, what: str) -> None:
+        """Return once every rank has come here, done with all reading and writing before it."""
+        self._exchange(what, torch.zeros(1, dtype=torch.int64))
+
+    def any_of(self, flags: Tensor) -> Tensor:
+        """Elementwise "or" of host uint8 flags over the ranks, in place."""
+        if self.group.size > 1:
+            self._exchange("usage", flags)
+        return flags
+
+    def check_equal(self, what: str, digest: int) -> None:
+        """Raise RankMismatchError unless every rank passes the same `digest`."""
+        if self.group.size == 1:
+            return
+        ballot = torch.tensor([digest, -digest], dtype=torch.int64)
+        self._exchange(what, ballot)
+        if ballot[0] != -ballot[1]:
+            raise RankMismatchError(f"the ranks disagree about {what}: all ranks must build the same one")
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's JSON value, on every rank. Blocks the host."""
+        return self.share_all(value if self.group.rank == 0 else None)[0]
+
+    def share_all(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank. Blocks the host."""
+        if self.group.size == 1:
+            return [json.loads(json.dumps(value))]  # what other world sizes would see
+        self._shared += 1
+        prefix = f"{self._key}/share{self._shared}"
+        keys = [f"{prefix}/{rank}" for rank in range(self.group.size)]
+        store = self.group.store
+        try:
+            store.set(keys[self.group.rank], json.dumps(value))
+            store.wait(keys, timedelta(seconds=self.group.timeout))
+            values = [json.loads(store.get(key)) for key in keys]
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"rank {self.group.rank} waited {self.group.timeout:.0f} s for the other ranks' state"
+            ) from error
+        return values
+
+    def _exchange(self, what: str, tensor: Tensor) -> None:
+        """A host all-reduce (max) that is no part of the hashed sequence."""
+        self._count += 1
+        text, began = f"{what} exchange", time.monotonic()
+        self._log.append((self._count, text))
+        try:
+            self._collectives.all_reduce(tensor, self._control, "max")
+        except CollectiveError as error:
+            self._explain(error, self._count, text, began)
+
+    def _issue(self, op: str, unit: str, whole: Tensor, call: Callable[[], Handle]) -> NamedHandle:
+        if self.failed:
+            raise CommunicationError(f"no collective is possible after an earlier failure: {self.failed}")
+        text = f"{op} of unit {unit!r} ({whole.numel()} x {str(whole.dtype).removeprefix('torch.')})"
+        self._count += 1
+        kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
+        self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
+        self._log.append((self._count, text))
+        self.traffic.calls[op] += 1
+        self.traffic.bytes[op] += whole.numel() * whole.element_size()
+        explain = partial(self._explain, number=self._count, text=text, began=time.monotonic())
+        try:
+            return NamedHandle(call(), explain)
+        except CollectiveError as error:
+            explain(error)
+
+    def _explain(self, error: CollectiveError, number: int, text: str, began: float) -> NoReturn:
+        cause = " ".join(str(error).split())
+        self.failed = self.failed or cause
+        failure = Failure(number, text, time.monotonic() - began, cause)
+        reports = self._reports.exchange(dict(self._log), failure)
+        difference = self._reports.difference(dict(self._log), reports)
+        if difference:
+            raise RankMismatchError(f"{difference}. {_ADVICE}") from error
+        raise CommunicationError(self._reports.describe(failure, reports)) from error
+
+    def _explain_mismatch(self) -> NoReturn:
+        self.failed = "the ranks issued different collectives"
+        log = dict(self._log)
+        difference = self._reports.difference(log, self._reports.exchange(log))
+        raise RankMismatchError(f"{difference or self.failed}. {_ADVICE}")
+
+
+def _transportable(tensor: Tensor) -> Tensor:
+    """Bytes instead of dtypes that communication libraries may not know: only copied, never summed."""
+    return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)
+
+
+_ADVICE = (
+    "Every rank must run the same modules in the same order; a branch that depends on the rank's data is "
+    "the usual cause"
+)

@@ -1,0 +1,1 @@
+"""Models born sharded: `zero.init()`."""

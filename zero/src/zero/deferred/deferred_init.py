@@ -1,0 +1,291 @@
+"""Models born sharded: the constructor runs, but its parameters get values only when they are sharded.
+
+Inside `zero.init()` every floating-point tensor that the constructor makes is *hollow*: it has a device, a
+shape and strides, and a storage of no bytes. Operations on hollow tensors are recorded. Random ones also
+draw from the generator as they would have, into scratch memory, and the record keeps the generator's
+state; so replaying the operations of one parameter, in any order and at any time, gives exactly the value
+that it would have had, and the generator ends where it would have ended. Recording and replaying follow
+the idea of deferred initialisation in torchdistX (2022).
+
+`zero.initialize` replays unit by unit: no rank ever holds more than its shards and one unit.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accelz.flat_buffer import HOST
+from zero.config import Config
+from zero.deferred.recording import (
+    Hollow,
+    Operation,
+    Recording,
+    allocate,
+    generator_state,
+    map_tensors,
+    references_in,
+    replay,
+    tensors_in,
+)
+from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, UNBORN, guard
+
+_MOVES = (torch.ops.aten.resize_, torch.ops.aten.set_)  # these change what storage stands behind a tensor
+SMALL = 4096  # elements below which a new tensor is simply made: masks, tables, scalars
+
+
+_RECORDING_ATTRIBUTE = "_zero_recording"  # (recording, class) in a deferred parameter's __dict__
+_PROMISE_ATTRIBUTE = "_zero_promise"  # in the __dict__ of one whose values come from elsewhere
+
+
+@contextmanager
+def init(config: Config | None = None) -> Iterator[None]:
+    """Build a model whose parameters have no values until `zero.initialize` shards it.
+
+        with zero.init(config): model = BigModel()
+
+    Values equal those of the plain constructor after the same seed, bit for bit. config: taken for
+    symmetry with `zero.initialize`, and checked for its type. Buffers and other tensors are real when
+    the block ends.
+    """
+    if config is not None and not isinstance(config, Config):
+        raise TypeError(f"zero.init takes a zero.Config, got {type(config).__name__}")
+    mode = _Recorder()
+    try:
+        with mode:
+            yield
+    finally:
+        mode.finish()
+
+
+@contextmanager
+def outlined() -> Iterator[None]:
+    """As `init`, for a model that will never have values: nothing is drawn, which would take time and, for
+    once, the memory of each parameter."""
+    mode = _Recorder(draws=False)
+    try:
+        with mode:
+            yield
+    finally:
+        mode.finish()
+
+
+def is_deferred(parameter: nn.Parameter) -> bool:
+    """Whether a parameter was made under `init()` and has no values yet."""
+    return _RECORDING_ATTRIBUTE in parameter.__dict__
+
+
+def promise(parameter: nn.Parameter, source: object) -> None:
+    """Say that a deferred parameter's values will come from `source`: materialize() then leaves them open."""
+    parameter.__dict__[_PROMISE_ATTRIBUTE] = source
+
+
+def promised(parameter: nn.Parameter) -> Any:
+    """What promise() was given; None without a promise."""
+    return parameter.__dict__.get(_PROMISE_ATTRIBUTE)
+
+
+def forget_promise(parameter: nn.Parameter) -> None:
+    """After the values have come."""
+    parameter.__dict__.pop(_PROMISE_ATTRIBUTE, None)
+
+
+def materialize(parameters: Iterable[nn.Parameter]) -> None:
+    """Give deferred parameters their memory, and their values unless these are promised; others are left
+    alone."""
+    for parameter in parameters:
+        recording, cls = parameter.__dict__.pop(_RECORDING_ATTRIBUTE, (None, None))
+        if recording is not None:
+            parameter.__class__ = cls
+            number = recording.number(parameter)
+            assert number is not None
+            (replay if promised(parameter) is None else allocate)(recording, [number])
+
+
+class _Recorder(TorchDispatchMode):
+    """Turns new tensors hollow and records what is done to them."""
+
+    def __init__(self, draws: bool = True) -> None:
+        super().__init__()
+        self._recording = Recording()
+        self._draws = draws
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        hollow = [t for t in tensors_in((args, kwargs)) if self._recording.number(t) is not None]
+        if not hollow and not _makes_new(func, args, kwargs):
+            return func(*args, **kwargs)
+        if hollow and (_is_view(func) or _restrides(func)):
+            return self._view(func, args, kwargs, hollow)
+        try:
+            shape = _on_meta(func, args, kwargs)
+        except (RuntimeError, NotImplementedError):
+            return self._really(func, args, kwargs, hollow)
+        if not self._recordable(func, shape, args, kwargs, bool(hollow)):
+            return self._really(func, args, kwargs, hollow)
+        return self._record(func, args, kwargs, shape)
+
+    def _view(self, func: Any, args: Any, kwargs: Any, hollow: Sequence[Tensor]) -> Any:
+        """Metadata only, so nothing is recorded; the bytes are there for the bounds check and untouched."""
+        storages = [t.untyped_storage() for t in hollow]
+        for storage in storages:
+            storage.resize_(self._recording.nbytes[self._recording.numbers[storage._cdata]])
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for storage in storages:
+                storage.resize_(0)
+
+    def finish(self) -> None:
+        """Parameters stay hollow and are guarded; every other hollow tensor becomes real.
+
+        The interpreter's own list of objects says which exist: parameters are also made by deepcopy, and
+        tensors are kept in places that no module knows.
+        """
+        alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+        hollow = [(t, number) for t in alive if (number := self._number(t)) is not None]
+        kept = [p for p, _ in hollow if isinstance(p, nn.Parameter)]
+        deferred = {number for p, number in hollow if isinstance(p, nn.Parameter)}
+        replay(self._recording, sorted({number for _, number in hollow} - deferred))
+        for parameter in kept:
+            name = f"<of shape {tuple(parameter.shape)}>"
+            parameter.__dict__.update({REASON_ATTRIBUTE: UNBORN, NAME_ATTRIBUTE: name})
+            parameter.__dict__[_RECORDING_ATTRIBUTE] = (self._recording, type(parameter))
+        guard(kept)
+
+    def _number(self, tensor: Tensor) -> int | None:
+        """The recording's number of a tensor's storage; None for tensors of other kinds, too."""
+        if tensor.layout is not torch.strided or is_lazy(tensor):
+            return None
+        with torch._C.DisableTorchFunctionSubclass(), suppress(RuntimeError, NotImplementedError):
+            return self._recording.number(tensor)
+        return None
+
+    def _recordable(self, func: Any, shape: Any, args: Any, kwargs: Any, touches_hollow: bool) -> bool:
+        """One plain floating-point tensor out, written to hollow memory or to a new and large one."""
+        if func.overloadpacket in _MOVES or not isinstance(shape, Tensor) or not shape.is_floating_point():
+            return False
+        target = _mutated(func, args, kwargs)
+        if target is not None:
+            return self._recording.number(target) is not None
+        return touches_hollow or shape.numel() >= SMALL
+
+    def _record(self, func: Any, args: Any, kwargs: Any, shape: Tensor) -> Tensor:
+        target = _mutated(func, args, kwargs)
+        output = None
+        result: Tensor | None = target
+        if result is None:
+            result = _hollow_like(shape, _device(args, kwargs))
+            self._recording.add_storage(result, shape.untyped_storage().nbytes())
+            output = self._reference(result)
+        operation = Operation(func, self._saved(args), self._saved(kwargs), output, set())
+        operation.touches = {h.storage for h in references_in((operation.args, operation.kwargs, output))}
+        if self._draws and torch.Tag.nondeterministic_seeded in func.tags:
+            self._draw(operation, func, args, kwargs, result)
+        self._recording.record(operation)
+        return result
+
+    def _draw(self, operation: Operation, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
+        """Advance the generator as the real call would, and remember where it stood before."""
+        operation.generator = kwargs.get("generator") or result.device
+        operation.state = generator_state(operation.generator)
+        scratch: dict[int, Tensor] = {}
+
+        def stand_in(tensor: Tensor) -> Tensor:
+            if self._recording.number(tensor) is None:
+                return tensor
+            if id(tensor) not in scratch:
+                scratch[id(tensor)] = torch.zeros_like(_meta(tensor), device=tensor.device)
+            return scratch[id(tensor)]
+
+        func(*map_tensors(stand_in, args), **map_tensors(stand_in, kwargs))
+
+    def _really(self, func: Any, args: Any, kwargs: Any, hollow: Sequence[Tensor]) -> Any:
+        """Run a call that cannot be put off; its hollow inputs get their values now."""
+        numbers = {self._recording.number(t) for t in hollow}
+        replay(self._recording, [n for n in numbers if n is not None])
+        return func(*args, **kwargs)
+
+    def _reference(self, tensor: Tensor) -> Hollow:
+        number = self._recording.number(tensor)
+        assert number is not None
+        return Hollow(
+            number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        )
+
+    def _saved(self, value: Any) -> Any:
+        """Arguments as the record keeps them: hollow tensors by reference, real ones by value."""
+        return map_tensors(
+            lambda t: t.detach().clone() if self._recording.number(t) is None else self._reference(t), value
+        )
+
+
+def _meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """The call's result as a meta tensor: shape, strides and dtype without values."""
+    kwargs = map_tensors(_meta, kwargs)
+    if "device" in kwargs:
+        kwargs["device"] = torch.device("meta")
+    kwargs.pop("generator", None)
+    kwargs.pop("pin_memory", None)
+    return func(*map_tensors(_meta, args), **kwargs)
+
+
+def _hollow_like(shape: Tensor, device: torch.device) -> Tensor:
+    tensor = torch.empty(0, dtype=shape.dtype, device=device)
+    tensor.untyped_storage().resize_(shape.untyped_storage().nbytes())
+    tensor = tensor.as_strided(shape.shape, shape.stride())
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _device(args: Any, kwargs: Any) -> torch.device:
+    explicit = kwargs.get("device")
+    if explicit is not None:
+        return torch.device(explicit)
+    tensors = tensors_in((args, kwargs))
+    return tensors[0].device if tensors else HOST
+
+
+def _makes_new(func: Any, args: Any, kwargs: Any) -> bool:
+    """A factory call: no tensor goes in, and it names a place that is not the meta device."""
+    if tensors_in((args, kwargs)):
+        return False
+    return "device" in kwargs and torch.device(kwargs["device"] or HOST).type != "meta"
+
+
+def _is_view(func: Any) -> bool:
+    return bool(func._schema.returns) and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns
+    )
+
+
+def _restrides(func: Any) -> bool:
+    """Changes a tensor's shape or strides in place, and nothing else."""
+    return torch.Tag.inplace_view in func.tags and func.overloadpacket not in _MOVES
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor that an in-place or out= operation writes to and returns."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(value, Tensor):
+                return value
+    return None

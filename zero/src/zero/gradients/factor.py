@@ -1,0 +1,80 @@
+"""What gradients are multiplied by: averaging, unscaling and clipping, one number on the device.
+
+Its parts are numbers made once and written in place: a step need not find room for them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from zero.communication.communicator import Communicator
+from zero.config import Config
+from zero.gradients.loss_scale import LossScale
+from zero.gradients.reducer import GradientReducer
+from zero.tiers.room import scalars
+
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class GradientFactor:
+    """norm: 0-dim fp32, of the gradients at the last step, before clipping, and overwritten at the next; None
+    where nothing asks."""
+
+    def __init__(
+        self,
+        config: Config,
+        communicator: Communicator,
+        reducer: GradientReducer,
+        loss_scale: LossScale | None,
+        accelerator: Accelerator,
+    ) -> None:
+        self.norm: Tensor | None = None
+        self._size = communicator.group.size
+        self._clip_norm = config.clip_norm
+        self._sliced = config.stage > 0 and self._size > 1
+        self._communicator = communicator
+        self._reducer = reducer
+        self._loss_scale = loss_scale
+        numbers = scalars(accelerator, "for the factor of the gradients", 6)
+        self._one, self._zero, self._mean, self._norm, self._overflow, self._clip = numbers
+        self._one.fill_(1.0)
+        self._mean.fill_(1.0 / self._size)
+
+    def mean(self) -> Tensor | None:
+        """1 / (world size × loss scale), 0-dim fp32, overwritten at the next call; None for 1."""
+        if self._loss_scale is not None:
+            return torch.mul(self._loss_scale.scale, self._size, out=self._mean).reciprocal_()
+        return None if self._size == 1 else self._mean
+
+    def expected(self) -> tuple[Tensor | None, Tensor | None]:
+        """What `complete` returns where nothing is clipped and nothing overflows."""
+        factor = self.mean()
+        if factor is None and self._clip_norm is not None:
+            factor = self._one
+        return factor, None if self._loss_scale is None else self._zero
+
+    def complete(self) -> tuple[Tensor | None, Tensor | None]:
+        """Collective. The whole factor (None: 1) and whether to skip the step; nothing waits.
+
+        Both are overwritten at the next call. Raises OutOfMemoryError, having changed nothing.
+        """
+        factor = self.mean()
+        if self._loss_scale is None and self._clip_norm is None:
+            return factor, None
+        self.norm = norm = self._measure(factor)
+        if self._clip_norm is not None:
+            clip = torch.add(norm, _EPSILON, out=self._clip).reciprocal_()
+            clip.mul_(self._clip_norm).clamp_(max=1.0)
+            factor = clip if factor is None else clip.mul_(factor)
+        return factor, self._overflow if self._loss_scale is not None else None
+
+    def _measure(self, factor: Tensor | None) -> Tensor:
+        """The norm of all gradients times `factor`; notes whether one of them is not finite."""
+        result = self._reducer.norm_and_nonfinite()
+        if self._sliced:
+            self._communicator.all_reduce("gradient norm", result).wait()
+        torch.gt(result[1], 0, out=self._overflow)
+        norm = torch.sqrt(result[0], out=self._norm)
+        return norm if factor is None else norm.mul_(factor)

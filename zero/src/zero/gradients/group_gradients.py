@@ -1,0 +1,202 @@
+"""One group's gradients while backward runs: a whole flat buffer, and which parameters have theirs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from accelz.flat_buffer import FlatBuffer, Slot
+from zero.config import DTYPES, Config
+from zero.gradients.reduced_slice import ReducedSlice
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.tiers.room import allocate
+from zero.tiers.stores import Stores
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """steps: micro-batches per optimizer step. local: communicate only at the last of them.
+    reduce_dtype: dtype gradients travel in; None keeps the one they are computed in."""
+
+    steps: int
+    local: bool
+    reduce_dtype: torch.dtype | None
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> GradientPolicy:
+        """As the settings say."""
+        return cls(
+            steps=config.gradient_accumulation_steps,
+            local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
+            reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
+        )
+
+    def slice_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the reduced slice of gradients in `dtype` has."""
+        return torch.promote_types(dtype, torch.float32) if self.steps > 1 else self.reduce_dtype or dtype
+
+    @property
+    def widen(self) -> bool:
+        """Whether slices of several micro-batches are added up: in fp32."""
+        return self.steps > 1 and not self.local
+
+
+class GroupGradients:
+    """The gradients of one trainable group. slice: what is left of them when they are reduced.
+
+    fired: parameters whose gradient came in this backward. closed: no more will come in this backward.
+    filled: parameters that have a value in `whole`. have: parameters with a gradient on this rank since
+    the last agreement; used: on any rank since the last step.
+    """
+
+    def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
+        self.group = group
+        self.unit = unit
+        self.slice = ReducedSlice(group, stores, policy.widen, policy.slice_dtype(group.dtype))
+        self.fired: set[int] = set()
+        self.closed = False
+        self.filled: set[int] = set()
+        self.have: set[int] = set()
+        self.used: set[int] = set()
+        self.reduced = False
+        self.whole: FlatBuffer | None = None
+        self._stores = stores
+        self._accelerator = stores.accelerator
+        self._policy = policy
+        self._buffers: dict[torch.dtype, FlatBuffer] = {}  # released, kept for their views
+        self._lent: list[FlatBuffer] = []
+        self._gradient_dtype = group.dtype
+        self._count = len(group.parameters)
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that will come in this backward has come."""
+        return self.closed or self.full
+
+    @property
+    def full(self) -> bool:
+        """Whether every parameter's gradient has come in this backward."""
+        return len(self.fired) == self._count
+
+    @property
+    def partial(self) -> bool:
+        """Whether some parameter got no gradient on this rank."""
+        return len(self.have) < self._count
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Take the gradient of parameter `index` into the whole buffer."""
+        self.fired.add(index)
+        self.have.add(index)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        self._gradient_dtype = gradient.dtype
+        whole = self._open()
+        if index in self.filled:
+            slot = whole.slots[index]
+            place = whole.data[slot.offset : slot.offset + slot.numel]
+            self._accelerator.kernels.accumulate(place, _flat(gradient, slot))
+        else:
+            whole.views[index].copy_(gradient)
+            self.filled.add(index)
+
+    def _open(self) -> FlatBuffer:
+        """The whole buffer, made if there is none; its dtype is decided by the first gradient."""
+        if self.whole is None:
+            dtype = self._whole_dtype()
+            self.whole = self.allocate(self.group.layout.numel * dtype.itemsize, lambda: self._buffer(dtype))
+        return self.whole
+
+    def allocate(self, nbytes: int, allocation: Callable[[], T]) -> T:
+        """What `allocation` returns; running out of memory names the unit."""
+        return allocate(self._stores, "for gradients of", self.group.unit, nbytes, allocation)
+
+    def empty_slice(self, dtype: torch.dtype) -> Tensor:
+        """Room on the device for the reduced slice."""
+        numel, device = self.group.layout.shard_numel, self._accelerator.device
+        return self.allocate(numel * dtype.itemsize, lambda: torch.empty(numel, dtype=dtype, device=device))
+
+    def seal(self) -> Tensor:
+        """The whole buffer ready to be reduced: zero wherever no gradient came."""
+        whole = self._open()
+        for index in range(self._count):
+            if index not in self.filled:
+                whole.views[index].zero_()
+        for gap in self.group.layout.gaps:
+            whole.data[gap].zero_()
+        return whole.data
+
+    def settle(self, whole: FlatBuffer, slice_: Tensor) -> None:
+        """Add a reduced slice. `whole` is released unless the slice lives in it."""
+        self.slice.add(slice_)
+        if self.slice.is_in(whole.data):
+            self._lent.append(whole)  # until clear()
+        else:
+            self._take_back(whole)
+
+    def detach_whole(self) -> FlatBuffer:
+        """Hand the sealed buffer over to a reduction; further gradients start a new one."""
+        assert self.whole is not None
+        whole, self.whole = self.whole, None
+        self.filled.clear()
+        self.reduced = True
+        return whole
+
+    def device_bytes(self) -> int:
+        """Bytes of the device in use; a slice that lives in a whole buffer counts as that."""
+        held = sum(whole.nbytes for whole in (self.whole, *self._lent) if whole is not None)
+        return held + (0 if self._lent else self.slice.device_bytes())
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes that the reduced slice takes."""
+        item = torch.float32.itemsize if self._policy.widen else self._whole_dtype().itemsize
+        return self.group.layout.shard_numel * item
+
+    def begin_backward(self) -> None:
+        self.fired.clear()
+        self.closed = False
+        self.reduced = False
+
+    def clear(self) -> None:
+        """Forget everything of this optimizer step."""
+        self.slice.clear()
+        for whole in (*self._lent, *([self.whole] if self.whole is not None else [])):
+            self._take_back(whole)
+        self._lent.clear()
+        self.whole = None
+        self.begin_backward()
+        self.filled.clear()
+        self.have.clear()
+        self.used.clear()
+
+    def _take_back(self, whole: FlatBuffer) -> None:
+        whole.release()
+        self._buffers.setdefault(whole.data.dtype, whole)
+
+    def _whole_dtype(self) -> torch.dtype:
+        if self._policy.local and self._policy.steps > 1:
+            # Sums of 16-bit gradients are kept in fp32.
+            return torch.promote_types(self._gradient_dtype, torch.float32)
+        return self._policy.reduce_dtype or self._gradient_dtype
+
+    def _buffer(self, dtype: torch.dtype) -> FlatBuffer:
+        known = self._buffers.pop(dtype, None)
+        if known is not None:
+            known.materialize()
+            return known
+        layout = self.group.layout
+        data = torch.empty(layout.numel, dtype=dtype, device=self._accelerator.device)
+        return FlatBuffer(data, (), layout.slots)
+
+
+def _flat(gradient: Tensor, slot: Slot) -> Tensor:
+    """(n,), in the memory order of the slot: kernels take flat tensors. A copy only where strides differ."""
+    if gradient.stride() != slot.stride:
+        gradient = gradient.new_empty_strided(slot.shape, slot.stride).copy_(gradient)
+    return gradient.as_strided((slot.numel,), (1,))

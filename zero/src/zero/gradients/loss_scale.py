@@ -1,0 +1,59 @@
+"""Loss scaling, for fp16, without waiting for the device.
+
+The scale follows the rule of Micikevicius et al. (Mixed Precision Training, 2018): halve it when a
+gradient overflows and skip that step; double it after a run of steps without overflow.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accelz.accelerator import Accelerator
+from zero.config import Config
+from zero.tiers.room import scalars
+
+INITIAL_SCALE = 2.0**16
+
+
+class LossScale:
+    """scale: 0-dim fp32 on the device, multiplied onto the loss. window: good steps before it doubles.
+
+    good_steps: 0-dim, since the scale changed last. `fixed` keeps the given scale for ever.
+    """
+
+    def __init__(self, accelerator: Accelerator, initial: float, window: int, fixed: bool) -> None:
+        self.scale, self.good_steps, self._factor = scalars(accelerator, "for the loss scale", 3)
+        self.scale.fill_(initial)
+        self._window = window
+        self._fixed = fixed
+
+    @classmethod
+    def of(cls, config: Config, accelerator: Accelerator) -> LossScale | None:
+        """As the settings say; None without."""
+        scale = config.scaling
+        if scale is None:
+            return None
+        dynamic = isinstance(scale, str)
+        initial = INITIAL_SCALE if dynamic else float(scale)
+        return cls(accelerator, initial, config.loss_scale_window, fixed=not dynamic)
+
+    def restore(self, scale: float, good_steps: float) -> None:
+        """Go on with what a checkpoint has; a scale that is fixed stays."""
+        if not self._fixed:
+            self.scale.fill_(scale)
+            self.good_steps.fill_(good_steps)
+
+    def update(self, overflow: Tensor) -> None:
+        """Adapt to the step just made. overflow: 0-dim, 1.0 where the step was skipped.
+
+        In place, so that it cannot run out of memory: weights have changed already.
+        """
+        if self._fixed:
+            return
+        torch.sub(1, overflow, out=self._factor)
+        self.good_steps.add_(1).mul_(self._factor)
+        self.scale.mul_(self._factor.add_(1).mul_(0.5))
+        torch.lt(self.good_steps, self._window, out=self._factor)
+        self.good_steps.mul_(self._factor)
+        self.scale.mul_(torch.sub(2, self._factor, out=self._factor))

@@ -1,0 +1,109 @@
+"""This rank's slice of a group's reduced gradient, in its tier: the *sum* over ranks and micro-batches.
+
+On the device it is what the reduction left, at best part of the buffer that was reduced. Elsewhere it leaves
+the device at once, and that memory is free when it has landed.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from accelz.flat_buffer import HOST
+from zero.sharding.flat_group import FlatGroup
+from zero.tiers.carrier import Landing
+from zero.tiers.stores import Stores
+from zero.tiers.values import Values, fetch
+
+
+class ReducedSlice:
+    """(shard_numel,), 16-bit or fp32. Another thread may ask for it at any time.
+
+    widen: sums are kept in fp32. dtype: that it has at the widest; on disk its place is taken at once.
+    """
+
+    def __init__(self, group: FlatGroup, stores: Stores, widen: bool, dtype: torch.dtype) -> None:
+        self._group = group
+        self._stores = stores
+        self._widen = widen
+        self._values: Values | None = None
+        on_disk = group.placement.gradients == "disk"
+        self._place = stores.on_disk(group.layout.shard_numel, dtype) if on_disk else None
+        self._landing: Landing | None = None  # on its way to be added
+        self._lock = threading.Lock()  # while it is changed
+
+    @property
+    def present(self) -> bool:
+        """Whether there is a gradient."""
+        return self._landing is not None or self._values is not None  # a landing ends with the values set
+
+    @property
+    def away(self) -> bool:
+        """Whether there is a gradient that takes no memory of the device."""
+        if (landing := self._landing) is not None:
+            return landing.event.done()
+        return self._values is not None and not self._is_near
+
+    def find(self) -> Values | None:
+        """The gradient, if there is one; waits until it is there."""
+        with self._lock:
+            if self._landing is not None:
+                self._fold(self._landing.wait())
+                self._landing = None
+            return self._values
+
+    def get(self) -> Values:
+        """The gradient of a group that has one."""
+        values = self.find()
+        assert values is not None
+        return values
+
+    def add(self, slice_: Tensor) -> None:
+        """Add what a micro-batch left on the device; the caller drops it."""
+        if self._group.placement.gradients == "device":
+            self._fold(slice_)
+            return
+        self.find()  # the one before it has had a micro-batch to land in
+        if slice_.device == HOST:
+            self._fold(slice_)
+        else:
+            self._landing = self._stores.carrier.to_host(slice_)
+            if self._group.placement.gradients == "disk":
+                self.find()  # host memory is short too
+
+    def is_in(self, buffer: Tensor) -> bool:
+        """Whether the slice is the whole of `buffer`."""
+        return self._values is buffer
+
+    def device_bytes(self) -> int:
+        """Bytes of the device in use, those of a gradient on its way to the host among them."""
+        if (landing := self._landing) is not None:
+            return 0 if landing.event.done() else landing.values.nbytes
+        values = self._values
+        return values.numel() * values.element_size() if values is not None and self._is_near else 0
+
+    def clear(self) -> None:
+        """There is no gradient any more."""
+        with self._lock:
+            if self._landing is not None:
+                self._landing.wait()
+                self._landing = None
+            self._values = None
+
+    @property
+    def _is_near(self) -> bool:
+        values = self._values
+        return isinstance(values, Tensor) and values.device == self._stores.accelerator.device
+
+    def _fold(self, slice_: Tensor) -> None:
+        if self._values is not None:
+            sum_ = fetch(self._values, slice_.device)
+            self._stores.kernels(slice_.device).accumulate(sum_, slice_)
+            slice_ = sum_
+        elif self._widen and slice_.dtype.itemsize < 4:
+            slice_ = slice_.float()
+        if self._place is not None:
+            self._place.write(slice_)
+        self._values = slice_ if self._place is None else self._place

@@ -1,0 +1,273 @@
+"""Gradients on their way from autograd to this rank's shard.
+
+Each trainable group has a whole flat gradient buffer while its backward runs. A parameter's gradient is
+written into it once, as soon as autograd has accumulated it. When a group is complete its buffer is
+reduce-scattered (replicated groups: all-reduced) and its bytes are dropped; what stays is this rank's
+slice, the *sum* over ranks. Averaging, unscaling and clipping are one factor that the optimizer applies.
+
+Buffers are reduced in one fixed order, so that ranks whose graphs differ (a module used on one rank only)
+still issue the same collectives. What is incomplete at the end of the backward is agreed on over host
+memory: a parameter that no rank used has no gradient and is not stepped, as with `grad = None`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from accelz.flat_buffer import HOST, FlatBuffer
+from zero.communication.communicator import Communicator, NamedHandle
+from zero.gradients.group_gradients import GradientPolicy, GroupGradients
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.units import PERSISTENT, ROOT
+from zero.tiers.room import allocate
+from zero.tiers.stores import Stores
+from zero.tiers.values import Values, fetch
+
+IN_FLIGHT = 2  # units whose gradients may be under reduction at once; with the last, the first is waited for
+
+
+class Follower(Protocol):
+    """Is told what becomes of gradients."""
+
+    def arrived(self, gradients: GroupGradients) -> None:
+        """A slice of the last micro-batch is reduced: in its tier, or on its way there. Again where a late
+        gradient is added."""
+
+    def dropped(self) -> None:
+        """No gradient of before counts any more."""
+
+
+@dataclass
+class _Reduction:
+    gradients: GroupGradients
+    whole: FlatBuffer
+    result: Tensor
+    handle: NamedHandle | None
+
+
+class GradientReducer:
+    """All trainable groups' gradients, reduced in a fixed order while backward runs.
+
+    on_complete(unit): called when every trainable parameter of a unit has its gradient. follower: None where
+    nobody follows.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[ShardedUnit],
+        stores: Stores,
+        communicator: Communicator,
+        policy: GradientPolicy,
+        on_complete: Callable[[ShardedUnit], None],
+    ) -> None:
+        self._stores = stores
+        self._communicator = communicator
+        self._policy = policy
+        self._on_complete = on_complete
+        self.all: tuple[GroupGradients, ...] = tuple(
+            GroupGradients(group, unit, stores, policy)
+            for unit in units
+            for group in unit.groups
+            if group.trainable
+        )
+        self._by_unit: dict[ShardedUnit, list[GroupGradients]] = {}
+        for gradients in self.all:
+            self._by_unit.setdefault(gradients.unit, []).append(gradients)
+        # Backward runs through the units from the last to the first; the root unit ends it.
+        ends = [g for g in self.all if g.unit.name in (ROOT, PERSISTENT)]
+        self._order = [*(g for g in reversed(self.all) if g not in ends), *ends]
+        self._order_known = False
+        self._observed: list[GroupGradients] = []
+        self._next = 0
+        self._communicate = True
+        self._last = True
+        self.follower: Follower | None = None
+        self._reductions: list[_Reduction] = []
+
+    @property
+    def local(self) -> bool:
+        """Whether gradients are communicated at the last micro-batch only."""
+        return self._policy.local
+
+    def begin_backward(self, last: bool) -> None:
+        """A backward starts; last: of the micro-batches before the optimizer step."""
+        self._last = last
+        self._communicate = last or not self._policy.local
+        self._next = 0
+        self._observed.clear()
+        for gradients in self.all:
+            gradients.begin_backward()
+
+    def receive(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
+        """Autograd has accumulated one parameter's gradient; one that has come before comes again where
+        reentrant checkpointing runs a backward in the backward, whose end no gradient tells."""
+        again = index in gradients.fired
+        gradients.add(index, gradient)
+        if not gradients.full:
+            return
+        self._observed.append(gradients)
+        if self._communicate:
+            self._advance()
+        if not again and all(g.full for g in self._by_unit[gradients.unit]):
+            self._on_complete(gradients.unit)
+
+    def close(self, unit: ShardedUnit) -> None:
+        """The unit's backward is over: parameters without a gradient will not get one any more.
+
+        Without this a parameter that only some ranks use would hold back the reductions of one rank
+        while the others wait for them.
+        """
+        for gradients in self._by_unit.get(unit, ()):
+            if not gradients.complete:
+                gradients.closed = True
+                self._observed.append(gradients)
+        if self._communicate:
+            self._advance()
+
+    def finish_backward(self) -> None:
+        """Reduce what is left, and agree with the other ranks on which parameters were used.
+
+        Every group is reduced, used or not: a rank cannot know what the others used before it has
+        issued the reductions that they may be waiting in.
+        """
+        if not self._communicate:
+            return
+        alone = self._communicator.group.size == 1
+        for gradients in self._order:
+            if gradients.filled or not (gradients.reduced or alone):
+                self._reduce(gradients)
+        while self._reductions:
+            self._settle_oldest()
+        self._learn_order()
+        self._agree_on_usage()
+
+    def norm_and_nonfinite(self) -> Tensor:
+        """Of this rank's slices: (2,) fp32 on the device, sum of squares and whether one is not finite.
+
+        Raises OutOfMemoryError, having changed nothing.
+        """
+        chunk = self._stores.accelerator.kernels.chunk
+        largest = max((gradients.group.layout.shard_numel for gradients in self.all), default=0)
+        wanted = 4 * min(largest, chunk)  # what the references take to widen 16 bits
+        return allocate(self._stores, "for the norm of the gradients", None, wanted, self._norm)
+
+    def _norm(self) -> Tensor:
+        """On a device one call for what is there; on the host each slice by itself, from whatever tier: where
+        they lie does not change the norm."""
+        device = self._stores.accelerator.device
+        near: list[Tensor] = []
+        far: list[Values] = []
+        for gradients in self.all:
+            if gradients.slice.present:
+                values = gradients.slice.get()
+                if device.type != HOST.type and isinstance(values, Tensor) and values.device == device:
+                    near.append(values)
+                else:
+                    far.append(values)
+        if not near:
+            return self._norm_on_host(far).to(device)
+        result = self._stores.kernels(device).norm_and_nonfinite(near)
+        return result + self._norm_on_host(far).to(device) if far else result
+
+    def _norm_on_host(self, slices: Sequence[Values]) -> Tensor:
+        """One after another: what is on disk is not in memory all at once."""
+        kernels = self._stores.kernels(HOST)
+        total = torch.zeros(2, dtype=torch.float64)
+        for values in slices:
+            with self._communicator.postponing():
+                total += kernels.norm_and_nonfinite([fetch(values, HOST)])
+        result = total.float()
+        result[1] += ~torch.isfinite(result[0])  # squares that overflow count as infinite
+        return result
+
+    def land(self) -> None:
+        """Wait for gradients that are on their way to the host."""
+        for gradients in self.all:
+            gradients.slice.find()
+
+    def device_bytes(self) -> int:
+        """Bytes of the device in use for whole buffers and slices."""
+        flying = sum(
+            r.whole.nbytes + (0 if r.result is r.whole.data else r.result.nbytes) for r in self._reductions
+        )
+        return flying + sum(gradients.device_bytes() for gradients in self.all)
+
+    def clear(self) -> None:
+        """Drop all gradients: after the optimizer step, or after an exception."""
+        if self.follower is not None:
+            self.follower.dropped()
+        for reduction in self._reductions:
+            if reduction.handle is not None and not self._communicator.failed:
+                reduction.handle.wait()
+        self._reductions.clear()
+        for gradients in self.all:
+            gradients.clear()
+
+    def _advance(self) -> None:
+        while self._next < len(self._order) and self._order[self._next].complete:
+            self._reduce(self._order[self._next])
+            self._next += 1
+
+    def _reduce(self, gradients: GroupGradients) -> None:
+        data = gradients.seal()
+        whole = gradients.detach_whole()
+        group, unit = gradients.group, gradients.unit.name
+        result, handle = data, None
+        if group.shards > 1:
+            result = gradients.empty_slice(data.dtype)
+            handle = self._communicator.reduce_scatter(unit, result, data)
+        elif self._communicator.group.size > 1:
+            handle = self._communicator.all_reduce(unit, data)
+        self._reductions.append(_Reduction(gradients, whole, result, handle))
+        while len({r.gradients.unit for r in self._reductions}) >= IN_FLIGHT:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        done = self._reductions.pop(0)
+        if done.handle is not None:
+            done.handle.wait()
+        with self._communicator.postponing():
+            done.gradients.settle(done.whole, done.result)
+        if self._last and self.follower is not None:
+            self.follower.arrived(done.gradients)
+
+    def used(self) -> Iterator[nn.Parameter]:
+        """Parameters that have had a gradient on any rank since the last step."""
+        for gradients in self.all:
+            for index in gradients.used:
+                yield gradients.group.parameters[index]
+
+    def _agree_on_usage(self) -> None:
+        """Note which parameters have a gradient on any rank."""
+        counts = [len(g.group.parameters) for g in self.all]
+        if self._communicator.agree(any(g.partial for g in self.all)):
+            mine = torch.cat([_flags(g.have, n) for g, n in zip(self.all, counts, strict=True)])
+            used = [f.nonzero().flatten().tolist() for f in self._communicator.any_of(mine).split(counts)]
+        else:
+            used = [range(n) for n in counts]
+        for gradients, indices in zip(self.all, used, strict=True):
+            gradients.used.update(indices)
+            gradients.have.clear()
+
+    def _learn_order(self) -> None:
+        """After the first backward, take rank 0's order of completion for all later ones."""
+        if self._order_known:
+            return
+        self._order_known = True
+        place = {g: i for i, g in enumerate(self.all)}
+        seen = list(dict.fromkeys(self._observed))
+        order = torch.tensor([place[g] for g in (*seen, *(g for g in self._order if g not in seen))])
+        if self._communicator.group.size > 1:
+            self._communicator.broadcast("gradient order", order, 0)
+        self._order = [self.all[i] for i in order.tolist()]
+
+
+def _flags(indices: Iterable[int], count: int) -> Tensor:
+    flags = torch.zeros(count, dtype=torch.uint8)
+    flags[list(indices)] = 1
+    return flags

@@ -1,0 +1,219 @@
+"""How much optimizer state the device can hold, by measurement: `offload="auto"`.
+
+The margin rule (Fang et al., PatrickStar, 2021; ColossalAI's gpu_margin_mem_ratio): what a step needs beside
+optimizer state is measured with all of that on the host; records then move to the device as far as the
+highest point of the step leaves room for them and for their gradients. Ranks take the smallest number that
+any of them can hold. When a later step needs more than was measured, records move back: after it, or in the
+middle of it, on the rank alone that has run out of memory, and behind the step the ranks are alike again.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+from accelz.accelerator import Accelerator
+from zero.communication.communicator import Communicator
+from zero.gradients.group_gradients import GroupGradients
+from zero.offload.memory_tracer import MemoryTracer
+from zero.offload.second_try import SecondTry
+from zero.optimizer.group_step import scratch_bytes
+from zero.optimizer.owned import OwnedSubGroup
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.settings.offload import Tier
+from zero.settings.sizes import human
+from zero.tiers.stores import Stores
+from zero.tiers.trace import MemoryReport
+
+WARM_UP = 2  # steps measured: the second one is the first to gather ahead, and steps one record on the device
+SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted exactly
+SAFETY = 0.1  # elsewhere: caches, fragments, and what others take
+
+
+class Balancer:
+    """Moves records between host and device, between steps and when a step runs out of memory.
+
+    predicted_peak: bytes of the device that steps need from now on, by calculation; 0 before the plan.
+    second_try: of operations that have found no room.
+    """
+
+    def __init__(
+        self,
+        stores: Stores,
+        communicator: Communicator,
+        tracer: MemoryTracer,
+        optimizer: ShardedOptimizer,
+        gradients: Sequence[GroupGradients],
+    ) -> None:
+        self.predicted_peak = 0
+        self._accelerator = stores.accelerator
+        self._communicator = communicator
+        self._tracer = tracer
+        self._optimizer = optimizer
+        self._all = tuple(gradients)
+        self._gradients = {have.group: have for have in gradients}
+        self._agreed: list[OwnedSubGroup] = []  # to be on the device, by all ranks
+        self._near: list[OwnedSubGroup] = []  # of these, the first ones, that are
+        self._steps = 0
+        self._seen: MemoryReport | None = None
+        self.second_try = SecondTry(self._accelerator, self._relieve_all, self._movable)
+        self._useful = stores.resolve("host") == "host"
+        if self._useful:
+            tracer.steps = WARM_UP
+            stores.relieve = self.relieve
+
+    def after_step(self) -> None:
+        """Collective. Plan after the warm-up; make room when a step has come too close to the limit."""
+        if not self._useful:
+            return
+        self._steps += 1
+        if self._steps > WARM_UP:
+            self._follow_growth()
+            return
+        self._seen = self._tracer.report
+        assert self._seen is not None
+        largest = sorted(self._optimizer.subs, key=lambda owned: -owned.group.layout.shard_numel)
+        if self._steps < WARM_UP:
+            self._place(self._fitting(self._seen, largest, probes=1))
+        else:
+            near = self._fitting(self._seen, largest, probes=len(largest))
+            self.predicted_peak = self._peak_with(self._seen, near)
+            self._place(near)
+        self._accelerator.memory.reset_peak()
+
+    def relieve(self, nbytes: int) -> int:
+        """Move records to the host until `nbytes` are free, on this rank alone; returns bytes moved."""
+        freed = 0
+        while self._near and freed < nbytes:
+            owned = self._near.pop()
+            freed += self._record_bytes(owned)
+            self._move(owned, "host")
+        if freed:
+            self._accelerator.memory.trim()
+            self._accelerator.memory.reset_peak()  # what follows tells how much may come back
+            warnings.warn(
+                f"the device ran out of memory: {human(freed)} of optimizer state moved to the host, so that "
+                "what failed can be repeated. Steps need more than was measured at first",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return freed
+
+    def _movable(self) -> int:
+        return sum(map(self._record_bytes, self._near))
+
+    def _relieve_all(self) -> int:
+        return self.relieve(self._accelerator.memory.stats().capacity)
+
+    def _fitting(
+        self, report: MemoryReport, candidates: Sequence[OwnedSubGroup], probes: int
+    ) -> list[OwnedSubGroup]:
+        """Up to `probes` sub-groups that the device of every rank has room for."""
+        limit, places = usable(self._accelerator), self._optimizer.subs
+        found: list[OwnedSubGroup] = []
+        for owned in candidates:
+            if len(found) < probes and self._peak_with(report, [*found, owned]) <= limit:
+                found.append(owned)
+        mine = [places.index(owned) for owned in found]
+        agreed = set.intersection(*(set(theirs) for theirs in self._communicator.share_all(mine)))
+        return [owned for owned in found if places.index(owned) in agreed]
+
+    def _place(self, near: list[OwnedSubGroup]) -> None:
+        for owned in self._near:
+            if owned not in near:
+                self._move(owned, "host")
+        for owned in near:
+            if owned not in self._near:
+                self._move(owned, "device")
+        self._agreed, self._near = near, list(near)
+
+    def _peak_with(self, report: MemoryReport, near: Sequence[OwnedSubGroup]) -> int:
+        """The highest point of the measured step, were the records of `near` on the device, and their
+        gradients where they leave none of the group's on the host."""
+        then, now = set(near), set(self._near)
+        come = [owned for owned in near if owned not in now]
+        gone = [owned for owned in self._near if owned not in then]
+        records = sum(map(self._record_bytes, come)) - sum(map(self._record_bytes, gone))
+        scratch = 0 if self._near else max(map(self._scratch_bytes, come), default=0)
+        slices = [
+            (1 << place, have.slice_bytes)
+            for place, have in enumerate(self._all)
+            if self._is_whole(have, then) and not self._is_whole(have, now)
+        ]
+        return records + max(
+            peak + sum(nbytes for bit, nbytes in slices if away & bit)
+            for away, peak in _levels(report, scratch).items()
+        )
+
+    def _is_whole(self, have: GroupGradients, near: set[OwnedSubGroup]) -> bool:
+        """Whether all of a group is in `near`: its gradient stays on the device then."""
+        return all(owned in near for owned in self._optimizer.owned[have.group])
+
+    def _scratch_bytes(self, owned: OwnedSubGroup) -> int:
+        """The most that stepping a record may take, for as long as that has not been measured: a gradient
+        that comes for it from the host, and what the kernel needs."""
+        have = self._gradients[owned.group]
+        parts = len(self._optimizer.owned[owned.group]) > 1
+        gradient = have.slice_bytes * owned.sub.numel // owned.group.layout.shard_numel if parts else 0
+        return gradient + scratch_bytes(owned.sub.numel, self._accelerator.kernels.chunk)
+
+    def _follow_growth(self) -> None:
+        """Place again what was agreed on, as far as every rank has room for it, where a step needed more."""
+        peak = self._peak()
+        relieved = len(self._near) < len(self._agreed)
+        if self._communicator.agree(relieved or (bool(self._near) and peak > usable(self._accelerator))):
+            fitting = min(self._communicator.share_all(self._fitting_above(peak)))
+            self.predicted_peak = self._above(peak, fitting)
+            self._place(self._agreed[:fitting])
+            self._accelerator.memory.reset_peak()
+
+    def _peak(self) -> int:
+        """The highest point since records last moved; of a traced step, the tracer has it."""
+        report, self._seen = self._seen, self._tracer.report
+        traced = self._seen.peak if self._seen is not None and self._seen is not report else 0
+        return max(traced, self._accelerator.memory.stats().peak)
+
+    def _fitting_above(self, peak: int) -> int:
+        """How many of the agreed records this rank has room for. peak: of a step with those near."""
+        limit = usable(self._accelerator)
+        fitting = (n for n in range(len(self._agreed), 0, -1) if self._above(peak, n) <= limit)
+        return next(fitting, 0)
+
+    def _above(self, peak: int, count: int) -> int:
+        """`peak`, were the first `count` of the agreed records on the device."""
+        here = len(self._near)
+        come = self._agreed[here:count]
+        scratch = 0 if self._near else max(map(self._scratch_bytes, come), default=0)
+        groups = dict.fromkeys(owned.group for owned in come)
+        slices = sum(self._gradients[group].slice_bytes for group in groups)
+        come_bytes = sum(map(self._record_bytes, come)) + slices + scratch
+        return peak + come_bytes - sum(map(self._record_bytes, self._near[count:]))
+
+    def _move(self, owned: OwnedSubGroup, tier: Tier) -> None:
+        self._optimizer.move(owned, tier)
+        owned.sub.tier, group = tier, owned.group
+        gradients: Tier = "device" if all(sub.tier == "device" for sub in group.subs) else "host"
+        group.placement = replace(group.placement, gradients=gradients)
+
+    def _record_bytes(self, owned: OwnedSubGroup) -> int:
+        """Bytes of the device that a record takes there; an fp32 master is the shard itself."""
+        group, master = owned.group, owned.sub.kept.master
+        shard_serves = group.dtype is master.dtype and group.placement.params == "device"
+        apart = 0 if shard_serves else master.numel() * master.element_size()
+        return apart + self._optimizer.moments_bytes(owned)
+
+
+def _levels(report: MemoryReport, scratch: int) -> dict[int, int]:
+    """The highest points of a step by which gradients were away. scratch: what the optimizer takes more."""
+    levels: dict[int, int] = {}
+    for sample in report.samples:
+        peak = sample.peak + (scratch if sample.phase == "step" else 0)
+        levels[sample.away] = max(peak, levels.get(sample.away, 0))
+    return levels
+
+
+def usable(accelerator: Accelerator) -> int:
+    """Bytes of the device that may be planned with."""
+    exact = accelerator.capabilities.exact_memory
+    return int(accelerator.memory.stats().capacity * (1 - (SAFETY_EXACT if exact else SAFETY)))

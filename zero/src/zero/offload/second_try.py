@@ -1,0 +1,108 @@
+"""An operation that finds no room on the device is tried once more, when state has made some.
+
+The operation is repeated, not the forward or backward around it: what came before it stands, units stay as
+they are gathered, and no collective is issued twice. So one rank may do it while the others do not notice, in
+the middle of a backward as well. An operation that got no memory has changed nothing but the generator of
+random numbers, which is put back.
+
+Operations pass through Python for it, which costs more than many of them take. So it is done only where a
+forward has larger inputs than it ever had, or a forward or backward begins with more memory in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accelz.accelerator import Accelerator
+from zero.sharding.tensors import iter_tensors
+
+SLACK = 0.005  # of the capacity: growth that the plan's margin has room for
+
+
+class SecondTry:
+    """Around forwards and backwards.
+
+    make_room(): moves state off the device; returns the bytes moved, 0 where there is none.
+    movable(): bytes on the device that may be moved.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, make_room: Callable[[], int], movable: Callable[[], int]
+    ) -> None:
+        self._memory = accelerator.memory
+        self._repeating = _Repeating(accelerator, make_room)
+        self._movable = movable
+        self._most: dict[nn.Module | None, tuple[int, int]] = {}  # bytes of inputs, and in use beside movable
+        self._depth = 0  # forwards and backwards under way, one inside another
+        self._on = False
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Have it around their forwards."""
+        for module in modules:
+            module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+            module.register_forward_hook(lambda *_: self._end(), always_call=True)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Around a backward, on every thread that autograd runs for it."""
+        self._begin(None)
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _begin(self, module: nn.Module | None, *arguments: Any) -> None:
+        self._depth += 1
+        if self._depth == 1 and self._has_grown(module, sum(t.nbytes for t in iter_tensors(arguments))):
+            self._repeating.__enter__()
+            self._on = True
+
+    def _has_grown(self, module: nn.Module | None, inputs: int) -> bool:
+        stats, movable = self._memory.stats(), self._movable()
+        base = stats.allocated - movable
+        known = self._most.get(module, (-1, -1))
+        self._most[module] = max(known[0], inputs), max(known[1], base)
+        return bool(movable) and (inputs > known[0] or base > known[1] + SLACK * stats.capacity)
+
+    def _end(self) -> None:
+        self._depth = max(self._depth - 1, 0)  # a hook that raised in front of _begin has kept it from us
+        if self._depth == 0 and self._on:
+            self._on = False
+            self._repeating.__exit__(None, None, None)
+
+
+class _Repeating(TorchDispatchMode):
+    def __init__(self, accelerator: Accelerator, make_room: Callable[[], int]) -> None:
+        super().__init__()
+        self._rng = accelerator.rng
+        self._make_room = make_room
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Parts that the user compiles stay compiled: their operations are not repeated."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        keywords = kwargs or {}
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        before = self._rng.get_state() if random else None
+        try:
+            return func(*args, **keywords)
+        except torch.OutOfMemoryError:
+            if not self._make_room():
+                raise
+        if before is not None:
+            self._rng.set_state(before)
+        return func(*args, **keywords)

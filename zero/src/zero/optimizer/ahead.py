@@ -1,0 +1,166 @@
+"""Optimizer steps of what is on the host, made while backward goes on, and exact nevertheless.
+
+When a group's reduced gradient lands in host memory, a thread steps the twins of its records: with the factor
+of gradients that are not clipped and do not overflow, and the hyper-parameters of that moment. Nobody sees
+the twin: weights, masters and moments are the old ones until the optimizer step. That puts the twin in the
+record's place where the step it is to make is the one that was made there, of the values that it was made of.
+Else, and where the attempt failed, nothing has happened, and the record is stepped then. Nothing is ever
+stale, as it is with the delayed update of ZeRO-Offload (Ren et al., 2021).
+
+A twin that is not taken was work for nothing. So after a step whose gradients were clipped or overflowed none
+is stepped until a step's gradients are neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero.gradients.group_gradients import GroupGradients
+from zero.optimizer.group_step import Factors, GroupStep
+from zero.optimizer.owned import OwnedSubGroup
+from zero.optimizer.twin import Twin
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.sub_group import SubGroup
+from zero.tiers.carrier import Landing
+from zero.tiers.stores import Stores
+
+Plan = Callable[[OwnedSubGroup, set[int]], GroupStep]
+Turn = tuple[OwnedSubGroup, GroupGradients]
+
+
+@dataclass
+class _Attempt:
+    """versions: of the originals when it began; an in-place change of one is another version."""
+
+    step: GroupStep
+    versions: list[int]
+    done: Future[None]
+
+
+class StepsAhead:
+    """A follower of the gradients. expected(): factor and skip, on the device, of gradients that are neither
+    clipped nor overflow. taken, wasted: steps of sub-groups begun so far that were of use, and not."""
+
+    def __init__(
+        self,
+        stores: Stores,
+        owned: Mapping[FlatGroup, Sequence[OwnedSubGroup]],
+        plan: Plan,
+        expected: Callable[[], tuple[Tensor | None, Tensor | None]],
+    ) -> None:
+        self.taken = 0
+        self.wasted = 0
+        self._stores = stores
+        self._owned = owned
+        self._plan = plan
+        self._expected = expected
+        self._twins = {
+            mine.sub: Twin(stores, mine)
+            for group, subs in owned.items()
+            for mine in subs
+            if mine.sub.kept.tier == "host" and group.placement.gradients == "host"
+        }
+        self._attempts: dict[SubGroup, _Attempt] = {}
+        self._factors: _Expected | None = None  # what this step's attempts go by
+        self._confident = True
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-step")
+        self._streams = stores.accelerator.streams
+        self._stream = self._streams.current()
+
+    def arrived(self, gradients: GroupGradients) -> None:
+        """Begin to step the group's twins, once more if more gradient came."""
+        for owned in self._owned[gradients.group] if self._confident else ():
+            twin = self._twins.get(owned.sub)
+            if twin is not None:
+                self._give_up(owned.sub)
+                step = self._plan(owned, gradients.used | gradients.have)
+                job = self._thread.submit(self._attempt, owned.sub, twin, step, gradients, self._awaited())
+                self._attempts[owned.sub] = _Attempt(step, owned.versions(), job)
+
+    def dropped(self) -> None:
+        """Nothing that was begun is of use any more; what runs may run on, unseen."""
+        for sub in tuple(self._attempts):
+            self._give_up(sub)
+        self._factors = None
+
+    def judge(self, factors: Factors) -> None:
+        """A step begins. factors: its own, on the host."""
+        if not self._twins:
+            return
+        self._confident = self._awaited().equals(factors)
+        if not self._confident:
+            self.dropped()
+
+    def in_turn(self, turns: Sequence[Turn]) -> list[Turn]:
+        """The order to step them in: first what was not begun, then the others as they will be done."""
+        begun = {sub: turn for turn, sub in enumerate(self._attempts)}
+        return sorted(turns, key=lambda turn: begun.get(turn[0].sub, -1))
+
+    def take(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
+        """Whether the twin has made `step`; it is the record then, and the weights are under way.
+
+        Waits for this one attempt, where it is of use.
+        """
+        attempt = self._attempts.get(owned.sub)
+        if attempt is None:
+            return False
+        twin = self._twins[owned.sub]
+        same = attempt.step == step and attempt.versions == owned.versions()
+        if not same or attempt.done.exception() is not None:  # an error that is real comes again at the step
+            self._give_up(owned.sub)
+            return False
+        del self._attempts[owned.sub]
+        self.taken += 1
+        twin.take_the_place()
+        return True
+
+    def _attempt(
+        self, sub: SubGroup, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Expected
+    ) -> None:
+        """In the thread. Nothing is queued on the stream: who uses it is on its device, and waits there."""
+        with self._streams.use(self._stream), torch.no_grad():
+            gradient = gradients.slice.find()
+            mine = None if gradient is None else sub.of(gradient)
+            if isinstance(mine, Tensor):  # else it has been dropped meanwhile
+                twin.step(step, mine, factors.wait())
+
+    def _awaited(self) -> _Expected:
+        if self._factors is None:
+            self._factors = _Expected(*map(self._to_host, self._expected()))
+        return self._factors
+
+    def _to_host(self, value: Tensor | None) -> Landing | None:
+        return None if value is None else self._stores.carrier.to_host(value)
+
+    def _give_up(self, sub: SubGroup) -> None:
+        attempt = self._attempts.pop(sub, None)
+        if attempt is not None:
+            attempt.done.cancel()
+            self.wasted += 1
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """Factors on their way to the host."""
+
+    scale: Landing | None
+    skip: Landing | None
+
+    def wait(self) -> Factors:
+        return Factors(*(None if value is None else value.wait() for value in (self.scale, self.skip)))
+
+    def equals(self, factors: Factors) -> bool:
+        """Bit for bit, but for the sign of zero."""
+        mine = self.wait()
+        return _same(mine.scale, factors.scale) and _same(mine.skip, factors.skip)
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one, other)

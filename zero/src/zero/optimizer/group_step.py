@@ -1,0 +1,108 @@
+"""One sub-group's part of an optimizer step: kernel calls, decided first and then made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accelz.kernels import Kernels
+from zero.optimizer.kernel_rules import Rule
+from zero.optimizer.owned import OwnedSubGroup
+from zero.tiers.record import Opened
+
+SCRATCH = 8  # fp32 values that a kernel may need beside each element it works on
+
+
+def scratch_bytes(numel: int, chunk: int) -> int:
+    """The most that stepping a shard may take beside it. chunk: see `Kernels`."""
+    return SCRATCH * 4 * min(numel, chunk)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What a step needs to know of all gradients, on one device. scale: 0-dim factor. skip: 0-dim, 1.0
+    changes nothing."""
+
+    scale: Tensor | None
+    skip: Tensor | None
+
+    def to(self, device: torch.device) -> Factors:
+        """The same there; leaving the device waits for it."""
+        return Factors(*(None if f is None else f.to(device) for f in (self.scale, self.skip)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One kernel call. first: the first piece, whose count is that of all. window: of the sub-group."""
+
+    first: int
+    window: slice
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """Equal steps make the same of the same values. missed: pieces without a gradient."""
+
+    rule: Rule
+    calls: tuple[Call, ...]
+    missed: tuple[int, ...]
+
+    @property
+    def written(self) -> list[slice]:
+        """The elements that the calls step, in ascending order."""
+        return [call.window for call in self.calls]
+
+    def run(
+        self,
+        kernels: Kernels,
+        state: Opened,
+        steps: Tensor,
+        gradient: Tensor,
+        factors: Factors,
+        narrow: Tensor | None,
+    ) -> None:
+        """Step `state` and count it in `steps`, (pieces,). gradient: (numel,). narrow: the same shape,
+        16-bit, takes the weights. All on one device."""
+        self._count(steps, factors.skip)
+        kernel = self.rule.function(kernels, state.master.dtype)
+        for call in self.calls:
+            kernel(
+                state.master[call.window],
+                gradient[call.window],
+                *(moment[call.window] for moment in state.moments),
+                *([steps[call.first]] if self.rule.counts else []),
+                **call.options,
+                grad_scale=factors.scale,
+                skip=factors.skip,
+                weights=None if narrow is None else narrow[call.window],
+            )
+
+    def _count(self, steps: Tensor, skip: Tensor | None) -> None:
+        increment = 1 if skip is None else 1 - skip
+        if not self.missed:
+            steps.add_(increment)
+            return
+        mask = torch.ones(steps.numel())
+        mask[list(self.missed)] = 0
+        steps.add_(mask.to(steps.device) * increment)
+
+
+def plan_step(rule: Rule, optimizer: Optimizer, owned: OwnedSubGroup, used: set[int]) -> GroupStep:
+    """The step of a sub-group whose parameters `used` have gradients, with the hyper-parameters of now."""
+    missed = owned.missing(used)
+    calls = []
+    for first, window in owned.runs(missed):
+        group = optimizer.param_groups[owned.pieces[first].param_group]
+        options = {
+            **rule.options(optimizer, group),
+            "lr": float(group["lr"]),
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+        }
+        calls.append(Call(first, window, options))
+    return GroupStep(rule, tuple(calls), missed)

@@ -1,0 +1,87 @@
+"""Optimizers that run as one kernel call per flat sub-group: which, with what state, by which kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accelz.kernels import Kernels
+from zero.errors import OptimizerError
+from zero.optimizer.lion import Lion
+
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of optimizer.
+
+    kernel: name of the operation, called as kernel(master, gradient, *moments, [step], **options).
+    moments: state of one value per element, zero at first, by the names in the optimizer's own state.
+    counts: whether there is a "step" in that state. options: the kernel's from a param group's.
+    """
+
+    kernel: str
+    moments: tuple[str, ...]
+    counts: bool
+    options: Callable[[Optimizer, Options], dict[str, Any]]
+
+    def function(self, kernels: Kernels, dtype: torch.dtype) -> Callable[..., None]:
+        """The backend's kernel; for fp64 masters, which no kernel has to know, the torch reference."""
+        function: Callable[..., None] = getattr(kernels, self.kernel)
+        if dtype is torch.float32:
+            return function
+        reference: Callable[..., None] = getattr(Kernels, self.kernel)
+        return lambda *args, **options: reference(kernels, *args, **options)
+
+
+def rule_for(optimizer: Optimizer) -> Rule | None:
+    """The rule that gives what `optimizer` itself would compute; None where only it can step."""
+    groups = optimizer.param_groups
+    if any(g.get("differentiable") or isinstance(g["lr"], Tensor) for g in groups):
+        return None
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        return None if any(g["amsgrad"] for g in groups) else ADAM
+    if type(optimizer) is torch.optim.SGD:
+        if any(g["dampening"] for g in groups):  # the first step differs, and no state says which one it is
+            return None
+        return MOMENTUM if any(g["momentum"] for g in groups) else SGD
+    return LION if type(optimizer) is Lion else None
+
+
+def _adam(optimizer: Optimizer, group: Options) -> dict[str, Any]:
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    return {**_betas(group), "eps": group["eps"], "decoupled": bool(decoupled)}
+
+
+def _momentum(optimizer: Optimizer, group: Options) -> dict[str, Any]:
+    return {"momentum": float(group["momentum"]), "nesterov": group["nesterov"]}
+
+
+def _plain(optimizer: Optimizer, group: Options) -> dict[str, Any]:
+    if group["momentum"]:
+        raise OptimizerError(
+            "SGD got momentum after zero.initialize, where no group had any and no buffer was made: "
+            "set it before"
+        )
+    return {"momentum_buffer": None, "momentum": 0.0}
+
+
+def _lion(optimizer: Optimizer, group: Options) -> dict[str, Any]:
+    return _betas(group)
+
+
+def _betas(group: Options) -> dict[str, Any]:
+    beta1, beta2 = group["betas"]
+    return {"beta1": float(beta1), "beta2": float(beta2)}
+
+
+ADAM = Rule("adamw", ("exp_avg", "exp_avg_sq"), True, _adam)
+MOMENTUM = Rule("sgd", ("momentum_buffer",), False, _momentum)
+SGD = Rule("sgd", (), False, _plain)
+LION = Rule("lion", ("exp_avg",), False, _lion)

@@ -1,0 +1,79 @@
+"""The optimizer's whole state by parameter name, out of the shards. Collective.
+
+A state tensor of a piece is either element-wise (exp_avg: one value per element, sharded like the
+parameter) or a scalar (step: the same on every rank that owns a part).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zero.optimizer.piece_state import in_memory_order, is_elementwise
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.whole import WholeValues, view_of
+from zero.tiers.stored import Stored
+from zero.tiers.values import fetch
+
+Kind = Literal["elements", "scalar"]
+
+
+class OptimizerState:
+    """Whole optimizer state over all trainable groups."""
+
+    def __init__(self, whole: WholeValues, optimizer: ShardedOptimizer) -> None:
+        self._whole = whole
+        self._owned = optimizer.owned
+        self._state = optimizer.optimizer.state
+
+    def of(self, name: str) -> dict[str, Tensor]:
+        """The state of one parameter, whole, on every rank's device."""
+        unit, group, index = self._whole.locate(name)
+        if group not in self._owned:
+            return {}
+        with self._whole.together():
+            return {
+                key: _entry(self._gather(unit, group, key, kind), group, index, kind).clone()
+                for key, kind in self._keys(group).items()
+            }
+
+    def _keys(self, group: FlatGroup) -> dict[str, Kind]:
+        """The state tensors of a group's parameters, agreed by the ranks (one may own no piece)."""
+        mine: dict[str, Kind] = {}
+        for piece in (piece for owned in self._owned[group] for piece in owned.pieces):
+            for key, value in self._state.get(piece.parameter, {}).items():
+                if isinstance(value, (Tensor, Stored)):
+                    wide = is_elementwise(key, value, piece.parameter)
+                    mine[key] = "elements" if wide else mine.get(key, "scalar")
+        merged: dict[str, Kind] = {}
+        for theirs in self._whole.communicator.share_all(mine):
+            for key, kind in theirs.items():
+                merged[key] = "elements" if "elements" in (kind, merged.get(key)) else "scalar"
+        return dict(sorted(merged.items()))
+
+    def _gather(self, unit: ShardedUnit, group: FlatGroup, key: str, kind: Kind) -> Tensor:
+        """One state tensor of a whole group: flat in buffer order, or one number per parameter."""
+        numel = group.layout.shard_numel if kind == "elements" else len(group.names)
+        flat = torch.zeros(numel, dtype=torch.float32, device=group.home.data.device)
+        for owned in self._owned[group]:
+            for piece in owned.pieces:
+                value = self._state.get(piece.parameter, {}).get(key)
+                if value is not None and kind == "elements":
+                    target = flat[owned.sub.window][piece.piece.shard_slice]
+                    with self._whole.communicator.postponing():
+                        target.copy_(fetch(in_memory_order(value, piece.parameter), flat.device))
+                elif value is not None:
+                    flat[piece.piece.index] = value
+        if kind == "elements":
+            return self._whole.gather(unit, group, flat)
+        if group.shards > 1:
+            self._whole.communicator.all_reduce(unit.name, flat, "max").wait()
+        return flat
+
+
+def _entry(flat: Tensor, group: FlatGroup, index: int, kind: Kind) -> Tensor:
+    return view_of(flat, group, index) if kind == "elements" else flat[index]

@@ -1,0 +1,84 @@
+"""The trainable sub-groups as an optimizer sees them: this rank's pieces, and how often each was stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.layout import Piece
+from zero.sharding.sub_group import SubGroup
+
+
+@dataclass
+class OwnedPiece:
+    """A piece as the optimizer sees it. piece: its place is that in the sub-group, where a parameter may have
+    one piece of several. history: equal for pieces that missed the same steps."""
+
+    piece: Piece
+    param_group: int
+    parameter: nn.Parameter
+    history: int = 0
+
+
+@dataclass
+class StepCount:
+    """steps: (pieces,) fp32, each piece's own number of steps, beside the record or, where that is on disk,
+    on the host. window: steps that the sub-group took part in."""
+
+    steps: Tensor
+    window: int = 0
+
+
+@dataclass(eq=False)
+class OwnedSubGroup:
+    """A sub-group of `group` with this rank's pieces; count: where a kernel serves."""
+
+    group: FlatGroup
+    sub: SubGroup
+    pieces: list[OwnedPiece] = field(default_factory=list)
+    count: StepCount | None = None
+
+    @property
+    def counted(self) -> StepCount:
+        """The count of a sub-group that a kernel serves."""
+        assert self.count is not None
+        return self.count
+
+    def originals(self) -> list[Tensor]:
+        """What a step reads, beside the gradient: a record in memory, and the optimizer's views of it."""
+        state = self.sub.kept.opened()
+        views = [piece.parameter for piece in self.pieces]
+        return [state.master, *state.moments, self.counted.steps, *views]
+
+    def versions(self) -> list[int]:
+        """Of the originals: an in-place change of one is another version."""
+        return [values._version for values in self.originals()]
+
+    def missing(self, used: set[int]) -> tuple[int, ...]:
+        """Pieces whose parameters are not among `used`."""
+        return tuple(i for i, p in enumerate(self.pieces) if p.piece.index not in used)
+
+    def remember(self, missed: tuple[int, ...]) -> None:
+        """A step is taken in which these pieces had no gradient."""
+        self.counted.window += 1
+        for index in missed:
+            self.pieces[index].history = hash((self.pieces[index].history, self.counted.window))
+
+    def runs(self, missed: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
+        """Longest stretches of the sub-group that one kernel call can step: (first piece, elements)."""
+        first: int | None = None
+        key: tuple[int, int] | None = None
+        for index, piece in enumerate(self.pieces):
+            mine = None if index in missed else (piece.param_group, piece.history)
+            if mine != key:
+                if first is not None and key is not None:
+                    yield first, self._span(first, index)
+                first, key = index, mine
+        if first is not None and key is not None:
+            yield first, self._span(first, len(self.pieces))
+
+    def _span(self, first: int, end: int) -> slice:
+        return slice(self.pieces[first].piece.shard_start, self.pieces[end - 1].piece.shard_slice.stop)

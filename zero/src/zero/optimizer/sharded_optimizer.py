@@ -1,0 +1,379 @@
+"""The user's optimizer over this rank's shards.
+
+The optimizer object stays: schedulers, hooks and hyper-parameters keep working on its param_groups. Its
+parameters become *pieces*: views of the fp32 masters, one for each model parameter that a sub-group of this
+rank has a part of (in the parameter's shape where that is the whole). Adam, AdamW, SGD and Lion run as one
+kernel call per flat sub-group, straight from the 16-bit gradient; their per-piece state is views of the flat
+state, so `optimizer.state` looks as torch's does. Every other optimizer steps the pieces itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelz.flat_buffer import HOST, rebind
+from zero.errors import OptimizerError, UsageError
+from zero.gradients.group_gradients import GroupGradients
+from zero.gradients.reducer import Follower
+from zero.optimizer.ahead import StepsAhead
+from zero.optimizer.group_step import Factors, GroupStep, plan_step
+from zero.optimizer.kernel_rules import Rule, rule_for
+from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount
+from zero.optimizer.piece_state import is_elementwise
+from zero.optimizer.pieces import own, piece_of_master, shaped, sliced
+from zero.optimizer.state_dicts import refuse_state_dicts
+from zero.optimizer.visits import Visits
+from zero.settings.offload import Tier
+from zero.sharding.flat_group import FlatGroup
+from zero.tiers.record import Opened
+from zero.tiers.room import room_for
+from zero.tiers.stored import Stored
+from zero.tiers.stores import Stores
+from zero.tiers.values import fetch
+
+NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
+WHOLE_PARAMETERS = {"Adafactor", "Muon"}
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module, sharded: bool) -> dict[nn.Parameter, int]:
+    """The param group of each parameter; raises OptimizerError if the optimizer cannot be sharded.
+
+    sharded: parameters will be split over ranks.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(
+            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
+            "pass e.g. torch.optim.AdamW(model.parameters(), lr=3e-4)"
+        )
+    kind = type(optimizer).__name__
+    if kind in NEVER:
+        raise OptimizerError(
+            f"{kind} cannot run on flat shards: {NEVER[kind]}; use an element-wise optimizer"
+        )
+    if sharded and kind in WHOLE_PARAMETERS:
+        raise OptimizerError(
+            f"{kind} looks at whole matrices, which no rank has at stages 1 to 3; use stage=0 or AdamW"
+        )
+    known = rule_for(optimizer) is not None or type(optimizer).__module__.startswith("torch.optim")
+    if sharded and not known:
+        warnings.warn(
+            f"{kind} will step slices of parameters as one-dimensional tensors; that is exact only if it "
+            "works element by element",
+            stacklevel=4,
+        )
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+        raise OptimizerError(
+            "the optimizer has state already; call zero.initialize before its first step, and restore "
+            "state with engine.load_checkpoint"
+        )
+    return _param_groups(optimizer, model)
+
+
+def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
+    mine = set(model.parameters())
+    owner: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in mine:
+                raise OptimizerError(
+                    f"param_groups[{index}]['params'][{position}] of shape {tuple(parameter.shape)} is no "
+                    "parameter of the model; build the optimizer from this model's parameters"
+                )
+            owner[parameter] = index
+    if not any(p.requires_grad for p in owner):
+        raise OptimizerError("the optimizer has no trainable parameter of the model")
+    return owner
+
+
+class ShardedOptimizer:
+    """Steps the masters of all trainable groups and refreshes the 16-bit shards.
+
+    owned, subs: the sub-groups, by group and all in order. on_sub_group(unit): called when one is stepped, or
+    has the gradients that the user's optimizer steps it with, and with "" when that has. wide_bytes: of the
+    device, in use for such gradients.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[FlatGroup],
+        param_group_of: dict[nn.Parameter, int],
+        stores: Stores,
+    ) -> None:
+        self.optimizer = optimizer
+        self._stores = stores
+        self._accelerator = stores.accelerator
+        self._rule = rule_for(optimizer)
+        self.owned = {group: own(group, param_group_of) for group in groups}
+        self.subs = [owned for subs in self.owned.values() for owned in subs]
+        self.visits = Visits(stores, self.subs, self._show)
+        self.on_sub_group: Callable[[str], None] = lambda unit: None
+        self.wide_bytes = 0
+        self._stepping = False
+        self._ahead: StepsAhead | None = None
+        self._install()
+        self._lengths = self._group_lengths()
+        optimizer.register_step_pre_hook(self._check_caller)
+        refuse_state_dicts(optimizer)
+
+    def step(self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None) -> None:
+        """One optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim, 1.0 changes nothing."""
+        self._stepping = True
+        try:
+            if self._rule is not None:
+                _hooked_kernel_step(self.optimizer, self, gradients, scale, skip)
+                setattr(self.optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
+            else:
+                self._step_pieces(gradients, scale, skip)
+        finally:
+            self._stepping = False
+
+    def step_ahead(self, expected: Callable[[], tuple[Tensor | None, Tensor | None]]) -> Follower:
+        """Step what is on the host as gradients arrive. expected(): factor and skip of gradients that are
+        neither clipped nor overflow."""
+        self._ahead = StepsAhead(self._stores, self.owned, self._plan, expected)
+        return self._ahead
+
+    def kernel_step(
+        self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
+    ) -> None:
+        factors = Factors(scale, skip)
+        present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
+        away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
+        if self._ahead is not None:
+            self._ahead.judge(away)
+            present = self._ahead.in_turn(present)
+        with closing(self._in_turn([owned for owned, _ in present])) as turns:
+            for (owned, have), state in zip(present, turns, strict=True):
+                step = self._plan(owned, have.used)
+                here = factors if state.master.device == self._accelerator.device else away
+                with self._room("for the step of", owned):
+                    if not self._taken(owned, step):
+                        self._step_sub_group(owned, have, state, step, here)
+                owned.remember(step.missed)
+                self.on_sub_group(owned.group.unit)
+
+    def _in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
+        """The record of each in memory; those on disk come and go through the pipeline, and to the device as
+        visits."""
+        stored = self._stores.pipeline.through([o.sub.kept for o in subs if o.sub.kept.tier == "disk"])
+        visiting = self.visits.in_turn([o for o in subs if o.sub in self.visits])
+        with closing(stored) as read, closing(visiting) as visitors:
+            for owned in subs:
+                record = owned.sub.kept
+                if owned.sub in self.visits:
+                    yield next(visitors)
+                else:
+                    yield next(read) if record.tier == "disk" else record.opened()
+            for _ in itertools.chain(read, visitors):  # asking once more ends the last turn
+                raise AssertionError("a record that no sub-group has")
+
+    def _is_stepped_by_host(self, owned: OwnedSubGroup) -> bool:
+        return owned.sub.kept.tier != "device" and owned.sub not in self.visits
+
+    def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
+        return room_for(self._accelerator, purpose, owned.group.unit, 4 * owned.sub.numel)
+
+    def check_groups(self) -> None:
+        """Raise OptimizerError if param_groups gained or lost parameters since the engine took them over."""
+        if self._group_lengths() != self._lengths:
+            raise OptimizerError(
+                "the optimizer's param_groups have other parameters than at zero.initialize; give it all "
+                "parameters before that, and change only hyper-parameters later"
+            )
+
+    def _group_lengths(self) -> list[int]:
+        return [len(group["params"]) for group in self.optimizer.param_groups]
+
+    def _check_caller(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._stepping:
+            raise UsageError(
+                "optimizer.step() was called directly and would change nothing: call engine.step() instead"
+            )
+
+    def move(self, owned: OwnedSubGroup, tier: Tier) -> None:
+        """Move a record between the memories of device and host; one on disk stays."""
+        self._move(owned, self._stores.resolve(tier), visits=False)
+
+    def park(self) -> None:
+        """Have all records on the host; those on disk stay."""
+        for owned in self.subs:
+            self.move(owned, "host")
+
+    def unpark(self) -> None:
+        """Have all records where they belong."""
+        for owned in self.subs:
+            self._move(owned, owned.sub.tier, owned.sub.visits)
+
+    def _move(self, owned: OwnedSubGroup, tier: Tier, visits: bool) -> None:
+        sub = owned.sub
+        if sub.kept.tier == "disk":
+            return
+        self.visits.part_with(sub)  # which puts the record on the host in place of one on the device
+        old = sub.kept
+        with self._room("for the optimizer state of", owned):
+            new = self._stores.moved(old, tier, sub.shard, visits)
+            if new.tier == old.tier and new.master is old.master:
+                return
+            there = new.opened().master.device
+            device = self._accelerator.device if visits else there
+            steps = None if owned.count is None else owned.count.steps.to(device)
+            kept = [(p.parameter, {k: v.to(there) for k, v in self._kept_for(p)}) for p in owned.pieces]
+        sub.record = new  # nothing of it before there is room for all of it
+        if owned.count is not None and steps is not None:
+            owned.count.steps = steps
+        self._show(owned)
+        for parameter, state in kept:
+            if state:
+                self.optimizer.state[parameter].update(state)
+
+    def _show(self, owned: OwnedSubGroup) -> None:
+        """Make the optimizer's pieces and their state views of the record as it is now."""
+        for index, piece in enumerate(owned.pieces):
+            rebind(piece.parameter, piece_of_master(owned, piece.piece))
+            if self._rule is not None:
+                self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, self._rule))
+
+    def moments_bytes(self, owned: OwnedSubGroup) -> int:
+        """Bytes of a sub-group's state beside the master, wherever it is."""
+        if self._rule is not None:
+            return sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
+        return sum(v.numel() * v.element_size() for v in self._elementwise(owned))
+
+    def _elementwise(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
+        for piece in owned.pieces:
+            yield from (value for _, value in self._kept_for(piece))
+
+    def _kept_for(self, piece: OwnedPiece) -> Iterator[tuple[str, Tensor]]:
+        """State of one value per element that the user's optimizer itself keeps."""
+        for key, value in self.optimizer.state.get(piece.parameter, {}).items() if self._rule is None else ():
+            if isinstance(value, Tensor) and is_elementwise(key, value, piece.parameter):
+                yield key, value
+
+    def own_state_bytes(self) -> int:
+        """Bytes of the device in use for state beside the groups' records: for visits, and for what the
+        user's optimizer itself keeps."""
+        if self._rule is not None:
+            return self.visits.device_bytes()
+        values = [v for owned in self.subs for v in self._elementwise(owned)]
+        device = self._accelerator.device
+        return sum(v.numel() * v.element_size() for v in values if v.device == device)
+
+    def _install(self) -> None:
+        """Put the pieces in the places of the parameters they are parts of."""
+        lists: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
+        initial = dict(self.optimizer.state)  # some optimizers have state before their first step
+        self.optimizer.state.clear()
+        for owned in self.subs:
+            for piece in owned.pieces:
+                lists[piece.param_group].append(piece.parameter)
+                original = owned.group.parameters[piece.piece.index]
+                if original in initial:
+                    self.optimizer.state[piece.parameter] = sliced(initial[original], owned, piece.piece)
+        for group, parameters in zip(self.optimizer.param_groups, lists, strict=True):
+            group["params"] = parameters
+        if self._rule is not None:
+            for owned in self.subs:
+                with self._room("for the optimizer state of", owned):
+                    self._make_state(owned, self._rule)
+
+    def _make_state(self, owned: OwnedSubGroup, rule: Rule) -> None:
+        record = owned.sub.kept
+        self._stores.make_moments(record)
+        device = record.master.device if isinstance(record.master, Tensor) else HOST
+        device = self._accelerator.device if owned.sub in self.visits else device
+        owned.count = StepCount(torch.zeros(len(owned.pieces), dtype=torch.float32, device=device))
+        for index, piece in enumerate(owned.pieces):
+            self.optimizer.state[piece.parameter] = self._state_of_piece(owned, index, rule)
+
+    def _state_of_piece(self, owned: OwnedSubGroup, index: int, rule: Rule) -> dict[str, Any]:
+        """Views of the flat state; of moments on disk, their places there."""
+        assert owned.count is not None
+        piece = owned.pieces[index].piece
+        state: dict[str, Any] = {"step": owned.count.steps[index]} if rule.counts else {}
+        for name, moment in zip(rule.moments, owned.sub.kept.moments, strict=True):
+            state[name] = (
+                moment[piece.shard_slice]
+                if isinstance(moment, Stored)
+                else shaped(moment, owned.group, piece)
+            )
+        return state
+
+    def _taken(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
+        """Whether the step was made ahead, and has taken effect."""
+        if self._ahead is None or not self._ahead.take(owned, step):
+            return False
+        self._show(owned)
+        return True
+
+    def _step_sub_group(
+        self, owned: OwnedSubGroup, have: GroupGradients, state: Opened, step: GroupStep, factors: Factors
+    ) -> None:
+        sub, device = owned.sub, state.master.device
+        gradient = fetch(sub.of(have.slice.get()), device)
+        outlet = self._stores.outlet(state.master if sub.shard_serves else sub.shard, state.master)
+        kernels = self._stores.kernels(device)
+        step.run(kernels, state, owned.counted.steps, gradient, factors, outlet.narrow)
+        outlet.deliver(step.written, factors.skip)
+
+    def _plan(self, owned: OwnedSubGroup, used: set[int]) -> GroupStep:
+        assert self._rule is not None
+        return plan_step(self._rule, self.optimizer, owned, used)
+
+    def _step_pieces(
+        self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
+    ) -> None:
+        if skip is not None and bool(skip):  # this optimizer decides on the host
+            return
+        present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
+        pieces = [piece.parameter for owned in self.subs for piece in owned.pieces]
+        purpose, nbytes = f"for the step of {type(self.optimizer).__name__}", sum(p.nbytes for p in pieces)
+        try:
+            for owned, have in present:
+                with self._room("for the fp32 gradients of", owned):
+                    self._set_piece_gradients(owned, have, scale)
+                self.on_sub_group(owned.group.unit)
+            with room_for(self._accelerator, purpose, None, nbytes):
+                self.optimizer.step()
+            self.on_sub_group("")
+        finally:
+            self.wide_bytes = 0
+            for parameter in pieces:
+                parameter.grad = None
+        for owned, _ in present:
+            self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
+
+    def _set_piece_gradients(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
+        master = owned.sub.kept.opened().master
+        gradient = fetch(owned.sub.of(have.slice.get()), master.device)
+        if scale is not None or gradient.dtype is not master.dtype:
+            wide = torch.empty_like(gradient, dtype=master.dtype)
+            scale = None if scale is None else scale.to(master.device)
+            self._stores.kernels(master.device).scale_cast(wide, gradient, scale)
+            self.wide_bytes += wide.nbytes if wide.device == self._accelerator.device else 0
+            gradient = wide
+        for piece in owned.pieces:
+            if piece.piece.index in have.used:
+                piece.parameter.grad = shaped(gradient, owned.group, piece.piece)
+
+
+def _hooked(
+    optimizer: Optimizer,
+    shards: ShardedOptimizer,
+    gradients: Sequence[GroupGradients],
+    scale: Tensor | None,
+    skip: Tensor | None,
+) -> None:
+    shards.kernel_step(gradients, scale, skip)
+
+
+# torch's own wrapper runs the optimizer's step hooks and profiler range around the kernel step.
+_hooked_kernel_step = Optimizer.profile_hook_step(_hooked)

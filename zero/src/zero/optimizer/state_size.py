@@ -1,0 +1,84 @@
+"""How much state an optimizer keeps; of one that no kernel serves, found out by stepping a copy of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accelz.flat_buffer import HOST
+from zero.errors import OptimizerError
+from zero.optimizer.kernel_rules import rule_for
+from zero.optimizer.piece_state import is_elementwise
+
+SIDE = 2  # elements of a stand-in's every dimension: more than the one that counts and averages have
+FOR_DEVICES = ("capturable", "differentiable", "foreach", "fused")  # options that change no state
+
+
+def values_per_element(optimizer: Optimizer, dtype: torch.dtype | None = None) -> int:
+    """Values of the master's size that training keeps for an element of a parameter, the master among them.
+
+    The most of any param group. dtype: that parameters are cast to before; None leaves them theirs. Raises
+    OptimizerError where a copy of the optimizer cannot be stepped.
+    """
+    rule = rule_for(optimizer)
+    if rule is not None:
+        return 1 + len(rule.moments)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return 1 + _moments_after_a_step(optimizer, dtype)
+    except Exception as error:
+        raise OptimizerError(
+            f"how much state {type(optimizer).__name__} keeps is not known, and a copy of it does not step "
+            f"({type(error).__name__}: {error}). So it can neither be planned nor held to a host_budget"
+        ) from error
+
+
+def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> int:
+    stand_ins = {
+        p: _stand_in(p, dtype or p.dtype) for group in optimizer.param_groups for p in group["params"]
+    }
+    probe = _copy_of(optimizer, stand_ins)
+    type(optimizer).step(probe)
+    return max(_elementwise_values(probe.state[p], p) for p in stand_ins.values())
+
+
+def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Of a parameter's master: small, of as many dimensions, on the host, with a gradient."""
+    wide = torch.promote_types(dtype, torch.float32)
+    small = nn.Parameter(torch.zeros((SIDE,) * max(parameter.dim(), 1), dtype=wide, device=HOST))
+    small.grad = torch.zeros_like(small)
+    return small
+
+
+def _copy_of(optimizer: Optimizer, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Optimizer:
+    """The optimizer as it is, with its stand-ins for parameters and without anybody's hooks."""
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step") and "_hooks" not in k}
+    content = copy.deepcopy(own, {id(p): small for p, small in stand_ins.items()})
+    first = {small: _shrunk(optimizer.state.get(p, {}), p, small) for p, small in stand_ins.items()}
+    for options in (content["defaults"], *content["param_groups"]):
+        options.update(dict.fromkeys(options.keys() & set(FOR_DEVICES), False))
+    probe: Optimizer = object.__new__(type(optimizer))
+    Optimizer.__setstate__(probe, {**content, "state": defaultdict(dict, first)})
+    return probe
+
+
+def _shrunk(state: Mapping[str, Any], parameter: nn.Parameter, small: nn.Parameter) -> dict[str, Any]:
+    """State that an optimizer has before its first step, as a stand-in has it."""
+    return {
+        key: torch.zeros_like(small, dtype=value.dtype)
+        if isinstance(value, Tensor) and is_elementwise(key, value, parameter)
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }
+
+
+def _elementwise_values(state: Mapping[str, Any], parameter: nn.Parameter) -> int:
+    kept = [v for k, v in state.items() if isinstance(v, Tensor) and is_elementwise(k, v, parameter)]
+    return math.ceil(sum(v.nbytes for v in kept) / parameter.nbytes)

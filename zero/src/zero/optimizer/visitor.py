@@ -1,0 +1,129 @@
+"""A record that waits on the host and is stepped on the device: there for its step, and back again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from accelz.streams import Event
+from zero.optimizer.owned import OwnedSubGroup
+from zero.tiers.carrier import Carrier
+from zero.tiers.record import Opened, Record
+from zero.tiers.room import allocate
+from zero.tiers.stores import Stores
+
+
+class Where(Enum):
+    """Where a record is, and what each costs: bytes of the device, for a record of R bytes on the host.
+
+    A master that is the shard on the device is not among them.
+    """
+
+    HOME = "0: on the host"
+    ARRIVING = "R: on the host; the device is making a copy"
+    NEAR = "R: on the device; what the host has is old"
+    LEAVING = "R: on the device; it is being copied to the host"
+
+
+class Visitor:
+    """The record of one sub-group. outwards: carries what leaves, beside what `stores.carrier` brings."""
+
+    def __init__(self, stores: Stores, owned: OwnedSubGroup, outwards: Carrier) -> None:
+        self.where = Where.HOME
+        self.owned = owned
+        self._accelerator = stores.accelerator
+        self._stores = stores
+        self._outwards = outwards
+        self._home: Record | None = None  # the record on the host while there is a copy
+        self._near: list[Tensor] = []  # master and moments on the device
+        self._copied: Event | None = None  # the last copy, either way
+        self._versions: list[int] = []  # of the originals when the copy was begun
+
+    @property
+    def nbytes(self) -> int:
+        """What the record takes of the device while it is there."""
+        return sum(values.nbytes for values in self._apart())
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether nobody misses it on the host when it is stepped: no shard is its master."""
+        master = self._rest.opened().master
+        return self.owned.sub.shard is not master or not self._is_away(master)
+
+    @property
+    def shown(self) -> bool:
+        """Whether the sub-group's record is what is on the device."""
+        return self._rest is not self.owned.sub.kept
+
+    def come(self) -> None:
+        """Begin to copy it to the device. Raises torch.OutOfMemoryError, having changed nothing."""
+        assert self.where is Where.HOME
+        device, home = self._accelerator.device, self._values()
+        near = [torch.empty_like(v, device=device) if self._is_away(v) else v for v in home]
+        self._home, self._near, self._versions = self._rest, near, self.owned.versions()
+        for there, here in zip(home, near, strict=True):
+            if here is not there:
+                self._copied = self._stores.carrier.send(there, here)
+        self.where = Where.ARRIVING
+
+    def open(self) -> Opened:
+        """The record on the device, to be stepped: what is queued from now on finds it there."""
+        if self.where is Where.ARRIVING and self._versions != self.owned.versions():
+            self.turn_back()
+        if self.where is Where.HOME:
+            allocate(
+                self._stores, "for the optimizer state of", self.owned.group.unit, self.nbytes, self.come
+            )
+        if self._copied is not None:
+            self._accelerator.streams.current().wait(self._copied)
+        self.where = Where.NEAR
+        return Opened(self._near[0], tuple(self._near[1:]))
+
+    def stay(self) -> None:
+        """Let what is on the device be the sub-group's record, until it has landed."""
+        assert self.where is Where.NEAR
+        self.owned.sub.record = Record("device", self._near[0], tuple(self._near[1:]))
+
+    def go(self) -> None:
+        """Begin to copy it back."""
+        assert self.where is Where.NEAR
+        for there, here in zip(self._values(), self._near, strict=True):
+            if here is not there:
+                self._copied = self._outwards.send(here, there)
+        self.where = Where.LEAVING
+
+    def land(self) -> None:
+        """Wait until it is back; its memory is free then."""
+        assert self.where is Where.LEAVING
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._forget()
+
+    def turn_back(self) -> None:
+        """Give up the copy on the device, whatever was made of it."""
+        if self._copied is not None:
+            self._accelerator.streams.current().wait(self._copied)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.owned.sub.record = self._rest
+        self.where, self._home, self._copied = Where.HOME, None, None
+        self._near.clear()
+
+    @property
+    def _rest(self) -> Record:
+        """The record on the host."""
+        return self._home or self.owned.sub.kept
+
+    def _values(self) -> list[Tensor]:
+        home = self._rest.opened()
+        return [home.master, *home.moments]
+
+    def _apart(self) -> Iterator[Tensor]:
+        return (values for values in self._values() if self._is_away(values))
+
+    def _is_away(self, values: Tensor) -> bool:
+        return values.device != self._accelerator.device

@@ -1,0 +1,186 @@
+"""Records that come to the device for their step: who comes when, and how many are there at one time.
+
+In a step they come one ahead of their turn and go back behind it, so at most `WINDOW` are there: one arrives,
+one is stepped, one leaves. Compiled graphs know where there is more room: in the backward they *bring* units,
+whose records stay behind their step, until the next forward sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+
+import torch
+
+from zero.gradients.group_gradients import GroupGradients
+from zero.optimizer.group_step import scratch_bytes
+from zero.optimizer.owned import OwnedSubGroup
+from zero.optimizer.visitor import Visitor, Where
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.sub_group import SubGroup
+from zero.tiers.carrier import Carrier
+from zero.tiers.record import Opened
+from zero.tiers.stores import Stores
+
+WINDOW = 3
+
+
+class Visits:
+    """The visitors among an optimizer's sub-groups; a follower of the gradients that they come for.
+
+    show(owned): makes the optimizer's views those of the record as it is now. expected: whether units
+    may be brought, because a step follows.
+    """
+
+    def __init__(
+        self, stores: Stores, owned: Sequence[OwnedSubGroup], show: Callable[[OwnedSubGroup], None]
+    ) -> None:
+        self.expected = False
+        self._show = show
+        visiting = [mine for mine in owned if mine.sub.visits]
+        self._visitors: dict[SubGroup, Visitor] = {}
+        self._passing: list[Visitor] = []  # that came in this step, in their order
+        if visiting:
+            outwards = Carrier(stores.accelerator)
+            self._visitors = {mine.sub: Visitor(stores, mine, outwards) for mine in visiting}
+            stores.relieve = self.relieve
+        chunk = stores.accelerator.kernels.chunk
+        self.scratch = max((scratch_bytes(mine.sub.numel, chunk) for mine in visiting), default=0)
+
+    def __contains__(self, sub: SubGroup) -> bool:
+        return sub in self._visitors
+
+    def in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
+        """The record of each on the device, to be stepped. What has not been brought goes back when the next
+        one is asked for, and is back when the iterator is exhausted.
+        """
+        turns = [self._visitors[owned.sub] for owned in subs]
+        try:
+            for turn, visitor in enumerate(turns):
+                self._enter(visitor)
+                state = visitor.open()
+                self._begin_next(turns[turn + 1 :])
+                yield state
+                self._leave(visitor)
+        finally:
+            self._clear()
+
+    @property
+    def passing_bytes(self) -> int:
+        """The most of the device that records take which pass in a step."""
+        return WINDOW * max((visitor.nbytes for visitor in self._visitors.values()), default=0)
+
+    def nbytes(self, unit: ShardedUnit) -> int:
+        """Bytes of the device that the records of a unit take while they are there."""
+        return sum(visitor.nbytes for visitor in self._of(unit))
+
+    def bring(self, unit: ShardedUnit) -> None:
+        """Begin to copy a unit's records to the device, if a step follows and there is room."""
+        for visitor in self._of(unit) if self.expected else ():
+            if visitor.where is Where.HOME:
+                self._try_to_come(visitor)
+
+    def send(self, unit: ShardedUnit) -> None:
+        """Begin to copy a unit's records back, if they have stayed."""
+        for visitor in self._of(unit):
+            if visitor.where is Where.NEAR:
+                visitor.go()
+
+    def land(self, unit: ShardedUnit) -> None:
+        """Wait until a unit's records are back; those that have stayed go first."""
+        self.send(unit)
+        for visitor in self._of(unit):
+            if visitor.where is Where.LEAVING:
+                self._part_with(visitor)
+
+    def part_with(self, sub: SubGroup) -> None:
+        """Have a record on the host, if it is a visitor's."""
+        if sub in self:
+            self._part_with(self._visitors[sub])
+
+    def rest(self) -> None:
+        """Have all records on the host."""
+        for visitor in self._visitors.values():
+            self._part_with(visitor)
+
+    def device_bytes(self) -> int:
+        """Bytes of the device in use, beside the sub-groups' records."""
+        here = (v for v in self._visitors.values() if v.where is not Where.HOME)
+        return sum(visitor.nbytes for visitor in here if not visitor.shown)
+
+    def arrived(self, gradients: GroupGradients) -> None:
+        """A gradient is there: nothing to do before the step."""
+
+    def dropped(self) -> None:
+        """There will be no step of the gradients so far."""
+        for visitor in self._visitors.values():
+            if visitor.where in (Where.ARRIVING, Where.NEAR) and not visitor.shown:
+                visitor.turn_back()
+
+    def relieve(self, nbytes: int) -> int:
+        """Let those go whose turn it is not, until `nbytes` are free; returns how many are."""
+        freed = 0
+        for visitor in self._visitors.values():
+            waits = visitor.shown or visitor.where in (Where.ARRIVING, Where.LEAVING)
+            if freed < nbytes and waits:
+                freed += visitor.nbytes
+                self._part_with(visitor)
+        return freed
+
+    def _of(self, unit: ShardedUnit) -> Iterator[Visitor]:
+        subs = (sub for group in unit.groups for sub in group.subs)
+        return (self._visitors[sub] for sub in subs if sub in self._visitors)
+
+    def _enter(self, visitor: Visitor) -> None:
+        """Its turn has come: if it has not been brought, make it one of those that pass."""
+        if visitor.where is Where.HOME:
+            self._make_room()
+            self._passing.append(visitor)
+
+    def _begin_next(self, following: Iterable[Visitor]) -> None:
+        """Let the next one come that is not there, as far as the window and the device have room."""
+        visitor = next((v for v in following if v.where is Where.HOME), None)
+        if visitor is not None and self._make_room() and self._try_to_come(visitor):
+            self._passing.append(visitor)
+
+    def _try_to_come(self, visitor: Visitor) -> bool:
+        """Who finds no room comes on its turn, when others have gone."""
+        try:
+            visitor.come()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _leave(self, visitor: Visitor) -> None:
+        """It has been stepped: it goes if it came in this step, or is missed."""
+        if visitor not in self._passing and visitor.may_stay:
+            visitor.stay()
+            self._show(visitor.owned)
+            return
+        visitor.go()
+        if visitor not in self._passing:
+            self._passing.append(visitor)
+
+    def _make_room(self) -> bool:
+        """Wait for those that leave, the oldest first; returns whether there is room for one more."""
+        while len(self._passing) >= WINDOW and self._passing[0].where is Where.LEAVING:
+            self._part_with(self._passing[0])
+        return len(self._passing) < WINDOW
+
+    def _clear(self) -> None:
+        """End a step, also one that failed: nobody who passes is there any more."""
+        while self._passing:
+            self._part_with(self._passing[0])
+
+    def _part_with(self, visitor: Visitor) -> None:
+        """Have it on the host, with what was made of it if its step is over."""
+        shown = visitor.shown
+        if shown and visitor.where is Where.NEAR:
+            visitor.go()
+        if visitor.where is Where.LEAVING:
+            visitor.land()
+        elif visitor.where is not Where.HOME:
+            visitor.turn_back()
+        if visitor in self._passing:
+            self._passing.remove(visitor)
+        if shown:
+            self._show(visitor.owned)

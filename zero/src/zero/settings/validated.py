@@ -1,0 +1,56 @@
+"""Settings whose wrong values and unknown keys are a ConfigError that says what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from zero.errors import ConfigError, UsageError
+from zero.settings import sizes
+
+
+class Validated(BaseModel):
+    """Frozen, strict, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, strict=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(type(self), error)) from None
+
+
+def as_bytes(value: Any) -> Any:
+    """A size such as "8GiB" as a number; what is no text stays as it is. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return sizes.size(value)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+if TYPE_CHECKING:
+    Bytes = int | str  # what is written
+else:
+    Bytes = Annotated[int, BeforeValidator(as_bytes)]  # what is there then
+"""A number of bytes, or a size such as "8GiB"."""
+
+
+def _explain(kind: type[BaseModel], error: ValidationError) -> str:
+    reasons: dict[str, list[str]] = {}  # by setting; a value that may be of several types is wrong for each
+    for problem in error.errors():
+        key = str(problem["loc"][0]) if problem["loc"] else ""
+        message = problem["msg"].removeprefix("Value error, ")
+        subject = f"{key} = {problem['input']!r}: " if key else ""  # else of several settings together
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, kind.model_fields, n=1)
+            message = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(kind.model_fields)}"
+            subject = f"unknown key {key!r}; "
+        told = reasons.setdefault(subject, [])
+        if message not in told:
+            told.append(message)
+    return f"zero.{kind.__name__}: " + "; ".join(s + ", or ".join(told) for s, told in reasons.items())

@@ -1,0 +1,49 @@
+"""From drafts to sharded units, one unit after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelz.flat_buffer import unshare
+from zero.communication.communicator import Communicator
+from zero.config import Config
+from zero.deferred import deferred_init
+from zero.setup.drafts import UnitDraft, target_dtype
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.tiers.room import room_for
+from zero.tiers.stores import Stores
+
+
+def build_units(
+    drafts: Sequence[UnitDraft], config: Config, stores: Stores, communicator: Communicator
+) -> list[ShardedUnit]:
+    """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time."""
+    unshare(parameter for draft in drafts for _, parameter in draft.plan.parameters)
+    return [_build_unit(index, draft, config, stores, communicator) for index, draft in enumerate(drafts)]
+
+
+def _build_unit(
+    index: int, draft: UnitDraft, config: Config, stores: Stores, communicator: Communicator
+) -> ShardedUnit:
+    group, accelerator, plan = communicator.group, stores.accelerator, draft.plan
+    shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
+    resident = draft.whole or (group.size == 1 and all(g.placement.params == "device" for g in draft.groups))
+    awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
+    nbytes = sum(p.numel() * target_dtype(p, config).itemsize for _, p in plan.parameters)
+    with room_for(accelerator, "to shard", plan.name, nbytes):
+        deferred_init.materialize(p for _, p in plan.parameters)
+        groups = [
+            FlatGroup(stores, g.placement, plan.name, g.named, g.kind.dtype, shards, shard, g.kind.travel)
+            for g in draft.groups
+        ]
+        if group.size > 1 and not awaited:
+            for flat in groups:
+                communicator.broadcast(plan.name, flat.home.data, 0)
+        unit = ShardedUnit(index, plan.name, plan.anchors, groups, communicator, resident)
+        unit.settle()
+    for name, parameter in plan.parameters:
+        parameter.__dict__[NAME_ATTRIBUTE] = name
+        parameter.__dict__.pop(REASON_ATTRIBUTE, None)
+    return unit

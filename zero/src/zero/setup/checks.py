@@ -1,0 +1,133 @@
+"""What `initialize` refuses, before it touches anything."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from accelz.accelerator import Accelerator
+from zero.communication.communicator import Communicator
+from zero.config import DTYPES, Config
+from zero.deferred import deferred_init
+from zero.errors import ConfigError, ModelError
+from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
+from zero.sharding.units import UnitPlan
+
+
+def check_model(model: nn.Module, shapes_only: bool = False) -> None:
+    """Raise ModelError if the model cannot be sharded. Changes nothing. shapes_only: it need not have values,
+    and may be on the meta device."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
+        raise ModelError(
+            f"the model is wrapped in {type(model).__name__}, which would reduce all gradients a second "
+            "time; pass the model itself (model.module)"
+        )
+    named = list(model.named_parameters())
+    if not named:
+        raise ModelError("the model has no parameters")
+    for name, parameter in named:
+        _check_parameter(name, parameter, shapes_only)
+    _check_overlaps(named)
+
+
+def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
+    """Raise ConfigError where the device does not have a dtype that training would use."""
+    wanted = (
+        {config.dtype} if config.dtype else {p.dtype for p in model.parameters() if p.is_floating_point()}
+    )
+    if config.reduce_dtype:
+        wanted.add(DTYPES[config.reduce_dtype])
+    missing = wanted - accelerator.capabilities.dtypes
+    if missing:
+        have = ", ".join(sorted(str(d) for d in accelerator.capabilities.dtypes))
+        raise ConfigError(
+            f"the device {accelerator.name!r} does not support {', '.join(str(d) for d in missing)} "
+            f"(it has {have}); choose another precision"
+        )
+
+
+def check_equal(
+    plans: Sequence[UnitPlan],
+    config: Config,
+    communicator: Communicator,
+    param_group_of: dict[nn.Parameter, int],
+    castable: Collection[nn.Parameter],
+) -> None:
+    """Collective. Raise RankMismatchError where ranks bring different models or tiers. Changes nothing."""
+    communicator.check_equal("the model", _digest(plans, config, param_group_of, castable))
+    tiers = config.tiers.model_dump_json(exclude={"path"})  # each rank may have a directory of its own
+    communicator.check_equal("Config(offload=...)", crc32(tiers.encode()))
+
+
+def _digest(
+    plans: Sequence[UnitPlan],
+    config: Config,
+    param_group_of: dict[nn.Parameter, int],
+    castable: Collection[nn.Parameter],
+) -> int:
+    """What all ranks must have in common."""
+    text = [
+        f"{config.stage} {config.precision} {config.gather_dtype} {config.gradient_accumulation_steps} "
+        f"{config.accumulate} {config.scaling is None}"
+    ]
+    for plan in plans:
+        text.append(plan.name)
+        text.extend(
+            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {param_group_of.get(p)} "
+            f"{deferred_init.promised(p)} {p in castable}"
+            for name, p in plan.parameters
+        )
+    return crc32("\n".join(text).encode())
+
+
+def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> None:
+    if is_lazy(parameter):
+        raise ModelError(f"parameter {name!r} is lazy and has no shape yet; run the model once first")
+    if is_lost(parameter):
+        raise ModelError(f"this model cannot be used any more: see parameter {name!r}, {LOST}")
+    if isinstance(parameter, ShardedParameter) or NAME_ATTRIBUTE in parameter.__dict__:
+        if not deferred_init.is_deferred(parameter):
+            raise ModelError(f"parameter {name!r} belongs to an engine already; one model has one engine")
+        return
+    if parameter.is_meta and not shapes_only:
+        raise ModelError(
+            f"parameter {name!r} is on the meta device and has no values; build the model under "
+            "`with zero.init(config):` instead of torch.device('meta')"
+        )
+    if is_traceable_wrapper_subclass(parameter):
+        raise ModelError(
+            f"parameter {name!r} is a {type(parameter).__name__}, whose values lie in tensors inside of "
+            "it; zero shards plain parameters: leave out fully_shard, tensor parallelism and quantization"
+        )
+    if parameter.is_complex() or parameter.layout is not torch.strided:
+        raise ModelError(
+            f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; only dense, real "
+            "parameters can be sharded (view_as_real gives the real form of a complex one)"
+        )
+
+
+def _check_overlaps(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Two Parameter objects over the same memory would be torn apart by flattening."""
+    spans = []
+    for name, parameter in named:
+        if deferred_init.is_deferred(parameter) or parameter.is_meta or parameter.numel() == 0:
+            continue
+        start = parameter.data_ptr()
+        reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+        spans.append((start, start + reach * parameter.element_size(), name))
+    spans.sort()
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise ModelError(
+                f"parameters {first!r} and {second!r} are different Parameter objects over the same memory; "
+                "tie them by assigning one Parameter to both modules"
+            )

@@ -1,0 +1,150 @@
+"""Units before they are built: their groups, what these travel as, and where the state of each will be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero.communication.communicator import Communicator
+from zero.communication.quantised import block_of
+from zero.config import Config
+from zero.gradients.group_gradients import GradientPolicy
+from zero.sharding import layout
+from zero.sharding.cast import Travel
+from zero.sharding.layout import ParameterSpec
+from zero.sharding.units import UnitPlan
+from zero.tiers.placement import Candidate, Placement, Planner
+from zero.tiers.stores import Stores
+
+Named = tuple[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class GroupKind:
+    """What the parameters of a group have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+    travel: Travel
+
+
+@dataclass(frozen=True)
+class GroupDraft:
+    """named: its parameters by name."""
+
+    named: tuple[Named, ...]
+    kind: GroupKind
+    shard_numel: int
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class UnitDraft:
+    """whole: every rank keeps the unit's whole parameters."""
+
+    plan: UnitPlan
+    whole: bool
+    groups: tuple[GroupDraft, ...]
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """How the parameters of a unit travel. Only matrices do in codes: they have enough values for blocks of
+    their own, and stand a rounding that a norm's weights would not."""
+
+    codes: torch.dtype | None = None
+    castable: Collection[nn.Parameter] = ()
+
+    def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> Travel:
+        coded = parameter.is_floating_point() and parameter.dim() > 1
+        narrows = dtype is torch.float32 and parameter in self.castable
+        return Travel(self.codes if coded else None, narrows)
+
+
+_STILL = _Ways()
+"""Of what is always whole."""
+
+
+def draft_units(
+    plans: Sequence[UnitPlan],
+    config: Config,
+    planner: Planner,
+    world_size: int,
+    param_group_of: dict[nn.Parameter, int],
+    castable: Collection[nn.Parameter],
+) -> list[UnitDraft]:
+    """Cut units into groups, and decide where the state of each goes. castable: parameters that autocast
+    casts before each use. Changes nothing."""
+    whole = [config.stage < 3 or plan.persistent for plan in plans]
+    ways = _Ways(config.codes if world_size > 1 else None, castable)
+    parts = [
+        _partition(plan, config, _STILL if resident else ways, param_group_of)
+        for plan, resident in zip(plans, whole, strict=True)
+    ]
+    candidates = [
+        _candidate(kind, named, config, world_size, resident)
+        for groups, resident in zip(parts, whole, strict=True)
+        for kind, named in groups.items()
+    ]
+    placed = zip(candidates, planner.place(candidates), strict=True)
+    return [
+        UnitDraft(plan, resident, tuple(_draft(*group, *next(placed)) for group in groups.items()))
+        for plan, resident, groups in zip(plans, whole, parts, strict=True)
+    ]
+
+
+def _draft(kind: GroupKind, named: list[Named], candidate: Candidate, placement: Placement) -> GroupDraft:
+    return GroupDraft(tuple(named), kind, candidate.shard_numel, placement)
+
+
+def reserve_disk(
+    drafts: Sequence[UnitDraft], config: Config, stores: Stores, communicator: Communicator
+) -> None:
+    """Collective. Take the space of all state on disk. Raises OffloadError, on every rank, where one of them
+    finds none."""
+    policy = GradientPolicy.of(config, communicator.group.size)
+    nbytes = sum(
+        stores.disk_bytes(g.shard_numel, g.kind.dtype, g.placement, policy.slice_dtype(g.kind.dtype))
+        for draft in drafts
+        for g in draft.groups
+    )
+    if nbytes:
+        with communicator.postponing():
+            stores.reserve(nbytes)
+        communicator.agree()
+
+
+def target_dtype(parameter: nn.Parameter, config: Config) -> torch.dtype:
+    """What the parameter is to have."""
+    return config.dtype if config.dtype and parameter.is_floating_point() else parameter.dtype
+
+
+def _candidate(
+    kind: GroupKind, named: Sequence[Named], config: Config, world_size: int, resident: bool
+) -> Candidate:
+    specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
+    shards, item = world_size if config.stage > 0 else 1, kind.dtype.itemsize
+    numel = layout.plan(specs, shards, item, block_of(kind.travel.codes)).shard_numel
+    gradient = GradientPolicy.of(config, world_size).slice_dtype(kind.dtype)
+    return Candidate(numel, item, gradient.itemsize, kind.trainable, resident)
+
+
+def _partition(
+    plan: UnitPlan,
+    config: Config,
+    ways: _Ways,
+    param_group_of: dict[nn.Parameter, int],
+) -> dict[GroupKind, list[Named]]:
+    """Parameters by kind, each list ordered by param group so that runs are long."""
+    groups: dict[GroupKind, list[Named]] = {}
+    for name, parameter in plan.parameters:
+        dtype = target_dtype(parameter, config)
+        kind = GroupKind(dtype, parameter.requires_grad, ways.of(parameter, dtype))
+        groups.setdefault(kind, []).append((name, parameter))
+    last = max(param_group_of.values()) + 1  # parameters the optimizer does not know come last
+    for named in groups.values():
+        named.sort(key=lambda item: param_group_of.get(item[1], last))
+    return groups

@@ -1,0 +1,109 @@
+"""`zero.initialize`: everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.optim import Optimizer
+
+import accelz
+from zero.communication.communicator import Communicator
+from zero.communication.job import join
+from zero.compiled.split import split_by_use
+from zero.config import Config
+from zero.engine import Engine
+from zero.errors import ConfigError
+from zero.optimizer.kernel_rules import rule_for
+from zero.optimizer.sharded_optimizer import check_optimizer
+from zero.pretrained import keep_promises
+from zero.setup.build import build_units
+from zero.setup.checks import check_dtypes, check_equal, check_model
+from zero.setup.drafts import draft_units, reserve_disk
+from zero.setup.offload_fit import check_offload
+from zero.sharding.autocast import cast_before_use
+from zero.sharding.guard import ANEW, abandon
+from zero.sharding.units import find_units
+from zero.sharding.whole import spread_buffer
+from zero.tiers.placement import Planner
+from zero.tiers.room import OutOfMemoryError, room_for
+from zero.tiers.stores import Stores
+
+_engines = itertools.count()
+
+
+def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = None) -> Engine:
+    """Shard `model` and `optimizer` over the ranks of the job and return the engine that trains them.
+
+    The job is what torchrun's environment says, or an initialised default process group, or one rank.
+    The model may be on the host or on the device; rank 0's values win. Both objects keep their identity,
+    so schedulers and references to modules and parameters stay valid; the optimizer's param_groups then
+    hold this rank's slices.
+
+    Raises ConfigError, ModelError or OptimizerError, RankMismatchError where ranks bring different models or
+    tiers, and OffloadError where a rank finds no place on its disk, before anything is changed. After
+    OutOfMemoryError, CommunicationError, and CheckpointError where pretrained weights cannot be read any
+    more, model and optimizer have to be built anew.
+    """
+    config = Config() if config is None else config
+    if not isinstance(config, Config):
+        raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
+    check_model(model)
+    accelerator = accelz.current()
+    check_dtypes(model, config, accelerator)
+    plans = find_units(model, config.units, config.persistent_below)
+    if config.compiling is not None and config.stage == 3:
+        plans = split_by_use(plans)
+    castable = cast_before_use(model, config)
+    param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
+    values = check_offload(model, optimizer, config, accelerator.device)
+
+    group, control = join(accelerator, config.timeout)
+    communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
+    check_equal(plans, config, communicator, param_group_of, castable)
+    stores = _make_stores(optimizer, config, accelerator)
+    planner = Planner(config.tiers, values, stores.resolve, divisible=rule_for(optimizer) is not None)
+    drafts = draft_units(plans, config, planner, group.size, param_group_of, castable)
+    planner.warn_of_shortfalls()
+    reserve_disk(drafts, config, stores, communicator)
+    _move_buffers(model, config, accelerator, communicator)
+    with _taking_over(model):
+        units = build_units(drafts, config, stores, communicator)
+        keep_promises(model, units, communicator)
+        return Engine(model, optimizer, config, stores, communicator, units, param_group_of)
+
+
+@contextmanager
+def _taking_over(model: nn.Module) -> Iterator[None]:
+    """Around all that changes parameters. Half-way some have values on other ranks only, or none: after an
+    error they say so whenever they are used."""
+    try:
+        yield
+    except BaseException as error:
+        abandon(model.named_parameters())
+        if isinstance(error, OutOfMemoryError):
+            raise OutOfMemoryError(f"{error}. The model is in pieces now: {ANEW}") from error
+        raise
+
+
+def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:
+    rule = rule_for(optimizer)
+    tiers, moments = config.tiers, len(rule.moments) if rule else 0
+    return Stores(accelerator, moments, tiers.folder, tiers.compact, visits=tiers.step == "device")
+
+
+def _move_buffers(
+    model: nn.Module, config: Config, accelerator: accelz.Accelerator, communicator: Communicator
+) -> None:
+    """Buffers go to the device whole, with rank 0's values."""
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            cast = config.dtype if config.cast_buffers and buffer.is_floating_point() else None
+            what = f"buffer {module_name}.{name}"
+            with room_for(accelerator, f"for {what}", None, buffer.nbytes):
+                module._buffers[name] = buffer.to(accelerator.device, cast)
+                spread_buffer(communicator, what, module._buffers[name])

@@ -1,0 +1,319 @@
+"""Parameters of one unit that have one dtype, travel alike, and are all trainable or frozen: one flat buffer.
+
+Glossary
+--------
+home        the flat buffer in the parameters' own dtype.
+cast buffer a flat buffer for another form of the values: in autocast's dtype, where it casts them before each
+            use, or rounded by a gather in 8 bits.
+shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). Where the whole
+            buffer stays (stages 0 to 2, one rank, persistent units, ranks with memory in common) it is a
+            view of `home`. With offloaded parameters it is on the host, or on disk.
+private     a copy of `home` for a `zero.gathered` block: where that is common and the block may write, or
+            where a forward under way computes with another buffer, and `home` goes before its backward.
+master      fp32 values of the shard, what the optimizer updates. For fp32 groups it *is* the shard
+            where both are in the same memory.
+record      the master and the optimizer's moments, wherever they are: of each sub-group one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from accelz.accelerator import Accelerator
+from accelz.collectives import Group
+from accelz.flat_buffer import FlatBuffer, dense_stride
+from zero.communication.communicator import Communicator, NamedHandle
+from zero.communication.quantised import Quantised, block_of
+from zero.sharding import layout
+from zero.sharding.cast import OWN, UNCHANGED, Cast, Travel
+from zero.sharding.layout import ParameterSpec
+from zero.sharding.shard_source import ShardSource
+from zero.sharding.sub_group import SubGroup, sub_groups
+from zero.tiers.joined import joined
+from zero.tiers.placement import Placement
+from zero.tiers.record import Record
+from zero.tiers.room import allocate
+from zero.tiers.stores import Stores
+from zero.tiers.swap_file import Section
+from zero.tiers.trace import Held
+from zero.tiers.values import Values
+
+
+class FlatGroup:
+    """Flattens its parameters when built; `settle()` then leaves the shard, or shard and whole.
+
+    unit: its name. parameters keep their identity; `dtype` is what they are cast to. shards: slices the
+    buffer is cut in (1: replicated). shard: which one this rank owns. placement: where its state goes.
+    travel: what the values may become on their way.
+    """
+
+    def __init__(
+        self,
+        stores: Stores,
+        placement: Placement,
+        unit: str,
+        named: Sequence[tuple[str, nn.Parameter]],
+        dtype: torch.dtype,
+        shards: int,
+        shard: int,
+        travel: Travel = UNCHANGED,
+    ) -> None:
+        self.unit = unit
+        self.names = tuple(name for name, _ in named)
+        self.parameters = tuple(parameter for _, parameter in named)
+        self.dtype = dtype
+        self.trainable = self.parameters[0].requires_grad
+        specs = [ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel()) for name, p in named]
+        self.layout = layout.plan(specs, shards, dtype.itemsize, block_of(travel.codes))
+        self.window = self.layout.shard_slice(shard)
+        self.pieces = self.layout.pieces(shard)
+        self.placement = placement
+        self.subs = tuple(sub_groups(placement))
+        self._stores = stores
+        self._accelerator: Accelerator = stores.accelerator
+        self.travel = travel
+        self._cast_buffers: dict[Cast, FlatBuffer] = {}
+        self._travelling: dict[Cast, Quantised] = {}
+        self._private: FlatBuffer | None = None
+        # Masters start from the values as they were given, not from their 16-bit rounding.
+        wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
+        self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
+            self.parameters, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
+        )
+        self.source = ShardSource(stores, unit, self.home.data[self.window])
+        self.shard = self.source.shard
+
+    @property
+    def shards(self) -> int:
+        return self.layout.shards
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether anything of it is."""
+        tiers = (self.placement.params, self.placement.gradients, *(sub.tier for sub in self.subs))
+        return "disk" in tiers
+
+    @property
+    def shard(self) -> Values:
+        return self.source.shard
+
+    @shard.setter
+    def shard(self, values: Values) -> None:
+        self.source.shard = values
+        for sub in self.subs:
+            sub.follow(values)
+
+    @property
+    def master(self) -> Values | None:
+        """None of a frozen group; where the shard serves as it, the shard, in parts that count changes."""
+        return joined([sub.kept.master for sub in self.subs]) if self.subs else None
+
+    @property
+    def widest(self) -> Values:
+        """The most precise values there are: the master's, or a frozen group's own."""
+        master = self.master
+        return self.shard if master is None else master
+
+    def settle(self, whole: bool, ranks: Group) -> None:
+        """After the values are final: make the master, take on `dtype`, keep the whole buffer or part with
+        it. ranks: those that the shards are spread over."""
+        for sub in self.subs:
+            if not self._will_serve(sub):
+                self._make_record(sub)
+        if self.home.data.dtype is not self.dtype:
+            self._narrow()
+        if not whole:
+            self._part_with_whole(ranks)
+        for sub in self.subs:
+            if sub.record is None:
+                sub.record = Record(sub.tier, sub.shard)
+
+    def _will_serve(self, sub: SubGroup) -> bool:
+        """Whether the shard is to be the master of a sub-group."""
+        params = self.placement.params
+        together = sub.tier == params != "disk" or (sub.visits and params == "device")
+        return self.dtype.itemsize >= 4 and together
+
+    def _make_record(self, sub: SubGroup) -> None:
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        upper = (lambda: sub.shard) if self.dtype is torch.bfloat16 else None
+        sub.record = self._stores.record(self._mine[sub.window], dtype, sub.tier, upper)
+
+    def park(self) -> None:
+        """Keep the shard on the host and give all memory of the device back, until `unpark`."""
+        shard = self.source.resting
+        if shard is not None and self._stores.resolve("host") == "host":
+            self.shard = self._stores.keep(shard, "host")
+            self.home.release()
+
+    def unpark(self, whole: bool) -> None:
+        """Back to where the placement says. whole: into the whole buffer, of which the rest is stale then."""
+        if self.placement.params != "device" or not isinstance(self.shard, Tensor):
+            return
+        if whole and not self.home.materialized:
+            allocate(self._stores, "to reload", self.unit, self.home.nbytes, self.home.materialize)
+            self.shard = self._mine.copy_(self.shard)
+        elif not whole:
+            self.shard = self.shard.to(self._accelerator.device)
+
+    @property
+    def _mine(self) -> Tensor:
+        return self.home.data[self.window]
+
+    def _part_with_whole(self, ranks: Group) -> None:
+        """Leave the whole buffer to all ranks in common, or nothing of it but the shard."""
+        tier = self.placement.params
+        here = tier == "device" and self.travel.codes is None  # codes are not what the shards hold
+        common = self._accelerator.flat_buffers.share(self.home, ranks) if here else None
+        if common is not None:
+            self.home = common
+            self.shard = common.data[self.window]
+            return
+        self.shard = self._mine.clone() if tier == "device" else self._stores.keep(self._mine, tier)
+        self.home.release()
+
+    def _narrow(self) -> None:
+        wide, self.home = self.home, self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
+        self.home.materialize()
+        self._accelerator.kernels.scale_cast(self.home.data, wide.data)
+        self.home.bind()
+        wide.release()
+        self.shard = self.home.data[self.window]
+
+    @property
+    def whole(self) -> Tensor:
+        """The gathered values in the parameters' own dtype, shape (layout.numel,)."""
+        return (self._private or self.home).data
+
+    def held(self) -> Held:
+        """Bytes of the device in use for the group."""
+        buffers = [self.home, *self._cast_buffers.values(), *([self._private] if self._private else [])]
+        whole = sum(b.nbytes for b in buffers if b.materialized)
+        whole += sum(quantised.nbytes for quantised in self._travelling.values())
+        device = self._accelerator.device
+        records = (sub for sub in self.subs if sub.record is not None)
+        record = sum(sub.kept.bytes_on(device, sub.shard) for sub in records)
+        shard = self.source.resting
+        if shard is None:
+            return Held(parameters=self.source.brought_bytes, gathered=whole, optimizer=record)
+        if shard.untyped_storage().data_ptr() == self.home.data.untyped_storage().data_ptr():
+            return Held(parameters=self.home.nbytes, gathered=whole - self.home.nbytes, optimizer=record)
+        return Held(parameters=shard.nbytes, gathered=whole, optimizer=record)
+
+    def isolate(self, beside: Cast) -> None:
+        """Let the gathered parameters be this rank's own: no write to them reaches another rank, and what is
+        computed with them beside a forward in another form does not go with `home` before its backward."""
+        if self._private is None and (self.home.common or self.form(beside) != OWN):
+            self._private = allocate(self._stores, "to show", self.unit, self.home.nbytes, self._copy)
+            self._private.bind()
+
+    def _copy(self) -> FlatBuffer:
+        copy = self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
+        copy.materialize()
+        copy.data.copy_(self.home.data)
+        return copy
+
+    def rejoin(self, bound: Cast) -> None:
+        """End isolate(), where the parameters are bound to what `bound` is gathered in."""
+        if self._private is not None:
+            self._private = None
+            self.bind(bound)
+
+    def buffer(self, cast: Cast) -> FlatBuffer:
+        """The buffer to gather into: `home` for the values as they are, else a cast buffer."""
+        form = self.form(cast)
+        if form == OWN:
+            return self.home
+        if form not in self._cast_buffers:
+            dtype = form.dtype or self.dtype
+            self._cast_buffers[form] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
+        return self._cast_buffers[form]
+
+    def nbytes(self, cast: Cast) -> int:
+        """Bytes of the buffer to gather into."""
+        return self.layout.numel * (self.form(cast).dtype or self.dtype).itemsize
+
+    def release(self, cast: Cast) -> None:
+        """Drop the bytes of `buffer`. One that there has never been is not made for it: out of memory may be
+        why."""
+        form = self.form(cast)
+        self._travelling.pop(form, None)
+        buffer = self.home if form == OWN else self._cast_buffers.get(form)
+        if buffer is not None:
+            buffer.release()
+
+    def form(self, cast: Cast) -> Cast:
+        """What of a unit's cast applies to this group; each form has its buffer."""
+        return self.travel.form(cast, self.dtype)
+
+    def start_gather(self, communicator: Communicator, cast: Cast) -> list[NamedHandle]:
+        """Begin to fill the buffer from all ranks' shards; what is to be waited for before `finish_gather`.
+
+        Values are cast, or rounded to codes, before anything travels. Nothing does where nobody else has a
+        shard.
+        """
+        form = self.form(cast)
+        if form.codes is not None:
+            return self._start_quantised(communicator, form, form.codes)
+        buffer = self._open(form)
+        shard = buffer.data[self.window]
+        with communicator.postponing() if communicator.in_pass else nullcontext():
+            shard = self._mine_in(buffer)
+        return [] if self.shards == 1 else [communicator.all_gather(self.unit, buffer.data, shard)]
+
+    def _start_quantised(
+        self, communicator: Communicator, form: Cast, codes: torch.dtype
+    ) -> list[NamedHandle]:
+        numel = self.layout.numel
+        make = partial(Quantised, numel, codes, self._accelerator.device)
+        whole = allocate(self._stores, "to gather", self.unit, Quantised.nbytes_of(numel), make)
+        self._travelling[form] = whole
+        postponing = communicator.postponing() if communicator.in_pass else nullcontext()
+        with postponing, self.source.on_device() as shard:
+            whole.put(self._accelerator.kernels, self.window, shard)
+        return whole.all_gather(communicator, self.unit, self.window)
+
+    def finish_gather(self, cast: Cast) -> None:
+        """Values out of what has travelled in codes. The gather has been waited for."""
+        form = self.form(cast)
+        if form in self._travelling:
+            self._travelling[form].unpack(self._accelerator.kernels, self._open(form).data)
+            del self._travelling[form]
+
+    def _open(self, form: Cast) -> FlatBuffer:
+        def materialized() -> FlatBuffer:
+            buffer = self.buffer(form)
+            buffer.materialize()
+            return buffer
+
+        return allocate(self._stores, "to gather", self.unit, self.nbytes(form), materialized)
+
+    def _mine_in(self, buffer: FlatBuffer) -> Tensor:
+        """This rank's slice as it goes into `buffer`: the shard itself where it fits, else put there."""
+        mine = buffer.data[self.window]
+        if buffer is not self.home:
+            with self.source.on_device() as shard:
+                self._accelerator.kernels.scale_cast(mine, shard)
+            return mine
+        with self.source.in_memory() as shard:
+            if shard.device == mine.device and self.shards > 1 and not isinstance(self.shard, Section):
+                return shard
+            mine.copy_(shard, non_blocking=True)
+        return mine
+
+    def bind(self, cast: Cast) -> None:
+        """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""
+        self._readable(cast).bind()
+
+    def values(self, cast: Cast) -> tuple[Tensor, ...]:
+        """What `bind` would make of the parameters, in their order."""
+        return self._readable(cast).views
+
+    def _readable(self, cast: Cast) -> FlatBuffer:
+        buffer = self.buffer(cast)
+        return self._private if self._private and buffer is self.home else buffer

@@ -1,0 +1,71 @@
+"""In what order units are needed, as a hint for gathering, and for reading from disk, ahead.
+
+The order of the last forward (and backward) is remembered, separately for training and evaluation. A
+model that takes another path finds no matching hint and is served on demand; nothing asserts on a trace.
+Since ranks run the same modules in the same order, they prefetch the same units.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from zero.sharding.cast import Cast
+from zero.sharding.sharded_unit import ShardedUnit, State
+from zero.tiers.read_ahead import DEPTH, ReadAhead
+
+Event = tuple[int, Cast]  # by unit index
+
+
+class Schedule:
+    """ahead: how many units to gather before they are needed. disk: where shards are on disk; those that
+    follow are read before they are gathered, as many as it has room for."""
+
+    def __init__(self, units: list[ShardedUnit], ahead: int, disk: ReadAhead | None = None) -> None:
+        self._units = units
+        self._ahead = ahead
+        self._disk = disk
+        self._records: dict[bool, list[Event]] = {}
+        self._record: list[Event] = []
+        self._current: list[Event] = []
+        self._cursor = 0
+        self._training = False
+
+    def begin(self, training: bool) -> None:
+        """A forward of the whole model starts; training: with gradients, so a backward may follow."""
+        self._records[self._training] = self._current
+        self._training = training
+        self._record = self._records.get(training, [])
+        self._current = []
+        self._cursor = 0
+        if self._disk is not None:
+            self._disk.clear()
+
+    def acquire(self, unit: ShardedUnit, cast: Cast) -> None:
+        """Gather `unit` and start on the units that were needed after it last time."""
+        if unit.resident:
+            return
+        self._advance((unit.index, cast))
+        unit.gather(cast)
+        for index, later in self._upcoming(self._ahead):
+            self._units[index].start_gather(later)
+        if self._disk is not None:
+            self._read_ahead()
+
+    def needed_soon(self, unit: ShardedUnit) -> bool:
+        """Whether `unit` would be gathered again at once if it were released now."""
+        return any(index == unit.index for index, _ in self._upcoming(1 + self._ahead))
+
+    def _advance(self, event: Event) -> None:
+        self._current.append(event)
+        with suppress(ValueError):  # another path than last time: no hint until a known event comes
+            self._cursor = self._record.index(event, self._cursor) + 1
+
+    def _read_ahead(self) -> None:
+        for index, cast in self._upcoming(self._ahead + DEPTH)[self._ahead :]:
+            unit = self._units[index]
+            will_be_gathered = unit.state(cast) is State.SHARDED or not self.needed_soon(unit)
+            if will_be_gathered and not all(group.source.start_read() for group in unit.groups):
+                return
+
+    def _upcoming(self, count: int) -> list[Event]:
+        return self._record[self._cursor : self._cursor + count]

@@ -1,0 +1,94 @@
+"""A rank's shard on its way into a gather: from the device, the host or the disk, ahead or on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from accelz.streams import Event
+from zero.tiers.room import allocate
+from zero.tiers.stores import Stores
+from zero.tiers.swap_file import Section
+from zero.tiers.values import Values
+
+
+class ShardSource:
+    """shard: the values, wherever they are. unit: whose they are, for errors."""
+
+    def __init__(self, stores: Stores, unit: str, shard: Values) -> None:
+        self.shard = shard
+        self._unit = unit
+        self._stores = stores
+        self._device = stores.accelerator.device
+        self._streams = stores.accelerator.streams
+        self._brought: tuple[Tensor, Event] | None = None  # the shard on the device, from when on
+        self._read: Event | None = None  # the device's last copy from a shard on the host
+
+    @property
+    def resting(self) -> Tensor | None:
+        """The shard where it rests on the device; None elsewhere."""
+        at_home = isinstance(self.shard, Tensor) and self.shard.device == self._device
+        return self.shard if at_home and isinstance(self.shard, Tensor) else None
+
+    @property
+    def brought_bytes(self) -> int:
+        """Of the device, for a shard that rests elsewhere."""
+        return 0 if self._brought is None else self._brought[0].nbytes
+
+    @contextmanager
+    def in_memory(self) -> Iterator[Tensor]:
+        """The shard to be copied from in the block, on the device or the host. On an asynchronous device the
+        copy may come later; see `await_reads`."""
+        if isinstance(self.shard, Section):
+            with self._stores.read_ahead.use(self.shard) as shard:
+                yield shard
+        elif self._brought is not None:
+            near, there = self._brought
+            self._streams.current().wait(there)
+            yield near
+        else:
+            assert isinstance(self.shard, Tensor)
+            try:
+                yield self.shard
+            finally:
+                if self.shard.device != self._device:
+                    self._read = self._streams.current().record()
+
+    @contextmanager
+    def on_device(self) -> Iterator[Tensor]:
+        """`in_memory`, moved to the device where it is not there."""
+        with self.in_memory() as shard:
+            move = partial(shard.to, self._device, non_blocking=True)
+            yield allocate(self._stores, "to gather", self._unit, shard.nbytes, move)
+
+    def start_read(self) -> bool:
+        """Begin to read a shard that is on disk; False where as much as may be has been read ahead."""
+        return not isinstance(self.shard, Section) or self._stores.read_ahead.begin(self.shard)
+
+    def bring(self) -> None:
+        """Begin to move a shard that is away towards the device, for a gather; ends with `take_back`."""
+        shard = self.shard
+        if isinstance(shard, Section):
+            self.start_read()
+        elif isinstance(shard, Tensor) and shard.device != self._device and self._brought is None:
+            make = partial(torch.empty_like, shard, device=self._device)
+            near = allocate(self._stores, "for the shard of", self._unit, shard.nbytes, make)
+            self._read = self._stores.carrier.send(shard, near)
+            self._brought = near, self._read
+
+    def take_back(self) -> None:
+        """The device need not have the shard any more: its gather is done, or the weights change."""
+        if self._brought is not None:
+            self._streams.current().wait(self._brought[1])
+            self._brought = None
+
+    def await_reads(self) -> None:
+        """Return once the device has read what it was to read of a shard on the host: that may be written to
+        then."""
+        if self._read is not None:
+            self._read.synchronize()
+            self._read = None

@@ -1,0 +1,283 @@
+"""A unit's life: SHARDED -> GATHERING -> GATHERED -> SHARDED, once per dtype it is needed in.
+
+A unit is gathered in a *cast*: in the parameters' own dtypes, or an autocast dtype for fp32 groups, exact
+or through 8 bits. Nearly always one cast is alive; two may be when forwards under different autocast
+settings await one backward, because autograd has saved views of both buffers, or when `zero.gathered` shows
+exact values of a unit that computes with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from itertools import chain
+
+import torch
+from torch import nn
+
+from zero.communication.communicator import Communicator, NamedHandle
+from zero.sharding.cast import OWN, Cast
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.guard import guard, unguard
+
+
+class State(Enum):
+    """What each state holds, in bytes per rank, for a buffer of B bytes over W ranks.
+
+    Where the ranks have memory in common it is B for all of them together, in every state.
+    """
+
+    SHARDED = "B/W: the shard"
+    GATHERING = "B/W + B: the shard, and the whole buffer being filled"
+    GATHERED = "B/W + B: the shard, and the whole buffer with the parameters as its views"
+
+
+class ShardedUnit:
+    """The flat groups that are gathered and released together.
+
+    resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
+    holds: users that need the unit gathered now: a forward under way, or a `zero.gathered` block.
+    calls_in_backward: forward calls whose backward has begun and is not over.
+    persistent: casts whose buffers a release leaves alone, until the weights change.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        anchors: Sequence[nn.Module],
+        groups: Sequence[FlatGroup],
+        communicator: Communicator,
+        resident: bool,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.anchors = tuple(anchors)
+        self.groups = tuple(groups)
+        self.resident = resident
+        self.holds = 0
+        self.calls_in_backward: set[object] = set()
+        self.persistent: set[Cast] = set()
+        self._communicator = communicator
+        self._classes = {p: type(p) for g in groups for p in g.parameters}
+        self._pending: dict[Cast, list[list[NamedHandle]]] = {}  # of each group that has begun
+        self._gathered: set[Cast] = set()
+        self._stale = False  # the weights have changed: nothing gathered before may stay
+        self._bound = OWN
+        self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
+        self._codes = next((group.travel.codes for group in groups if group.travel.codes), None)
+
+    @property
+    def common(self) -> bool:
+        """Whether a rank's shard is part of memory that other ranks read."""
+        return any(group.home.common for group in self.groups)
+
+    @property
+    def shown(self) -> bool:
+        """Inside `show_exact`."""
+        return bool(self._shown_before)
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.holds or self.calls_in_backward)
+
+    def state(self, cast: Cast = OWN) -> State:
+        if self.resident or cast in self._gathered:
+            return State.GATHERED
+        return State.GATHERING if cast in self._pending else State.SHARDED
+
+    @property
+    def idle(self) -> bool:
+        """Nothing gathered or on its way."""
+        return not (self._pending or self._gathered)
+
+    def cast_for(self, dtype: torch.dtype | None, all: bool = False) -> Cast:
+        """The cast to compute in where autocast casts to `dtype` (None: it is off). all: whether every fp32
+        parameter is wanted in it. What is shown exact is computed with as well."""
+        castable = any(g.dtype is torch.float32 and (all or g.travel.narrows) for g in self.groups)
+        narrow = dtype if castable and dtype is not torch.float32 else None
+        return Cast(narrow, None if self.shown else self._codes, all and narrow is not None)
+
+    def start_gather(self, cast: Cast) -> None:
+        """Issue the gather unless it is done or under way; what a failure has kept from beginning, begins."""
+        if self.state(cast) is not State.GATHERED:
+            begun = self._pending.setdefault(cast, [])
+            for index in range(len(begun), len(self.groups)):
+                begun.append(self._begin(index, cast))
+
+    def _begin(self, index: int, cast: Cast) -> list[NamedHandle]:
+        """Begin a group's gather, or join that of another cast in which the group has the same form: there is
+        one buffer for it."""
+        group = self.groups[index]
+        form = group.form(cast)
+        for other, begun in self._pending.items():
+            if len(begun) > index and group.form(other) == form:
+                return begun[index]
+        if not self._stale and any(group.form(other) == form for other in self._gathered):
+            return []
+        return group.start_gather(self._communicator, cast)
+
+    def gather(self, cast: Cast) -> None:
+        """Make the parameters whole in `cast`, waiting for the gather if need be."""
+        if not self.resident:
+            self.complete(cast)
+            self._unguard()
+            self._bind(cast)
+
+    def complete(self, cast: Cast) -> None:
+        """Fill the buffers of `cast`, waiting for the gather if need be; the parameters may show others."""
+        if self.resident:
+            return
+        self.start_gather(cast)
+        if cast in self._pending:
+            self._finish(cast, self._pending[cast])
+            del self._pending[cast]
+            self._gathered.add(cast)
+
+    def _finish(self, cast: Cast, begun: list[list[NamedHandle]]) -> None:
+        for handle in chain.from_iterable(begun):
+            handle.wait()
+        for group in self.groups:
+            group.finish_gather(cast)
+
+    def renew(self) -> None:
+        """Weights have been written in a `show_exact` block: who computes with the unit goes on with them, as
+        soon as every rank has written. Collective."""
+        if self.holds > len(self._shown_before) or self.calls_in_backward:
+            for cast in tuple(self._pending):
+                self.complete(cast)
+            for cast in sorted(self._gathered, key=str):
+                self._finish(cast, [group.start_gather(self._communicator, cast) for group in self.groups])
+
+    def show_exact(self) -> None:
+        """Hold the unit, its parameters bound to exact values of this rank's own; ends with `end_show`."""
+        self.holds += 1
+        self._shown_before.append(self._bound)
+        self.gather(OWN)
+        for group in self.groups:
+            group.isolate(self._shown_before[-1])
+
+    def _show_again(self) -> None:
+        """Where nobody computes with the unit any more, it shows exact values if it is to."""
+        if self.shown and self.holds == len(self._shown_before) and OWN in self._gathered:
+            self._bind(OWN)
+
+    def end_show(self) -> None:
+        """End `show_exact`: who computes with the unit finds what was bound before. Release it then."""
+        self.holds -= 1
+        before = self._shown_before.pop()
+        if not self.shown:
+            for group in self.groups:
+                group.rejoin(self._bound)
+        if before in self._gathered:
+            self._bind(before)
+
+    def release(self) -> None:
+        """Drop every gathered buffer that is not to persist, unless somebody uses the unit."""
+        if self.resident or self.idle:
+            return
+        if self.in_use:
+            self._show_again()
+            return
+        if self._pending and self._communicator.failed:
+            return  # a transfer that cannot be waited for may still write: its buffer must stay
+        for begun in self._pending.values():
+            for handle in chain.from_iterable(begun):
+                handle.wait()
+        stay = set() if self._stale else self.persistent & self._gathered
+        for group in self.groups:
+            kept = {group.form(cast) for cast in stay}
+            for cast in (*self._pending, *self._gathered):
+                if group.form(cast) not in kept:
+                    group.release(cast)
+        self._pending.clear()
+        self._gathered = stay
+        self._stale = False
+        self._bind(OWN)
+        self._guard()
+
+    def invalidate(self) -> None:
+        """The weights change: drop what persists, at once or when the last user is done."""
+        self._stale = not self.idle
+        self.release()
+        self.take_back()
+
+    def begin_write(self) -> None:
+        """Before shards change: nothing gathered is to stay, and the device has read those on the host."""
+        self.invalidate()
+        for group in self.groups:
+            group.source.await_reads()
+
+    @property
+    def away(self) -> bool:
+        """Whether shards are not on the device."""
+        return any(group.placement.params != "device" for group in self.groups)
+
+    def bring(self) -> None:
+        """Begin to move shards that are away towards the device, for a gather; ends with `take_back`."""
+        if self.idle:
+            for group in self.groups:
+                group.source.bring()
+
+    def take_back(self) -> None:
+        """The device need not have the shards any more."""
+        for group in self.groups:
+            group.source.take_back()
+
+    def settle(self) -> None:
+        """From freshly flattened to resident, or to SHARDED, where only shards remain."""
+        for group in self.groups:
+            group.settle(self.resident, self._communicator.group)
+        if not self.resident:
+            self._guard()
+
+    def refresh(self) -> list[NamedHandle]:
+        """Begin to spread updated shards into the whole buffers of a resident unit."""
+        if not self.resident:
+            return []
+        begun = [g.start_gather(self._communicator, OWN) for g in self.groups if g.trainable and g.shards > 1]
+        return list(chain.from_iterable(begun))
+
+    def park(self) -> None:
+        """Give the device's memory back; see `Engine.offload_states`."""
+        for group in self.groups:
+            group.park()
+        self._guard()
+
+    def unpark(self) -> list[NamedHandle]:
+        """End park(); handles of what the other ranks send."""
+        for group in self.groups:
+            group.unpark(whole=self.resident)
+        if not self.resident:
+            return []
+        self._unguard()
+        begun = [g.start_gather(self._communicator, OWN) for g in self.groups if g.shards > 1]
+        return list(chain.from_iterable(begun))
+
+    def abandon(self) -> None:
+        """Forget all users but `show_exact` blocks, and release: after an exception, or when a forward never
+        got its backward."""
+        self.holds = len(self._shown_before)
+        self.calls_in_backward.clear()
+        self.release()
+
+    def _bind(self, cast: Cast) -> None:
+        if cast != self._bound:
+            for group in self.groups:
+                group.bind(cast)
+            self._bound = cast
+
+    def expose(self) -> None:
+        """Let the parameters look like any others, whole or not: for a tracer, which reads no values."""
+        self._unguard()
+
+    def conceal(self) -> None:
+        """End `expose`."""
+        if not (self.resident or (self.in_use and self._bound in self._gathered)):
+            self._guard()
+
+    def _guard(self) -> None:
+        guard(self._classes)
+
+    def _unguard(self) -> None:
+        unguard(self._classes.keys(), self._classes.values())

@@ -1,0 +1,191 @@
+"""When a unit is gathered and released: the hooks on its modules.
+
+forward     before: gather; after: release, unless backward needs the unit again at once.
+backward    begins when a gradient reaches an output of the unit's forward: gather. It is over when the
+            gradient of the forward's newest input is ready: autograd runs nodes newest first, so every
+            node made after that input has run by then. A call without such an input (the first module)
+            is over when all trainable parameters have their gradients, or with the whole backward.
+
+Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.sharding import autocast
+from zero.sharding.cast import Cast
+from zero.sharding.copies import Uncopied
+from zero.sharding.schedule import Schedule
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.tensors import iter_tensors
+
+
+@dataclass
+class Phase:
+    """What the engine is doing. in_backward: inside Engine.backward. in_graph: inside a compiled forward of
+    the whole model, which gathers for itself. on_unit: told the name of each unit when it is used and when it
+    is done; None where nobody wants to know."""
+
+    in_backward: bool = False
+    in_graph: bool = False
+    on_unit: Callable[[str], None] | None = None
+
+    def mark(self, unit: str) -> None:
+        if self.on_unit is not None:
+            self.on_unit(unit)
+
+
+class UnitHooks(Uncopied):
+    """Hooks of one unit on its anchors (modules whose forward needs its parameters).
+
+    on_over(unit): called when the backward of all its calls is over.
+    """
+
+    def __init__(
+        self,
+        unit: ShardedUnit,
+        schedule: Schedule,
+        phase: Phase,
+        device_type: str,
+        on_over: Callable[[ShardedUnit], None],
+    ) -> None:
+        self._unit = unit
+        self._schedule = schedule
+        self._phase = phase
+        self._device_type = device_type
+        self._depth = 0  # anchors being called, one inside another
+        self._call: _Call | None = None
+        self._awaited: set[_Call] = set()  # calls whose backward may come
+        self._on_over = on_over
+        # Here and not as decorators: dynamo takes seconds to import, which only engines need.
+        self._enter = torch.compiler.disable(self._gather_before)
+        self._leave = torch.compiler.disable(self._release_after)
+        for anchor in unit.anchors:
+            anchor.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+            anchor.register_forward_hook(self._after, always_call=True)
+
+    def reset(self) -> None:
+        """Forget calls under way: after a backward, or an exception."""
+        self._depth = 0
+        self._call = None
+        self._awaited.clear()
+
+    def gradients_complete(self) -> None:
+        """Every trainable parameter has its gradient: calls that no input tells the end of are over."""
+        open_ended = {c for c in self._unit.calls_in_backward if isinstance(c, _Call) and not c.has_input}
+        self._unit.calls_in_backward -= open_ended
+        if open_ended:  # else whoever gathered it releases it: a call at its end, or a graph
+            self._unit.release()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._phase.in_graph:
+            self._enter(args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._phase.in_graph:
+            self._leave(output)
+
+    def _gather_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        self._unit.holds += 1
+        if self._depth > 1:
+            return
+        cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
+        self._schedule.acquire(self._unit, cast)
+        self._phase.mark(self._unit.name)
+        self._call = None
+        if torch.is_grad_enabled():
+            newest = _newest_input((args, kwargs))
+            self._call = _Call(self._unit, self._schedule, self._phase, cast, has_input=newest is not None)
+            if newest is not None:
+                _when_ready(newest, partial(self._end, self._call))
+
+    def _release_after(self, output: Any) -> None:
+        if self._depth == 0:
+            return  # reset by an exception further out
+        self._depth -= 1
+        self._unit.holds -= 1
+        if self._depth:
+            return
+        self._phase.mark(self._unit.name)
+        call, self._call = self._call, None
+        needed = call is not None and call.watch(output)
+        if call is not None and needed and not self._phase.in_backward:
+            self._awaited.add(call)
+        if not (needed and (self._phase.in_backward or self._schedule.needed_soon(self._unit))):
+            self._unit.release()
+
+    def _end(self, call: _Call) -> None:
+        """The gradient of the call's newest input is ready: its backward is over."""
+        self._awaited.discard(call)
+        self._phase.mark(self._unit.name)
+        if call in self._unit.calls_in_backward:
+            self._unit.calls_in_backward.discard(call)
+            if not self._awaited:
+                self._on_over(self._unit)
+            self._unit.release()
+
+
+class _Call:
+    """One forward call of a unit, as its backward will see it."""
+
+    def __init__(
+        self,
+        unit: ShardedUnit,
+        schedule: Schedule,
+        phase: Phase,
+        cast: Cast,
+        has_input: bool,
+    ) -> None:
+        self.has_input = has_input
+        self._unit = unit
+        self._schedule = schedule
+        self._phase = phase
+        self._cast = cast
+
+    def watch(self, output: Any) -> bool:
+        """Hook the outputs that gradients can reach; whether there are any."""
+        tensors = [t for t in iter_tensors(output) if t.grad_fn is not None]
+        for tensor in tensors:
+            _when_ready(tensor, self.begin)
+        return bool(tensors)
+
+    def begin(self) -> None:
+        if self not in self._unit.calls_in_backward:
+            self._unit.calls_in_backward.add(self)
+            self._schedule.acquire(self._unit, self._cast)
+            self._phase.mark(self._unit.name)
+
+
+_CALLS = "_zero_when_ready"  # on a tensor: what to call when its gradient is ready, in order
+
+
+def _when_ready(tensor: Tensor, call: Callable[[], None]) -> None:
+    """Run `call` when the tensor's gradient is ready, before its producer's backward; the last one first.
+
+    One unit's output is often the next unit's input: the later unit's backward must be over, its
+    reduction issued and its bytes gone, before the earlier one is gathered.
+    """
+    calls: list[Callable[[], None]] | None = tensor.__dict__.get(_CALLS)
+    if calls is None:
+        calls = tensor.__dict__[_CALLS] = []
+        tensor.register_hook(partial(_run, calls))
+    calls.insert(0, call)
+
+
+def _run(calls: list[Callable[[], None]], gradient: Tensor) -> None:
+    for call in tuple(calls):
+        call()
+
+
+def _newest_input(inputs: Any) -> Tensor | None:
+    """The input whose producer is the last one made; leaves have no producer and tell nothing."""
+    candidates = [t for t in iter_tensors(inputs) if t.grad_fn is not None]
+    return max(candidates, key=lambda t: t.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]

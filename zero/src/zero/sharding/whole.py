@@ -1,0 +1,201 @@
+"""Whole tensors out of shards and back, by parameter name.
+
+Everything here that takes or returns whole values is collective: every rank calls it, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero.communication.communicator import Communicator
+from zero.errors import StateError
+from zero.sharding.copies import Uncopied
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.tiers.values import Values, fetch, put
+
+Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
+
+
+class WholeValues(Uncopied):
+    """The sharded units as a set of named parameters.
+
+    check(): raises where they cannot be gathered now. interrupt(): told that weights have changed by half.
+    """
+
+    def __init__(self, units: Sequence[ShardedUnit], communicator: Communicator) -> None:
+        self.check: Callable[[], None] = lambda: None
+        self.interrupt: Callable[[], None] = lambda: None
+        self.units = tuple(units)
+        self.communicator = communicator
+        self._places: dict[str, Place] = {
+            name: (unit, group, index)
+            for unit in units
+            for group in unit.groups
+            for index, name in enumerate(group.names)
+        }
+
+    @property
+    def is_source(self) -> bool:
+        """Whether this is rank 0, which reads and writes state for all."""
+        return self.communicator.group.rank == 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def locate(self, name: str) -> Place:
+        """Where a parameter lives; raises StateError for a name that is none."""
+        if name not in self._places:
+            raise StateError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
+        return self._places[name]
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around whatever gathers or changes values: a disk that fails on one rank is an OffloadError on all
+        of them, at the end."""
+        on_disk = any(group.on_disk for unit in self.units for group in unit.groups)
+        return self.communicator.together() if on_disk else nullcontext()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """`together`, around a change of weights: after an error they have changed by half."""
+        self.begin_write()
+        try:
+            with self.together():
+                yield
+        except BaseException:
+            self.interrupt()
+            raise
+
+    def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
+        """All ranks' slices put together, shape (layout.numel,), on the device. In a `together` block."""
+        shard = self._fetch(values, group.home.data.device)
+        if group.shards == 1:
+            return shard
+        full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
+        self.communicator.all_gather(unit.name, full, shard).wait()
+        return full
+
+    def _fetch(self, values: Values, device: torch.device) -> Tensor:
+        """The values on `device`; zeros where they cannot be read, which `together` tells."""
+        with self.communicator.postponing():
+            return fetch(values, device)
+        return torch.zeros(values.numel(), dtype=values.dtype, device=device)
+
+    def parameter(self, name: str, shard: Values) -> Tensor:
+        """One parameter's whole value, its own copy, from its group's `shard`."""
+        unit, group, index = self.locate(name)
+        with self.together():
+            return view_of(self.gather(unit, group, shard), group, index).clone()
+
+    def spread(
+        self,
+        unit: ShardedUnit,
+        group: FlatGroup,
+        dtype: torch.dtype,
+        values: Mapping[int, Tensor | None],
+    ) -> Tensor:
+        """Rank 0's whole values by parameter index, in a whole buffer on every rank's device."""
+        whole = torch.zeros(group.layout.numel, dtype=dtype, device=group.home.data.device)
+        if self.is_source:
+            for index, value in values.items():
+                assert value is not None
+                view_of(whole, group, index).copy_(value)
+        if self.communicator.group.size > 1:
+            self.communicator.broadcast(unit.name, whole, 0)
+        return whole
+
+    def spread_buffer(self, name: str, buffer: Tensor) -> None:
+        """Give every rank rank 0's values of a module buffer."""
+        spread_buffer(self.communicator, name, buffer)
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's JSON value, on every rank."""
+        return self.communicator.share(value)
+
+    def raise_together(self, problem: str) -> None:
+        """Raise StateError on every rank if rank 0 has a problem ("": none)."""
+        problem = self.share(problem)
+        if problem:
+            raise StateError(problem)
+
+    def begin_write(self) -> None:
+        """Before shards change: drop whole values that persist, and wait for who may still be reading shards:
+        the device those on the host, other ranks those in memory held in common."""
+        torch.clear_autocast_cache()  # in a block that goes on, what it has made of weights is old
+        for unit in self.units:
+            unit.begin_write()
+        if any(unit.common for unit in self.units):
+            self.communicator.fence("before a change of the weights")
+
+    def hold(self, names: Sequence[str]) -> None:
+        """Keep the units of these parameters gathered until unhold()."""
+        self.check()
+        held: list[ShardedUnit] = []
+        try:
+            with self.together():
+                for unit in self._units_of(names):
+                    held.append(unit)
+                    unit.show_exact()
+        except BaseException:
+            self._let_go(held)
+            raise
+
+    def unhold(self, names: Sequence[str]) -> None:
+        """End a hold()."""
+        self._let_go(self._units_of(names))
+
+    def _let_go(self, units: Sequence[ShardedUnit]) -> None:
+        for unit in units:
+            unit.end_show()
+            unit.release()
+
+    def write_back(self, names: Sequence[str], source: int) -> None:
+        """Spread held parameters' values from rank `source` into every rank's shards and masters."""
+        with self.changing():
+            for name in names:
+                unit, group, index = self.locate(name)
+                slot = group.layout.slots[index]
+                if self.communicator.group.size > 1:
+                    values = group.whole[slot.offset : slot.offset + slot.numel]
+                    self.communicator.broadcast(unit.name, values, source)
+                self.assign(group, index, group.whole)
+        with self.together():
+            for unit in self._units_of(names):
+                unit.renew()
+
+    def assign(self, group: FlatGroup, index: int, whole: Tensor) -> None:
+        """Take parameter `index` over from a whole buffer into this rank's shard and its master."""
+        with self.communicator.postponing():
+            _assign(group, index, whole)
+
+    def _units_of(self, names: Sequence[str]) -> list[ShardedUnit]:
+        return list(dict.fromkeys(self.locate(name)[0] for name in names))
+
+
+def view_of(whole: Tensor, group: FlatGroup, index: int) -> Tensor:
+    """Parameter `index` in a whole buffer, in its shape and strides."""
+    slot = group.layout.slots[index]
+    return whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset)
+
+
+def _assign(group: FlatGroup, index: int, whole: Tensor) -> None:
+    for piece in group.pieces:
+        if piece.index == index:
+            start = group.layout.slots[index].offset + piece.start
+            values = whole[start : start + piece.length]
+            put(group.shard, piece.shard_slice, values)
+            if group.master is not None and group.master is not group.shard:
+                put(group.master, piece.shard_slice, values)
+
+
+def spread_buffer(communicator: Communicator, name: str, buffer: Tensor) -> None:
+    """Give every rank rank 0's values of a module buffer."""
+    if communicator.group.size > 1 and buffer.numel():
+        flat = buffer.detach().reshape(-1)  # a copy where the buffer is not contiguous
+        communicator.broadcast(name, flat, 0)
+        buffer.detach().copy_(flat.view(buffer.shape))

@@ -1,0 +1,116 @@
+"""Which files a checkpoint of DeepSpeed's consists of, and the classes that it holds.
+
+    latest                                                        the tag's name
+    <tag>/mp_rank_00_model_states.pt                              stages 1, 2: names, shapes, 16-bit weights
+    <tag>/zero_pp_rank_{d}_mp_rank_00_model_states.pt             stage 3: names, shapes, frozen shards
+    <tag>/[bf16_]zero_pp_rank_{d}_mp_rank_00_optim_states.pt      the fp32 masters, flat
+
+A universal checkpoint has the same files of model states, `latest_universal` instead of `latest`, and instead
+of flat masters `zero/<parameter>/fp32.pt`. It may have the model states of stages 1, 2 and of stage 3.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from zero.errors import CheckpointError
+from zero.sources.inert_pickle import Kept
+
+_OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OTHER = re.compile(r"(?:expp_rank_|layer_).*\.pt")
+MASTERS = "zero"
+WHOLE_MODEL = "mp_rank_00_model_states.pt"  # of stages 1 and 2
+SHARDED_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"  # of stage 3, the first
+LATEST_UNIVERSAL = "latest_universal"
+
+
+class Stage(int):
+    """In place of ZeroStageEnum."""
+
+
+STAND_INS: dict[str, type] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Kept,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Kept,
+    "deepspeed.utils.tensor_fragment.fragment_address": Kept,
+}
+"""The classes that such checkpoints hold."""
+
+
+def find_sharded(path: Path) -> Path | None:
+    """The directory with the rank files that `path` means; None if it is none of DeepSpeed's.
+
+    Raises CheckpointError where `latest` names what is not there.
+    """
+    return _find(path, "latest", lambda tag: any(map(_OPTIMIZER.fullmatch, _names(tag))))
+
+
+def find_universal(path: Path) -> Path | None:
+    """The same for a universal checkpoint."""
+    return _find(path, LATEST_UNIVERSAL, lambda tag: bool(model_files(tag)) and (tag / MASTERS).is_dir())
+
+
+def optimizer_files(tag: Path) -> list[Path]:
+    """The files of optimizer states, by rank; raises CheckpointError for one that is missing."""
+    return _by_rank(tag, _OPTIMIZER, "optimizer")
+
+
+def model_files(tag: Path) -> list[Path]:
+    """The files of model states, by rank; raises CheckpointError for one that is missing."""
+    whole = tag / WHOLE_MODEL
+    if (tag / MASTERS).is_dir() and whole.is_file():
+        return [whole]
+    return _by_rank(tag, _MODEL, "model")
+
+
+def master_file(tag: Path, parameter: str) -> Path:
+    """The file with a parameter's masters in a universal checkpoint."""
+    path = tag / MASTERS / parameter / "fp32.pt"
+    if path.parent.parent != tag / MASTERS or parameter in ("", ".", ".."):
+        raise CheckpointError(f"{tag}: {parameter!r} cannot be the name of a parameter here")
+    return path
+
+
+def _find(path: Path, pointer: str, complete: Callable[[Path], bool]) -> Path | None:
+    if not path.is_dir():
+        return None
+    if complete(path):
+        return path
+    try:
+        tag = (path / pointer).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    if tag.startswith("{") or not tag:  # zero's own
+        return None
+    if Path(tag).name != tag:
+        raise CheckpointError(f"{path / pointer} names {tag!r}, which is no directory beside it")
+    if not complete(path / tag):
+        raise CheckpointError(f"{path / pointer} names {tag!r}, which is not there, or not complete")
+    return path / tag
+
+
+def _names(path: Path) -> list[str]:
+    return sorted(child.name for child in path.iterdir()) if path.is_dir() else []
+
+
+def _by_rank(tag: Path, pattern: re.Pattern[str], what: str) -> list[Path]:
+    found: dict[int, Path] = {}
+    for name in _names(tag):
+        if _OTHER.fullmatch(name):
+            raise CheckpointError(f"{tag / name} is of a job with pipeline stages or experts: not read")
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        if int(match[2]):
+            raise CheckpointError(f"{tag / name} is of a model-parallel job, which is not read")
+        rank = int(match[1] or 0)
+        if rank in found:
+            raise CheckpointError(f"{tag} has two files of rank {rank}: {found[rank].name} and {name}")
+        found[rank] = tag / name
+    missing = [rank for rank in range(max(found, default=0)) if rank not in found]
+    if missing:
+        raise CheckpointError(f"{tag} is not complete: the {what} states of rank {missing[0]} are missing")
+    return [found[rank] for rank in sorted(found)]

@@ -1,0 +1,173 @@
+"""What DeepSpeed's sharded and universal checkpoints have in common: the files of model states."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.sources.deepspeed_files import STAND_INS, model_files
+from zero.sources.inert_pickle import StoredTensor
+from zero.sources.record_source import RecordSource
+from zero.sources.source import Kind, TensorInfo
+from zero.sources.torch_file import TorchFile
+
+Shape = tuple[int, ...]
+
+
+class Values(NamedTuple):
+    """Elements `first` to `first + length` of a tensor in a file are a parameter's from `start` on."""
+
+    start: int
+    file: TorchFile
+    tensor: StoredTensor
+    first: int
+    length: int
+
+
+class DeepSpeedWeights(RecordSource):
+    """path: the directory with the files of model states. model_files: how many of them there are."""
+
+    @abstractmethod
+    def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[Values]]:
+        """Where the fp32 masters of all parameters are. groups: names and shapes of each group."""
+
+    @abstractmethod
+    def more_facts(self) -> dict[str, Any]:
+        """What there is to say besides what the model states do."""
+
+    def torch_file(self, path: Path) -> TorchFile:
+        """An open file of this checkpoint."""
+        file = TorchFile(path, STAND_INS)
+        self.add_file(file.path, file.records)
+        self._files.append(file)
+        return file
+
+    def describe(self) -> None:
+        self._files: list[TorchFile] = []
+        paths = model_files(self.path)
+        if not paths:
+            raise CheckpointError(f"{self.path} is not complete: it has no files of model states")
+        first = self.torch_file(paths[0])
+        if not isinstance(first.content, Mapping):
+            raise CorruptCheckpointError(f"{first.path} holds no model states")
+        self._sharded = paths[0].name.startswith("zero_pp_rank_")
+        self.model_files = len(paths)
+        self._module: Mapping[str, Any] = mapping(first, "module")
+        groups = _groups(first)
+        masters = self.masters(groups)
+        frozen = {n: _shape(first, n, shape) for n, shape in mapping(first, "frozen_param_shapes").items()}
+        more = paths[1:] if self._sharded and frozen else []
+        self._model = [first, *map(self.torch_file, more)]
+        self._lay_out({n: shape for group in groups for n, shape in group.items()}, masters, frozen)
+        self._tell(first)
+
+    def _lay_out(
+        self,
+        shapes: Mapping[str, Shape],
+        masters: Mapping[str, Sequence[Values]],
+        frozen: Mapping[str, Shape],
+    ) -> None:
+        first = self._model[0]
+        self._aliases = _aliases(first, {*shapes, *frozen, *self._module})
+        further = {alias for names in self._aliases.values() for alias in names}
+        buffers = set(first.content.get("buffer_names") or ())
+        self._infos: list[TensorInfo] = []
+        for name in dict.fromkeys([*self._module, *shapes, *frozen]):
+            if name in shapes:
+                dtype = masters[name][0].tensor.dtype if masters[name] else "F32"
+                self._add(name, shapes[name], dtype, "parameter", masters[name])
+            elif name in frozen:
+                self._add_frozen(name, frozen[name])
+            elif name not in further:
+                self._add_whole(name, "buffer" if name in buffers else "frozen")
+        self.tensors = tuple(self._infos)
+
+    def _add(self, name: str, shape: Shape, stored: str, kind: Kind, values: Iterable[Values]) -> None:
+        placeholder = self._module.get(name)
+        trained = placeholder.dtype if isinstance(placeholder, StoredTensor) else stored
+        aliases = tuple(self._aliases.get(name, ()))
+        self._infos.append(TensorInfo(name, shape, stored, trained, kind, aliases))
+        for start, file, tensor, first, length in values:
+            self.place(len(self._infos) - 1, start, file, tensor, first, length)
+
+    def _add_frozen(self, name: str, shape: Shape) -> None:
+        """A parameter that the optimizer does not have: whole, or at stage 3 a shard in each rank's file."""
+        parts = [(file, mapping(file, "frozen_param_fragments").get(name)) for file in self._model]
+        values: list[Values] = []
+        start, numel = 0, math.prod(shape)
+        for file, part in parts:
+            if not isinstance(part, StoredTensor) or (not self._sharded and part.shape != shape):
+                raise CorruptCheckpointError(f"{file.path} lacks its part of the frozen parameter {name!r}")
+            length = min(part.numel, numel - start)
+            values.append(Values(start, file, part, 0, length))
+            start += length
+        if start != numel:
+            raise CorruptCheckpointError(
+                f"{self.path}: the parts of {name!r} have {start} of {numel} elements"
+            )
+        self._add(name, shape, values[0].tensor.dtype, "frozen", values)
+
+    def _add_whole(self, name: str, kind: Kind) -> None:
+        """A buffer, or a frozen parameter that only the module's state has."""
+        value, file = self._module[name], self._model[0]
+        if not isinstance(value, StoredTensor):
+            self.left_out += (name,)
+        elif kind == "frozen" and self._sharded:
+            raise CorruptCheckpointError(f"{file.path} names {name!r} and does not say where its values are")
+        else:
+            whole = Values(0, file, value, 0, value.numel)
+            self._add(name, value.shape, value.dtype, kind, [whole])
+
+    def _tell(self, first: TorchFile) -> None:
+        status = [(file.path, file.path.stat()) for file in self._files]
+        sizes = sorted((str(path), s.st_size, s.st_mtime_ns) for path, s in status)
+        self.identity = f"deepspeed {sizes}"
+        summed = all(record.crc is not None for file in self._files for record in file.records)
+        self.facts = {
+            "steps": first.content.get("global_steps"),
+            **self.more_facts(),
+            "saved by": f"DeepSpeed {first.content.get('ds_version')}",
+            "files": len(sizes),
+            "bytes": sum(size for _, size, _ in sizes),
+            "checksums": "of each record" if summed else "none",
+        }
+
+
+def mapping(file: TorchFile, key: str) -> Mapping[str, Any]:
+    """A dict in a file's; empty where it is None or not there."""
+    value = file.content.get(key) if isinstance(file.content, Mapping) else None
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise CorruptCheckpointError(f"{file.path}: {key!r} is no dict of names, but {type(value).__name__}")
+    return value
+
+
+def _groups(file: TorchFile) -> list[dict[str, Shape]]:
+    """Names and shapes of the parameters of each group."""
+    groups = file.content.get("param_shapes")
+    groups = [groups] if isinstance(groups, Mapping) else groups
+    if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
+        raise CorruptCheckpointError(f"{file.path} does not say which parameters there are (param_shapes)")
+    return [{name: _shape(file, name, shape) for name, shape in group.items()} for group in groups]
+
+
+def _shape(file: TorchFile, name: str, shape: Any) -> Shape:
+    sizes = tuple(map(int, shape))
+    if min(sizes, default=0) < 0 or math.prod(sizes) >= 1 << 62:
+        raise CorruptCheckpointError(f"{file.path} says that {name!r} has the shape {sizes}")
+    return sizes
+
+
+def _aliases(file: TorchFile, known: set[str]) -> dict[str, list[str]]:
+    """The further names of each tied parameter."""
+    aliases: dict[str, list[str]] = {}
+    for alias, name in mapping(file, "shared_params").items():
+        if name not in known:
+            raise CorruptCheckpointError(f"{file.path}: {alias!r} is tied to {name!r}, which is not there")
+        aliases.setdefault(name, []).append(alias)
+    return aliases

@@ -1,0 +1,242 @@
+"""Weights that lie in records of files: stretches with a checksum each, read from end to end."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+from zero.checkpoint.manifest import ITEM_BYTES
+from zero.checkpoint.storage import DISK, File, Storage
+from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError, some
+from zero.sources import crc
+from zero.sources.inert_pickle import StoredTensor
+from zero.sources.memory_order import Box, boxes, read_box, stretches
+from zero.sources.source import Chunk, Piece, Source
+from zero.sources.torch_file import Record, TorchFile
+
+
+class Place(NamedTuple):
+    """A stretch of a tensor in a record. start, length: elements. offset: bytes from the record's begin."""
+
+    offset: int
+    tensor: int
+    start: int
+    length: int
+
+
+class Key(NamedTuple):
+    """A record of a file, by the file's path."""
+
+    path: Path
+    record: Record
+
+
+class Strided(NamedTuple):
+    """A box of a tensor in a record, in another order than row-major. shape: of the whole tensor. stride: of
+    the box, in elements. offset: of its first element, bytes from the record's begin."""
+
+    tensor: int
+    box: Box
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    key: Key
+    offset: int
+
+
+class RecordSource(Source):
+    """What sources made of records have in common; a subclass says what lies where.
+
+    Raises CheckpointError for what is missing, CorruptCheckpointError for what makes no sense.
+    """
+
+    def __init__(self, path: Path, storage: Storage = DISK) -> None:
+        self.path = path
+        self._storage = storage
+        self._open: dict[Path, File] = {}
+        self._records: dict[Key, None] = {}
+        self._places: dict[Key, list[Place]] = {}
+        self._strided: list[Strided] = []
+        self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of every chunk, by its begin
+        self._lock = threading.Lock()
+        try:
+            self.describe()
+        except ZeroError:
+            self.close()
+            raise
+        except Exception as error:  # anything may stand anywhere in a file that was made to harm
+            self.close()
+            what = f"{type(error).__name__}: {error}"
+            raise CorruptCheckpointError(f"{path} is not laid out as {self.format} is: {what}") from error
+
+    @abstractmethod
+    def describe(self) -> None:
+        """Set `tensors`, `facts`, `identity` and `left_out`, add the files, and say what lies where."""
+
+    def add_file(self, path: Path, records: Iterable[Record]) -> None:
+        """Open a file for reading its records."""
+        try:
+            self._open[path] = self._storage.open(path, direct=True)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        self._records.update({Key(path, record): None for record in records})
+
+    def place_stretch(
+        self, tensor: int, path: Path, record: Record, start: int, length: int, offset: int = 0
+    ) -> None:
+        """Say that a record has elements `start` to `start + length` of a tensor, from byte `offset` on."""
+        if length:
+            place = Place(offset, tensor, start, length)
+            self._places.setdefault(Key(path, record), []).append(place)
+
+    def place(
+        self,
+        tensor: int,
+        start: int,
+        file: TorchFile,
+        values: StoredTensor,
+        first: int = 0,
+        length: int | None = None,
+    ) -> None:
+        """Say that elements `first` to `first + length` of `values` in `file` are elements of a tensor from
+        `start` on. Without elements it is nothing."""
+        length = values.numel - first if length is None else length
+        if not length:
+            return
+        record, offset = file.locate(values)
+        if values.is_row_major:
+            offset += first * values.item_bytes
+            self.place_stretch(tensor, file.path, record, start, length, offset)
+        elif start or length != values.numel:
+            raise CorruptCheckpointError(f"{file.path}: a part of a tensor is not row-major")
+        else:
+            self.place_box(tensor, Box((0,) * len(values.shape), values.shape), values.shape, file, values)
+
+    def place_box(
+        self, tensor: int, box: Box, shape: tuple[int, ...], file: TorchFile, values: StoredTensor
+    ) -> None:
+        """Say that `values` in `file` are a box of a tensor. shape: of the whole tensor."""
+        if not box.numel:
+            return
+        record, offset = file.locate(values)
+        if values.is_row_major:
+            for start, length in stretches(box, shape):
+                self.place_stretch(tensor, file.path, record, start, length, offset)
+                offset += length * values.item_bytes
+        else:
+            key = Key(file.path, record)
+            self._strided.append(Strided(tensor, box, shape, values.stride, key, offset))
+
+    def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
+        strided = [place for place in self._strided if place.tensor in wanted]
+        for place in strided:
+            yield from self._boxes(place, limit)
+        turned = {place.key for place in strided}
+        for key in self._records:
+            places = [place for place in self._places.get(key, ()) if place.tensor in wanted]
+            if places or key in turned:
+                yield from self._of(key, sorted(places), limit)
+
+    def everything(self, limit: int) -> Iterator[Chunk]:
+        for key in self._records:
+            yield from self._of(key, [], limit)
+
+    def finish(self) -> None:
+        for key, parts in self._found.items():
+            if key.record.crc is None or sum(length for length, _ in parts.values()) != key.record.nbytes:
+                continue
+            total = 0
+            for _, (length, digest) in sorted(parts.items()):
+                total = crc.combine(total, digest, length)
+            if total != key.record.crc:
+                raise CorruptCheckpointError(
+                    f"{key.path} is damaged: the checksum of its record {key.record.name!r} does not match; "
+                    f"it holds {self._held(key)}"
+                )
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()
+
+    def _of(self, key: Key, places: list[Place], limit: int) -> Iterator[Chunk]:
+        begins = [place.offset for place in places]
+        passed = 0  # places that end before the chunk
+        for low in range(0, key.record.nbytes, limit):
+            high = min(low + limit, key.record.nbytes)
+            pieces = []
+            while passed < len(places) and self._end(places[passed]) <= low:
+                passed += 1
+            for place in places[passed : bisect_right(begins, high - 1)]:
+                item = self._item(place)
+                first = max(0, low - place.offset) // item
+                last = min(place.length, (high - place.offset) // item)
+                if last > first:
+                    at = place.offset + first * item - low
+                    pieces.append(Piece(place.tensor, place.start + first, last - first, at))
+            yield Chunk(high - low, partial(self._read, key, low, high - low), tuple(pieces))
+
+    def _boxes(self, place: Strided, limit: int) -> Iterator[Chunk]:
+        item = self._item(place)
+        for box in boxes(place.box.sizes, max(1, limit // 2 // item)):  # there are two copies
+            pieces, at = [], 0
+            for start, length in stretches(box.within(place.box), place.shape):
+                pieces.append(Piece(place.tensor, start, length, at))
+                at += length * item
+            yield Chunk(at, partial(self._read_box, place, box), tuple(pieces))
+
+    def _item(self, place: Place | Strided) -> int:
+        return ITEM_BYTES[self.tensors[place.tensor].dtype]
+
+    def _end(self, place: Place) -> int:
+        return place.offset + place.length * self._item(place)
+
+    def _read_box(self, place: Strided, box: Box, pages: memoryview) -> memoryview:
+        key, item = place.key, self._item(place)
+
+        def read(start: int, into: memoryview) -> None:
+            at = key.record.offset + place.offset + start * item
+            with self._translated(key):
+                count = self._open[key.path].read(at, into)
+            self._check_end(key, at, count, into.nbytes)
+
+        values = pages[: box.numel * item]
+        read_box(box, place.stride, item, read, values)
+        return values
+
+    def _read(self, key: Key, low: int, nbytes: int, pages: memoryview) -> memoryview:
+        """Bytes of a record from `low` on; keeps their part of its checksum for finish()."""
+        at = key.record.offset + low
+        with self._translated(key):
+            values = self._open[key.path].read_around(at, nbytes, pages)
+        self._check_end(key, at, values.nbytes, nbytes)
+        if key.record.crc is not None:
+            digest = crc32(values)
+            with self._lock:
+                self._found.setdefault(key, {})[low] = nbytes, digest
+        return values
+
+    @contextmanager
+    def _translated(self, key: Key) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{key.path} cannot be read: {error}") from error
+
+    def _check_end(self, key: Key, at: int, count: int, wanted: int) -> None:
+        if count < wanted:
+            raise CorruptCheckpointError(f"{key.path} ends at byte {at + count}, within {self._held(key)}")
+
+    def _held(self, key: Key) -> str:
+        """Names of the tensors in a record."""
+        held = [self.tensors[place.tensor].name for place in self._places.get(key, ())]
+        held += [self.tensors[place.tensor].name for place in self._strided if place.key == key]
+        if not held:
+            return "no weights"
+        return some([repr(name) for name in held], 4)

@@ -1,0 +1,36 @@
+"""Weights in safetensors files as a source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zero.sources.record_source import RecordSource
+from zero.sources.safetensors_header import describe
+from zero.sources.source import TensorInfo
+from zero.sources.torch_file import Record
+
+
+class SafetensorsSource(RecordSource):
+    """path: a file, or a directory with model.safetensors or an index. There are no checksums in it."""
+
+    format = "safetensors"
+
+    def describe(self) -> None:
+        files: dict[Path, list[Record]] = {}
+        infos: list[TensorInfo] = []
+        places: list[tuple[Path, Record]] = []
+        for tensor in describe(self.path):
+            record = Record(tensor.name, tensor.offset, tensor.nbytes, None)
+            files.setdefault(tensor.path, []).append(record)
+            places.append((tensor.path, record))
+            infos.append(
+                TensorInfo(tensor.name, tensor.shape, tensor.dtype, tensor.dtype, "parameter", tensor.aliases)
+            )
+        self.tensors = tuple(infos)
+        for path, records in files.items():
+            self.add_file(path, records)
+        for index, (path, record) in enumerate(places):
+            self.place_stretch(index, path, record, 0, infos[index].numel)
+        sizes = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        self.identity = f"safetensors {sizes}"
+        self.facts = {"files": len(files), "bytes": sum(s for _, s, _ in sizes), "checksums": "none"}

@@ -1,0 +1,52 @@
+"""Weights in safetensors files, any part of any: see zero.checkpoint.values.Tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zero.checkpoint.names import Stored
+from zero.checkpoint.storage import DISK, File, Storage
+from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.sources.safetensors_header import SafeTensor, describe
+
+
+class SafetensorsWeights:
+    """path: a file, or a directory with model.safetensors or an index.
+
+    A file is open from the first read of it to close(), after which it may be read again. Methods raise
+    CheckpointError where a file cannot be read, and CorruptCheckpointError where it ends early.
+    """
+
+    def __init__(self, path: Path, storage: Storage = DISK) -> None:
+        self.path = path
+        self._storage = storage
+        self._tensors = {tensor.name: tensor for tensor in describe(path)}
+        self._files: dict[Path, File] = {}
+
+    @property
+    def stored(self) -> list[Stored]:
+        """Names, shapes and dtypes of all tensors."""
+        return [Stored(t.name, t.shape, t.dtype, t.aliases) for t in self._tensors.values()]
+
+    def tensor(self, key: str) -> SafeTensor:
+        """What is known of a tensor. key: its name."""
+        return self._tensors[key]
+
+    def read(self, key: str, start: int, into: memoryview) -> None:
+        """Fill `into` with a tensor's elements from `start` on, in row-major order."""
+        tensor = self._tensors[key]
+        at = tensor.offset + start * tensor.item_bytes
+        try:
+            if tensor.path not in self._files:
+                self._files[tensor.path] = self._storage.open(tensor.path)
+            count = self._files[tensor.path].read(at, into)
+        except OSError as error:
+            raise CheckpointError(f"{tensor.path} cannot be read: {error}") from error
+        if count < into.nbytes:
+            raise CorruptCheckpointError(f"{tensor.path} ends at byte {at + count}, within {key!r}")
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()

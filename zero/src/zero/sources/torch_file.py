@@ -1,0 +1,153 @@
+"""Files of torch.save, described without torch, without reading tensors and without running anything in them.
+
+Such a file is a zip of uncompressed records: one pickle, and one record for each tensor's storage. Tensors
+are described by their places, so that their bytes are read when and where they are needed, by offset.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+from zlib import crc32
+
+import numpy as np
+
+from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.sources import inert_pickle
+from zero.sources.inert_pickle import TENSORS, StoredTensor
+from zero.sources.memory_order import span
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
+_LARGEST_PICKLE = 1 << 25  # bytes; what it makes may be a hundred times as large
+_NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4"}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a zip. offset: of its first byte in the file. crc: its CRC-32, None if none was taken."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int | None
+
+
+class TorchFile:
+    """What is in a file. content: what was saved, with a StoredTensor for each tensor.
+
+    stand_ins: full names of classes besides those of tensors and plain containers, and what to make of them.
+    start, nbytes: where it is in a larger file. Raises CheckpointError for a file that is not there or is not
+    of this kind, or that holds other classes; CorruptCheckpointError for one that is cut or makes no sense.
+    """
+
+    def __init__(
+        self, path: Path, stand_ins: Mapping[str, Any], start: int = 0, nbytes: int | None = None
+    ) -> None:
+        self.path = path
+        self.records = records_of(path, start, nbytes)
+        self._by_name = {record.name.partition("/")[2]: record for record in self.records}
+        if "byteorder" in self._by_name and self._read("byteorder") != b"little":
+            raise CheckpointError(f"{path} was saved on a big-endian machine, which is not read")
+        self.content = inert_pickle.load(self._read("data.pkl"), {**TENSORS, **stand_ins}, path)
+
+    def locate(self, tensor: StoredTensor) -> tuple[Record, int]:
+        """The record that holds a tensor of `content`, and the tensor's offset in it, in bytes."""
+        record = self._by_name.get(f"data/{tensor.storage}")
+        end = (tensor.offset + span(tensor.shape, tensor.stride)) * tensor.item_bytes
+        if record is None or end > record.nbytes:
+            raise CorruptCheckpointError(f"{self.path}: its tensors and its records do not belong together")
+        return record, tensor.offset * tensor.item_bytes
+
+    def number(self, tensor: StoredTensor) -> float:
+        """The value of a tensor with one element."""
+        record, offset = self.locate(tensor)
+        with self.path.open("rb") as file:
+            file.seek(record.offset + offset)
+            (value,) = np.frombuffer(file.read(tensor.item_bytes), _NUMBERS[tensor.dtype])
+            return float(value)
+
+    def _read(self, name: str) -> bytes:
+        """The bytes of a small record."""
+        record = self._by_name.get(name)
+        if record is None or record.nbytes > _LARGEST_PICKLE:
+            raise CorruptCheckpointError(
+                f"{self.path} is no file of torch.save: its {name} is missing, or larger than "
+                f"{_LARGEST_PICKLE} bytes"
+            )
+        with self.path.open("rb") as file:
+            file.seek(record.offset)
+            data = file.read(record.nbytes)
+        if record.crc not in (None, crc32(data)):
+            raise CorruptCheckpointError(f"{self.path} is damaged: the checksum of {name} does not match")
+        return data
+
+
+def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Record]:
+    """The records of a zip: a file, or `nbytes` of one from `start` on; raises as TorchFile does."""
+    try:
+        with path.open("rb") as file:
+            whole = path.stat().st_size
+            size = whole if nbytes is None else nbytes
+            if start < 0 or size < 0 or start + size > whole:
+                raise ValueError(f"it has {whole} bytes, not {start + size}")
+            window = file if size == whole else Window(file, start, size)
+            return [replace(record, offset=start + record.offset) for record in _records(path, window, size)]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is cut or is no file of torch.save (those of torch before 1.6 are not read): {error}"
+        ) from error
+
+
+class Window(io.RawIOBase):
+    """A part of a file, as a file to read."""
+
+    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
+        self._file = file
+        self._start = start
+        self._size = size
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"there is no byte {base + offset}")
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, count: int = -1) -> bytes:
+        left = max(0, self._size - self._position)
+        self._file.seek(self._start + self._position)
+        data = self._file.read(left if count < 0 else min(count, left))
+        self._position += len(data)
+        return data
+
+
+def _records(path: Path, file: IO[bytes] | Window, size: int) -> Iterator[Record]:
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if entry.compress_type != zipfile.ZIP_STORED:
+                raise CorruptCheckpointError(f"{path}: {entry.filename!r} is compressed; torch does not")
+            file.seek(entry.header_offset)
+            signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            offset = entry.header_offset + _LOCAL_HEADER.size + name + extra
+            if signature != b"PK\3\4" or offset + entry.file_size > size:
+                raise CorruptCheckpointError(f"{path}: the record {entry.filename!r} reaches beyond its end")
+            summed = entry.CRC or not entry.file_size  # zero is what torch writes where it takes none
+            yield Record(entry.filename, offset, entry.file_size, entry.CRC if summed else None)

@@ -1,0 +1,121 @@
+"""Checkpoints of zero's own format as a source. Every block that is read is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from functools import partial
+from pathlib import Path
+
+from zero.checkpoint.manifest import Manifest, ParameterEntry, Slice, TensorEntry, model_key, state_key
+from zero.checkpoint.reader import Checkpoint, find
+from zero.checkpoint.storage import DISK, Storage
+from zero.sources.memory_order import Box, boxes, read_box, stretches
+from zero.sources.source import Chunk, Kind, Piece, Source, TensorInfo
+
+
+class ZeroSource(Source):
+    """path: a checkpoint, or the directory of several, whose `latest` is taken. optimizer: whether the
+    optimizer's state, as far as it has one value for each element, is among the tensors."""
+
+    format = "zero"
+
+    def __init__(self, path: Path, storage: Storage = DISK, optimizer: bool = False) -> None:
+        self.path = find(path, storage)
+        self.checkpoint = Checkpoint(self.path, storage, direct=True)
+        try:
+            self.checkpoint.check_files()
+        except BaseException:
+            self.checkpoint.close()
+            raise
+        manifest = self.checkpoint.manifest
+        found = dict(_infos(manifest, optimizer))
+        self._keys, self.tensors = tuple(found), tuple(found.values())
+        self.left_out = tuple(manifest.extra_state)
+        self.identity = f"zero {self.path.absolute()} {self.checkpoint.digest:08x}"
+        self.facts = {
+            "steps": manifest.steps,
+            "world size": manifest.world_size,
+            "stage": manifest.stage,
+            "precision": manifest.precision,
+            "optimizer": manifest.optimizer.kind,
+            "saved by": f"zero {manifest.zero}",
+            "created": manifest.created,
+            "files": len(manifest.files),
+            "bytes": sum(file.bytes for file in manifest.files),
+        }
+
+    def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
+        for index, key in enumerate(self._keys):
+            if index in wanted:
+                yield from self._of(index, key, limit)
+
+    def everything(self, limit: int) -> Iterator[Chunk]:
+        for key, entry in self.checkpoint.manifest.tensors.items():
+            for piece in entry.slices:
+                yield from self._slice(None, key, entry, piece, limit)
+
+    def close(self) -> None:
+        self.checkpoint.close()
+
+    def _of(self, index: int, key: str, limit: int) -> Iterator[Chunk]:
+        entry = self.checkpoint.tensor(key)
+        if entry.stride is None:
+            for piece in entry.slices:
+                yield from self._slice(index, key, entry, piece, limit)
+        elif entry.numel:
+            for box in boxes(entry.shape, max(1, limit // 2 // entry.item_bytes)):  # there are two copies
+                yield self._box(index, key, entry, box)
+
+    def _slice(
+        self, index: int | None, key: str, entry: TensorEntry, piece: Slice, limit: int
+    ) -> Iterator[Chunk]:
+        """A slice, cut where its blocks are, so that none is read twice."""
+        item, block = entry.item_bytes, self.checkpoint.manifest.block_bytes
+        size, step = piece.length * item, max(item, limit // block * block or limit // item * item)
+        for first in range(0, size, step):
+            count = min(step, size - first)
+            start = piece.start + first // item
+            pieces = () if index is None else (Piece(index, start, count // item, 0),)
+            yield Chunk(count, partial(self._read, key, start, count), pieces)
+
+    def _read(self, key: str, start: int, nbytes: int, pages: memoryview) -> memoryview:
+        return self.checkpoint.read_around(key, start, nbytes, pages)
+
+    def _box(self, index: int, key: str, entry: TensorEntry, box: Box) -> Chunk:
+        ((start, count),) = stretches(box, entry.shape)
+        nbytes = count * entry.item_bytes
+        fill = partial(self._read_box, key, entry, box, nbytes)
+        return Chunk(nbytes, fill, (Piece(index, start, count, 0),))
+
+    def _read_box(self, key: str, entry: TensorEntry, box: Box, nbytes: int, pages: memoryview) -> memoryview:
+        assert entry.stride is not None
+        values = pages[:nbytes]
+        read_box(box, entry.stride, entry.item_bytes, partial(self.checkpoint.read, key), values)
+        return values
+
+
+def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInfo]]:
+    """Tensors by their keys in the manifest."""
+    for parameter in manifest.parameters:
+        key = model_key(parameter.name)
+        entry = manifest.tensors[key]
+        kind: Kind = "parameter" if parameter.trainable else "frozen"
+        dtypes = entry.dtype, parameter.dtype
+        yield key, TensorInfo(parameter.name, entry.shape, *dtypes, kind, parameter.aliases)
+        for state in elementwise_state(manifest, parameter) if optimizer else ():
+            key = state_key(state, parameter.name)
+            dtype = manifest.tensors[key].dtype
+            yield key, TensorInfo(key, entry.shape, dtype, dtype, "state")
+    for name in manifest.buffers:
+        entry = manifest.tensors[model_key(name)]
+        yield model_key(name), TensorInfo(name, entry.shape, entry.dtype, entry.dtype, "buffer")
+
+
+def elementwise_state(manifest: Manifest, parameter: ParameterEntry) -> list[str]:
+    """Keys of the optimizer state of a parameter that has one value for each element."""
+    shape = manifest.tensors[model_key(parameter.name)].shape
+    return [
+        key
+        for key in parameter.state
+        if key != "step" and manifest.tensors[state_key(key, parameter.name)].shape == shape
+    ]
