@@ -28,8 +28,9 @@ def checkpoint(cluster: Clusters, tmp_path_factory: pytest.TempPathFactory) -> S
     def make(ranks: int, precision: str = "bf16", stage: int = 3) -> Path:
         key = (ranks, precision, stage)
         if key not in made:
-            made[key] = tmp_path_factory.mktemp("saved")
-            cluster(ranks).run(saved.save, folder=str(made[key]), precision=precision, stage=stage)
+            folder = tmp_path_factory.mktemp("saved")
+            cluster(ranks).run(saved.save, folder=str(folder), precision=precision, stage=stage)
+            made[key] = folder
         return made[key]
 
     return make
