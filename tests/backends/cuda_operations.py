@@ -52,6 +52,41 @@ def _adamw(
     return call
 
 
+def _sgd(device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None) -> Call:
+    return _first_order(device, numel, grad, weights, False, "sgd", momentum=0.0)
+
+
+def _momentum(device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None) -> Call:
+    return _first_order(device, numel, grad, weights, True, "sgd", momentum=0.9, nesterov=True)
+
+
+def _lion(device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None) -> Call:
+    return _first_order(device, numel, grad, weights, True, "lion", beta1=0.9, beta2=0.99)
+
+
+def _first_order(
+    device: torch.device,
+    numel: int,
+    grad_dtype: torch.dtype,
+    weights_dtype: torch.dtype | None,
+    has_moment: bool,
+    name: str,
+    **options: Any,
+) -> Call:
+    """An optimizer of one moment or none, which counts no steps."""
+    master, values = (random(device, numel, F32) for _ in range(2))
+    moment, grad = values if has_moment else None, random(device, numel, grad_dtype)
+    weights = None if weights_dtype is None else random(device, numel, weights_dtype)
+    scale = torch.tensor(0.5, device=device)
+
+    def call(served: Kernels) -> tuple[Tensor, ...]:
+        step = getattr(served, name)
+        step(master, grad, moment, lr=0.1, weight_decay=0.1, grad_scale=scale, weights=weights, **options)
+        return tuple(t for t in (master, moment, weights) if t is not None)
+
+    return call
+
+
 def _norm(device: torch.device, numel: int) -> Call:
     tensors = [random(device, numel + i, dtype) for i, dtype in enumerate(kernels.FLOATS)]
     return lambda served: (served.norm_and_nonfinite(tensors),)
@@ -105,6 +140,9 @@ def _dequantise(device: torch.device, numel: int, to: torch.dtype, codes: torch.
 
 _MAKERS: dict[str, Callable[..., Call]] = {
     "adamw": _adamw,
+    "sgd": _sgd,
+    "momentum": _momentum,
+    "lion": _lion,
     "norm": _norm,
     "scale_cast": _scale_cast,
     "accumulate": _accumulate,

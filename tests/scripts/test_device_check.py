@@ -18,7 +18,7 @@ from scripts.device_check import native, report, tree
 from scripts.device_check.__main__ import PYTEST
 from scripts.device_check.outcome import Outcome
 from scripts.device_check.plan import LOG, Plan
-from scripts.device_check.steps import OWN_KERNELS, STEPS, attempt
+from scripts.device_check.steps import OF_COPY, OWN_KERNELS, STEPS, attempt, below_target
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("info,shared,conformance,kernels,bandwidth", "step,engine,offload")
@@ -262,3 +262,16 @@ def test_why_there_is_no_native_library(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert reason in native.provide(tmp_path, ROOT / tree.NATIVE, tmp_path / "build", None)
     assert not (tmp_path / native.LIBRARY).exists()
+
+
+def test_copies_over_the_link_have_no_target() -> None:
+    of_copy = {
+        "copy": 1.0,
+        "host to device": 0.02,
+        "device to host": 0.02,
+        "adamw": OF_COPY,
+        "accumulate": 0.5,
+    }
+    rows = [{"kernel": kernel, "dtypes": "fp32", "of_copy": part} for kernel, part in of_copy.items()]
+    (told,) = below_target(rows)
+    assert told.startswith("accumulate fp32: 0.50 ")

@@ -6,7 +6,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from accelz.conformance.cluster import Clusters, Context
+from accelz.conformance.cluster import Cluster, Clusters, Context
 from tests.zero.models import LanguageModel, Stack, features, tokens
 from tests.zero.test_paths import STRAIGHT, decaying, fresh, straight
 from tests.zero.training import adamw, same_bits, train_zero
 
+Ranks = Callable[[int], Cluster]
 TIMEOUT = 4.0  # seconds; a busy machine takes one or two to form the groups
 
 
@@ -47,7 +48,7 @@ def dying_body(context: Context, when: str) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward", "asleep"])
-def test_a_dead_or_silent_rank_is_named(disposable: Clusters, when: str) -> None:
+def test_a_dead_or_silent_rank_is_named(disposable: Ranks, when: str) -> None:
     """Within the timeout (and the exchange of reports), with the unit that was waited for."""
     outcomes = disposable(3).outcomes(dying_body, limit=40, when=when)
     for survivor in (outcomes[0], outcomes[2]):
@@ -73,7 +74,7 @@ def diverging_body(context: Context, path: tuple[int, ...]) -> tuple[str, str, f
 
 
 @pytest.mark.parametrize("path", [(0, 2, 1, 3), (0, 1, 3), (3,)])
-def test_ranks_that_gather_other_units_are_told_so(disposable: Clusters, path: tuple[int, ...]) -> None:
+def test_ranks_that_gather_other_units_are_told_so(disposable: Ranks, path: tuple[int, ...]) -> None:
     """Blocks of one size would exchange wrong values in silence: caught before any step is made."""
     for kind, message, seconds in disposable(2).run(diverging_body, limit=40, path=path):
         assert kind == "RankMismatchError", (kind, message)
@@ -94,17 +95,23 @@ def other_model_body(context: Context) -> str:
     return ""
 
 
-def test_ranks_with_different_models(disposable: Clusters) -> None:
+def test_ranks_with_different_models(disposable: Ranks) -> None:
     for message in disposable(2).run(other_model_body, limit=40):
         assert "disagree about the model" in message
 
 
 @pytest.fixture
-def disposable(cluster: Clusters) -> Iterator[Clusters]:
+def disposable(cluster: Clusters) -> Iterator[Ranks]:
     """Ranks that are of no use to later tests: a failed collective ends a job."""
-    yield cluster
-    for size in (2, 3):
-        cluster(size).stop()
+    used: list[Cluster] = []
+
+    def take(size: int) -> Cluster:
+        used.append(cluster(size))
+        return used[-1]
+
+    yield take
+    for ranks in used:
+        ranks.stop()
 
 
 class Trap(RuntimeError):
@@ -198,7 +205,7 @@ def one_rank_raises_body(context: Context) -> str:
     return "nothing"
 
 
-def test_one_rank_raises(disposable: Clusters) -> None:
+def test_one_rank_raises(disposable: Ranks) -> None:
     first, second = disposable(2).run(one_rank_raises_body, limit=40)
     assert second.startswith("Trap")
     assert first.startswith("CommunicationError")

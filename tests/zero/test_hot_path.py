@@ -146,7 +146,7 @@ def freed_body(context: Context, **settings: Any) -> tuple[bool, int]:
     before = context.accelerator.memory.stats().allocated
     alive = trained_once(context, settings)
     gc.collect()
-    exact = context.accelerator.capabilities.exact_memory
+    exact = context.accelerator.capabilities.counts_every_byte
     return alive() is None, context.accelerator.memory.stats().allocated - before if exact else 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -125,3 +126,40 @@ def test_a_forward_has_the_values_that_it_began_with(cluster: Clusters, tmp_path
     for brought in (False, True):
         for found in cluster(1).run(late_body, path=str(tmp_path), brought=brought, limit=60):
             assert found == dict.fromkeys(CHANGES, (True, False))
+
+
+class CopiesFromHost(TorchDispatchMode):
+    """seen: of each copy from the host, whether it was queued on the stream that was current at first."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+        self._streams = context.accelerator.streams
+        self._computes = self._streams.current()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].device.type == "cpu" != args[0].device.type:
+            now: Any = self._streams.current()
+            self.seen.append(now.native == self._computes.native)  # type: ignore[attr-defined]
+        return func(*args, **(kwargs or {}))
+
+
+def beside_body(context: Context) -> list[bool]:
+    model = fresh()
+    config = zero.Config(precision="bf16", offload=zero.Offload(params="host"), timeout=20)
+    engine = zero.initialize(model, adamw(model), config)
+    for step in range(2):  # the second has units to gather ahead
+        with CopiesFromHost(context) as copies:
+            loss = language_loss(model, step, context.rank)
+        engine.backward(loss)
+        engine.step()
+    return copies.seen
+
+
+def test_shards_come_beside_the_computation(cluster: Clusters, device: str) -> None:
+    """On one rank: between several, a device without a library of its own copies gathered values too."""
+    if device == "cpu":
+        pytest.skip("the device is the host")
+    (found,) = cluster(1).run(beside_body)
+    assert len(found) >= 4
+    assert not any(found)

@@ -18,7 +18,9 @@ class Capabilities:
     host_data_assignment: a device Parameter's `.data` may be set to a host tensor and back.
     async_collectives: a collective called with async_op=True may return before it is complete.
     lazy_graph: operations are recorded and run at `Accelerator.flush()`.
-    exact_memory: `memory.stats()` counts this process's device bytes exactly.
+    exact_memory: `memory.stats()` counts this process's device bytes, and nobody else's.
+    memory_granularity: bytes, at least 1, that an allocation may count for beyond what was asked for. Above 1
+    the device's allocator hands out blocks of certain sizes, which fragment.
     one_device_per_process: a process cannot use a second device of this type.
     shared_device: several ranks may work on one device at a time, collectives between them included.
     dtypes: floating-point types that kernels, matrix products and collectives support.
@@ -32,10 +34,16 @@ class Capabilities:
     async_collectives: bool = True
     lazy_graph: bool = False
     exact_memory: bool = False
+    memory_granularity: int = 1
     one_device_per_process: bool = False
     shared_device: bool = True
     dtypes: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16})
 
     def flags(self) -> dict[str, bool]:
         """The yes/no capabilities by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "dtypes"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.type == "bool"}
+
+    @property
+    def counts_every_byte(self) -> bool:
+        """Whether `memory.stats()` is exact to the byte."""
+        return self.exact_memory and self.memory_granularity == 1

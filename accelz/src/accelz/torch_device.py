@@ -34,6 +34,7 @@ TORCH_DEVICE = Capabilities(
     streams=True,
     pinned_host_memory=True,
     exact_memory=True,
+    memory_granularity=2 << 20,  # blocks of its caching allocator
     shared_device=False,
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
 )
@@ -98,6 +99,7 @@ class TorchAccelerator(Accelerator):
         self.module.set_device(index)
         self.device = torch.device(self.device.type, index)
         self.flat_buffers.device = self.device
+        self.streams.synchronize()  # the first use of a device takes seconds: now, and not within a timeout
 
 
 class TorchMemory(Memory):
@@ -112,11 +114,16 @@ class TorchMemory(Memory):
         self._pinned = pinned
 
     def stats(self) -> MemoryStats:
-        allocated = int(self._module.memory_allocated())
         unallocated, capacity = self._module.mem_get_info()
-        cached = int(self._module.memory_reserved()) - allocated
-        peak = int(self._module.max_memory_allocated())
-        return MemoryStats(allocated, peak, int(capacity), min(int(unallocated) + cached, int(capacity)))
+        allocated, peak, reserved = self._counters()
+        free = int(unallocated) + reserved - allocated
+        return MemoryStats(allocated, peak, int(capacity), min(free, int(capacity)))
+
+    def _counters(self) -> tuple[int, int, int]:
+        """Bytes in use, the most that were, and those that the allocator keeps."""
+        names = ("memory_allocated", "max_memory_allocated", "memory_reserved")
+        allocated, peak, reserved = (int(getattr(self._module, name)()) for name in names)
+        return allocated, peak, reserved
 
     def reset_peak(self) -> None:
         self._module.reset_peak_memory_stats()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ BLOCKS_PER_MULTIPROCESSOR = 6
 
 ANY_ENTRY: dict[str, Entry] = {
     "adamw": kernels.ADAMW[kernels.F32, None],
+    "sgd": kernels.SGD[kernels.F32, None],
+    "lion": kernels.LION[kernels.F32, None],
     "norm_and_nonfinite": kernels.NORM_PARTIALS,
     "scale_cast": kernels.SCALE_CAST[kernels.F32, kernels.F32],
     "accumulate": kernels.ACCUMULATE[kernels.F32, kernels.F32],
@@ -25,6 +28,26 @@ ANY_ENTRY: dict[str, Entry] = {
     "dequantise": kernels.DEQUANTISE[kernels.F32, torch.int8],
 }
 """An entry point of the source that implements an operation."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What steps of all optimizers have. number: the step's, for rules that count."""
+
+    master: Tensor
+    grad: Tensor
+    moments: tuple[Tensor, ...]
+    number: Tensor | None
+    grad_scale: Tensor | None
+    skip: Tensor | None
+    weights: Tensor | None
+    maximize: bool
+
+    def pointers(self) -> Iterator[int]:
+        """As StepArguments begins."""
+        first, second = (*self.moments, None, None)[:2]
+        operands = (self.master, self.grad, first, second, self.weights)
+        return map(_pointer, (*operands, self.number, self.grad_scale, self.skip))
 
 
 class CudaKernels(Kernels):
@@ -59,14 +82,9 @@ class CudaKernels(Kernels):
         skip: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> None:
-        entry = kernels.ADAMW.get((grad.dtype, None if weights is None else weights.dtype))
-        state_is_fp32 = master.dtype is exp_avg.dtype is exp_avg_sq.dtype is torch.float32
-        if not (
-            entry is not None
-            and state_is_fp32
-            and self._serves(entry, master, grad, exp_avg, exp_avg_sq, weights)
-            and _are_scalars_on(master.device, step, grad_scale, skip)
-        ):
+        shared = _Step(master, grad, (exp_avg, exp_avg_sq), step, grad_scale, skip, weights, maximize)
+        entry = self._entry_for(shared, kernels.ADAMW)
+        if entry is None:
             super().adamw(
                 master,
                 grad,
@@ -85,29 +103,77 @@ class CudaKernels(Kernels):
                 weights=weights,
             )
             return
-        arguments = entry.arguments.pack(
-            master.data_ptr(),
-            grad.data_ptr(),
-            exp_avg.data_ptr(),
-            exp_avg_sq.data_ptr(),
-            _pointer(weights),
-            step.data_ptr(),
-            _pointer(grad_scale),
-            _pointer(skip),
-            master.numel(),
-            lr,
-            -1.0 if maximize else 1.0,
-            1.0 - lr * weight_decay if decoupled else 1.0,
-            0.0 if decoupled else weight_decay,
-            beta1,
-            1.0 - beta1,
-            _log(beta1),
-            beta2,
-            1.0 - beta2,
-            _log(beta2),
-            eps,
-        )
-        self._launch(entry, master, entry.blocks(master.numel()), arguments)
+        betas = (beta1, 1.0 - beta1, _log(beta1), beta2, 1.0 - beta2, _log(beta2))
+        self._launch_step(entry, shared, lr, weight_decay, decoupled, *betas, eps)
+
+    def sgd(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        momentum_buffer: Tensor | None,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool = False,
+        maximize: bool = False,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        moments = () if momentum_buffer is None else (momentum_buffer,)
+        shared = _Step(master, grad, moments, None, grad_scale, skip, weights, maximize)
+        entry = self._entry_for(shared, kernels.MOMENTUM if moments else kernels.SGD)
+        if entry is None:
+            super().sgd(
+                master,
+                grad,
+                momentum_buffer,
+                lr=lr,
+                momentum=momentum,
+                weight_decay=weight_decay,
+                nesterov=nesterov,
+                maximize=maximize,
+                grad_scale=grad_scale,
+                skip=skip,
+                weights=weights,
+            )
+            return
+        self._launch_step(entry, shared, lr, weight_decay, False, momentum, int(nesterov))
+
+    def lion(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        maximize: bool = False,
+        grad_scale: Tensor | None = None,
+        skip: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        shared = _Step(master, grad, (exp_avg,), None, grad_scale, skip, weights, maximize)
+        entry = self._entry_for(shared, kernels.LION)
+        if entry is None:
+            super().lion(
+                master,
+                grad,
+                exp_avg,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                maximize=maximize,
+                grad_scale=grad_scale,
+                skip=skip,
+                weights=weights,
+            )
+            return
+        self._launch_step(entry, shared, lr, weight_decay, True, 1.0 - beta1, 1.0 - beta2)
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         filled = [t for t in tensors if t.numel()]
@@ -185,6 +251,26 @@ class CudaKernels(Kernels):
             ):
                 return False
         return self._launcher.ready(entry, first.get_device())
+
+    def _entry_for(self, step: _Step, entries: kernels.StepEntries) -> Entry | None:
+        """The kernel that can make a step; None where the reference has to."""
+        entry = entries.get((step.grad.dtype, None if step.weights is None else step.weights.dtype))
+        fits = (
+            entry is not None
+            and all(values.dtype is torch.float32 for values in (step.master, *step.moments))
+            and self._serves(entry, step.master, step.grad, *step.moments, step.weights)
+            and _are_scalars_on(step.master.device, step.number, step.grad_scale, step.skip)
+        )
+        return entry if fits else None
+
+    def _launch_step(
+        self, entry: Entry, step: _Step, lr: float, weight_decay: float, decoupled: bool, *own: float
+    ) -> None:
+        """own: what the rule has behind the common arguments."""
+        decay, l2 = (1.0 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
+        sign = -1.0 if step.maximize else 1.0
+        arguments = entry.arguments.pack(*step.pointers(), step.master.numel(), lr, sign, decay, l2, *own)
+        self._launch(entry, step.master, entry.blocks(step.master.numel()), arguments)
 
     def _serves_in_norm(self, tensor: Tensor, first: Tensor) -> bool:
         return (

@@ -55,7 +55,7 @@ def peaks_body(context: Context) -> dict[str, Any]:
         predicted = max(forward.live, backward.live)
         found[name] = {"losses": losses, "peak": peak, "predicted": predicted, "moved": moved(engine)}
         del engine
-    return found
+    return found | {"counts": context.accelerator.capabilities.counts_every_byte}
 
 
 def test_the_peak_falls_and_losses_are_the_same(cluster: Clusters, device: str) -> None:
@@ -68,7 +68,7 @@ def test_the_peak_falls_and_losses_are_the_same(cluster: Clusters, device: str) 
         assert stay["moved"] == 0 < half["moved"] < all_["moved"]
         assert all_["peak"] < half["peak"] < stay["peak"]
         assert all_["peak"] < 0.7 * stay["peak"]
-        for run in found.values():
+        for run in (stay, half, all_) if found["counts"] else ():
             assert 0.99 < run["peak"] / run["predicted"] < 1.01, found
 
 

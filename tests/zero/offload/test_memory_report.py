@@ -55,7 +55,7 @@ def report_body(context: Context, path: str) -> dict[str, Any]:
         "record": 12 * numel,
         "shards": 2 * numel,
         "gathered": 2 * max(sum(g.layout.numel for g in u.groups) for u in engine.units),
-        "exact": context.accelerator.capabilities.exact_memory,
+        "exact": context.accelerator.capabilities.counts_every_byte,
     }
 
 
@@ -110,7 +110,7 @@ def micro_body(context: Context) -> tuple[bool, list[int]]:
         one_step(engine, part)
     samples = engine.memory_report().samples
     ends = [a for a, b in itertools.pairwise(samples) if a.phase == "backward" != b.phase]
-    return context.accelerator.capabilities.exact_memory, [s.activations for s in ends]
+    return context.accelerator.capabilities.counts_every_byte, [s.activations for s in ends]
 
 
 def test_activations_end_with_their_backward(cluster: Clusters) -> None:
@@ -126,7 +126,7 @@ def own_steps_body(context: Context) -> tuple[bool, dict[str, int], int]:
     most = max(of_phase(traced(engine, context), "step"), key=lambda s: s.held.gradients)
     numel = sum(g.layout.shard_numel for u in engine.units for g in u.groups)
     held = {"gradients": most.held.gradients, "optimizer": most.held.optimizer, "other": most.other}
-    return context.accelerator.capabilities.exact_memory, held, numel
+    return context.accelerator.capabilities.counts_every_byte, held, numel
 
 
 def test_gradients_made_for_the_step_are_counted(cluster: Clusters) -> None:
@@ -164,7 +164,7 @@ def leaving_body(context: Context) -> tuple[bool, list[Sample], int]:
     one_step(engine, 0)
     samples = of_phase(traced(engine, context), "step")
     slice_bytes = max(2 * g.layout.shard_numel for u in engine.units for g in u.groups)
-    return context.accelerator.capabilities.exact_memory, samples, slice_bytes
+    return context.accelerator.capabilities.counts_every_byte, samples, slice_bytes
 
 
 def test_gradients_on_their_way_are_counted(cluster: Clusters) -> None:
@@ -194,7 +194,7 @@ def wide_body(context: Context) -> tuple[bool, int]:
     engine.trace_memory()
     engine.backward(engine(torch.ones(4, 4, device=engine.accelerator.device)))
     engine.step()
-    return context.accelerator.capabilities.exact_memory, engine.memory_report().peaks()[
+    return context.accelerator.capabilities.counts_every_byte, engine.memory_report().peaks()[
         "forward"
     ].use.temporary
 

@@ -144,6 +144,9 @@ class DescriptorContract:
         expect(isinstance(capabilities, Capabilities), where, "must be Capabilities", repr(capabilities))
         odd = {k: v for k, v in capabilities.flags().items() if not isinstance(v, bool)}
         expect(not odd, where, "every flag must be True or False", str(odd))
+        granularity = capabilities.memory_granularity
+        sound = isinstance(granularity, int) and granularity >= 1
+        expect(sound, where, "memory_granularity must be bytes, at least 1", repr(granularity))
         dtypes = capabilities.dtypes
         expect(
             torch.float32 in dtypes, where, "dtypes must hold float32: master weights need it", str(dtypes)

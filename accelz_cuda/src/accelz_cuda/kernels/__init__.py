@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-SOURCES = ("adamw", "norm", "scale_cast", "accumulate", "blockwise")
+SOURCES = ("adamw", "sgd", "lion", "norm", "scale_cast", "accumulate", "blockwise")
 THREADS = 256
 """Threads of every block (kThreads in tiles.cuh)."""
 
@@ -68,16 +68,29 @@ def _per_pair(
     }
 
 
-_ADAMW = struct.Struct("@8Pq11f0q")
-
-ADAMW: dict[tuple[torch.dtype, torch.dtype | None], Entry] = {
-    (grad, weights): Entry(
-        f"adamw_{NAMES[grad]}_{NAMES[weights] if weights else 'none'}", "adamw", _ADAMW, THREADS * 2 * 4
-    )
-    for grad in FLOATS
-    for weights in (None, BF16, F16)
-}
+StepEntries = dict[tuple[torch.dtype, torch.dtype | None], Entry]
 """By the dtypes of the gradient and of the 16-bit weights."""
+
+
+def _steps(name: str, source: str, own: str) -> StepEntries:
+    """One rule's kernels. own: the format of what it has behind StepArguments."""
+    arguments = struct.Struct(f"@8Pq4f{own}0q")
+    return {
+        (grad, weights): Entry(
+            f"{name}_{NAMES[grad]}_{NAMES[weights] if weights else 'none'}",
+            source,
+            arguments,
+            THREADS * 2 * 4,
+        )
+        for grad in FLOATS
+        for weights in (None, BF16, F16)
+    }
+
+
+ADAMW = _steps("adamw", "adamw", "7f")
+SGD = _steps("sgd", "sgd", "fi")
+MOMENTUM = _steps("momentum", "sgd", "fi")
+LION = _steps("lion", "lion", "2f")
 
 SCALE_CAST = _per_pair("scale_cast", "@3Pq", 4, [(to, source) for to in FLOATS for source in FLOATS])
 """By the dtypes of output and source."""
@@ -108,6 +121,9 @@ NORM_TOTAL = Entry("norm_total", "norm", struct.Struct("@2Pq"), 0)
 
 ENTRIES: tuple[Entry, ...] = (
     *ADAMW.values(),
+    *SGD.values(),
+    *MOMENTUM.values(),
+    *LION.values(),
     *SCALE_CAST.values(),
     *ACCUMULATE.values(),
     *QUANTISE.values(),

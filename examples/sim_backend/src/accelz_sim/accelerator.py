@@ -20,6 +20,7 @@ CAPABILITIES = replace(
     TORCH_DEVICE,
     asynchronous=False,  # the default stream is not; side streams are
     host_data_assignment=False,  # so flat buffers are made by CopyAndShrink
+    memory_granularity=1,  # there are no blocks: every byte is counted
     shared_device=True,  # each process simulates its own memory: ranks share nothing but the name
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
 )

@@ -27,7 +27,7 @@ from zero.tiers.stores import Stores
 from zero.tiers.trace import MemoryReport
 
 WARM_UP = 2  # steps measured: the second one is the first to gather ahead, and steps one record on the device
-SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted exactly
+SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted to the byte
 SAFETY = 0.1  # elsewhere: caches, fragments, and what others take
 
 
@@ -214,6 +214,7 @@ def _levels(report: MemoryReport, scratch: int) -> dict[int, int]:
 
 
 def usable(accelerator: Accelerator) -> int:
-    """Bytes of the device that may be planned with."""
-    exact = accelerator.capabilities.exact_memory
-    return int(accelerator.memory.stats().capacity * (1 - (SAFETY_EXACT if exact else SAFETY)))
+    """Bytes of the device that may be planned with: of what it has, and what others leave of it."""
+    stats = accelerator.memory.stats()
+    safety = SAFETY_EXACT if accelerator.capabilities.counts_every_byte else SAFETY
+    return int(min(stats.capacity, stats.allocated + stats.free) * (1 - safety))

@@ -34,6 +34,7 @@ from zero.sharding.cast import OWN, UNCHANGED, Cast, Travel
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
 from zero.sharding.sub_group import SubGroup, sub_groups
+from zero.tiers.carrier import Journey
 from zero.tiers.joined import joined
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
@@ -42,6 +43,9 @@ from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
 from zero.tiers.trace import Held
 from zero.tiers.values import Values
+
+Pending = NamedHandle | Journey
+"""What is under way to a buffer, or from it."""
 
 
 class FlatGroup:
@@ -251,32 +255,36 @@ class FlatGroup:
         """What of a unit's cast applies to this group; each form has its buffer."""
         return self.travel.form(cast, self.dtype)
 
-    def start_gather(self, communicator: Communicator, cast: Cast) -> list[NamedHandle]:
+    def start_gather(self, communicator: Communicator, cast: Cast) -> list[Pending]:
         """Begin to fill the buffer from all ranks' shards; what is to be waited for before `finish_gather`.
 
-        Values are cast, or rounded to codes, before anything travels. Nothing does where nobody else has a
-        shard.
+        Values are cast, or rounded to codes, before anything travels. A shard that is away and comes as it is
+        comes beside the computation. Nothing travels between ranks where nobody else has a shard.
         """
         form = self.form(cast)
-        if form.codes is not None:
-            return self._start_quantised(communicator, form, form.codes)
-        buffer = self._open(form)
-        shard = buffer.data[self.window]
-        with communicator.postponing() if communicator.in_pass else nullcontext():
-            shard = self._mine_in(buffer)
-        return [] if self.shards == 1 else [communicator.all_gather(self.unit, buffer.data, shard)]
+        room = self._open(form) if form.codes is None else self._open_quantised(form, form.codes)
+        if room is not self.home or self.source.resting is not None:
+            return self._fill(communicator, room)
+        with self._stores.carrier.beside() as journey:
+            return [*self._fill(communicator, room), journey]
 
-    def _start_quantised(
-        self, communicator: Communicator, form: Cast, codes: torch.dtype
-    ) -> list[NamedHandle]:
+    def _fill(self, communicator: Communicator, room: FlatBuffer | Quantised) -> list[Pending]:
+        postponing = communicator.postponing() if communicator.in_pass else nullcontext()
+        if isinstance(room, Quantised):
+            with postponing, self.source.on_device() as shard:
+                room.put(self._accelerator.kernels, self.window, shard)
+            return [*room.all_gather(communicator, self.unit, self.window)]
+        mine = room.data[self.window]
+        with postponing:
+            mine = self._mine_in(room)
+        return [] if self.shards == 1 else [communicator.all_gather(self.unit, room.data, mine)]
+
+    def _open_quantised(self, form: Cast, codes: torch.dtype) -> Quantised:
         numel = self.layout.numel
         make = partial(Quantised, numel, codes, self._accelerator.device)
         whole = allocate(self._stores, "to gather", self.unit, Quantised.nbytes_of(numel), make)
         self._travelling[form] = whole
-        postponing = communicator.postponing() if communicator.in_pass else nullcontext()
-        with postponing, self.source.on_device() as shard:
-            whole.put(self._accelerator.kernels, self.window, shard)
-        return whole.all_gather(communicator, self.unit, self.window)
+        return whole
 
     def finish_gather(self, cast: Cast) -> None:
         """Values out of what has travelled in codes. The gather has been waited for."""

@@ -15,9 +15,9 @@ from itertools import chain
 import torch
 from torch import nn
 
-from zero.communication.communicator import Communicator, NamedHandle
+from zero.communication.communicator import Communicator
 from zero.sharding.cast import OWN, Cast
-from zero.sharding.flat_group import FlatGroup
+from zero.sharding.flat_group import FlatGroup, Pending
 from zero.sharding.guard import guard, unguard
 
 
@@ -60,7 +60,7 @@ class ShardedUnit:
         self.persistent: set[Cast] = set()
         self._communicator = communicator
         self._classes = {p: type(p) for g in groups for p in g.parameters}
-        self._pending: dict[Cast, list[list[NamedHandle]]] = {}  # of each group that has begun
+        self._pending: dict[Cast, list[list[Pending]]] = {}  # of each group that has begun
         self._gathered: set[Cast] = set()
         self._stale = False  # the weights have changed: nothing gathered before may stay
         self._bound = OWN
@@ -105,7 +105,7 @@ class ShardedUnit:
             for index in range(len(begun), len(self.groups)):
                 begun.append(self._begin(index, cast))
 
-    def _begin(self, index: int, cast: Cast) -> list[NamedHandle]:
+    def _begin(self, index: int, cast: Cast) -> list[Pending]:
         """Begin a group's gather, or join that of another cast in which the group has the same form: there is
         one buffer for it."""
         group = self.groups[index]
@@ -134,7 +134,7 @@ class ShardedUnit:
             del self._pending[cast]
             self._gathered.add(cast)
 
-    def _finish(self, cast: Cast, begun: list[list[NamedHandle]]) -> None:
+    def _finish(self, cast: Cast, begun: list[list[Pending]]) -> None:
         for handle in chain.from_iterable(begun):
             handle.wait()
         for group in self.groups:
@@ -231,7 +231,7 @@ class ShardedUnit:
         if not self.resident:
             self._guard()
 
-    def refresh(self) -> list[NamedHandle]:
+    def refresh(self) -> list[Pending]:
         """Begin to spread updated shards into the whole buffers of a resident unit."""
         if not self.resident:
             return []
@@ -244,7 +244,7 @@ class ShardedUnit:
             group.park()
         self._guard()
 
-    def unpark(self) -> list[NamedHandle]:
+    def unpark(self) -> list[Pending]:
         """End park(); handles of what the other ranks send."""
         for group in self.groups:
             group.unpark(whole=self.resident)

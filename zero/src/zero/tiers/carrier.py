@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.streams import Event
+from accelz.streams import Event, Streams
 
 SLOTS = 2  # host buffers that weights leave from: one is filled while the other travels
 IN_FLIGHT = 2  # values on their way to the host, whose memory on the device is not free yet
@@ -26,6 +28,19 @@ class Landing:
         """The values, once they are there; the host blocks till then."""
         self.event.synchronize()
         return self.values
+
+
+class Journey:
+    """Work that was queued beside the computation."""
+
+    event: Event
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def wait(self) -> None:
+        """Order what follows behind it."""
+        self._streams.current().wait(self.event)
 
 
 class Carrier:
@@ -80,6 +95,19 @@ class Carrier:
         with self._streams.use(self._stream):
             out.copy_(values, non_blocking=True)
         return self._stream.record()
+
+    @contextmanager
+    def beside(self) -> Iterator[Journey]:
+        """What is queued in the block comes after what was queued before; what follows waits for it where it
+        waits for the journey. Make room outside of the block: memory belongs to the stream that was current
+        when it was allocated."""
+        journey = Journey(self._streams)
+        self._stream.wait(self._streams.current().record())
+        with self._streams.use(self._stream):
+            try:
+                yield journey
+            finally:
+                journey.event = self._stream.record()
 
     def join(self) -> None:
         """Let the device's later work start after everything that is under way to it."""
