@@ -24,6 +24,8 @@ class Module(SimpleNamespace):
         self.taken: list[int] = []
         self.device_count = lambda: devices
         self.set_device = self.taken.append
+        self.waited: list[list[int]] = []
+        self.synchronize = lambda: self.waited.append(list(self.taken))
 
 
 @pytest.fixture
@@ -40,8 +42,10 @@ def build(**changes: Any) -> TorchAccelerator:
 def test_nothing_touches_a_device_before_bind(module: Module) -> None:
     accelerator = build()
     assert module.taken == []
+    assert module.waited == []
     accelerator.bind(2)
     assert module.taken == [2]
+    assert module.waited == [[2]], "the first use of a device takes its time in bind"
     assert accelerator.device == accelerator.flat_buffers.device == torch.device("mtia", 2)
 
 

@@ -12,9 +12,11 @@ import torch
 
 from accelz.collectives import Collectives
 from accelz.flat_buffer import StorageSwap
+from accelz.memory import MemoryStats
 from accelz_cuda import probe
 from accelz_cuda.accelerator import build
 from accelz_cuda.collectives import NcclCollectives
+from accelz_cuda.memory import CudaMemory
 
 
 class Nvml:
@@ -168,8 +170,29 @@ def test_the_accelerator_is_put_together_without_touching_a_device() -> None:
     assert accelerator.device == torch.device("cuda", 0)
     assert accelerator.collectives.spec == "cpu:gloo,cuda:nccl"
     assert isinstance(accelerator.flat_buffers, StorageSwap)
+    assert isinstance(accelerator.memory, CudaMemory)
     assert not accelerator.capabilities.shared_device
     assert not torch.cuda.is_initialized()
+
+
+def test_memory_that_a_stream_still_uses_is_in_use() -> None:
+    """torch counts it as active, and no longer as allocated."""
+    counters = {
+        "allocated_bytes": {"all": {"current": 10, "peak": 60}},
+        "active_bytes": {"all": {"current": 30, "peak": 80}},
+        "reserved_bytes": {"all": {"current": 100, "peak": 100}},
+    }
+    module = SimpleNamespace(
+        __name__="torch.cuda",
+        memory_stats_as_nested_dict=lambda: counters,
+        mem_get_info=lambda: (500, 1000),
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+    )
+    memory = CudaMemory(module, pinned=False)
+    assert memory.stats() == MemoryStats(allocated=30, peak=80, capacity=1000, free=570)
+    counters.clear()  # nothing was ever allocated
+    assert memory.stats() == MemoryStats(allocated=0, peak=0, capacity=1000, free=500)
 
 
 def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

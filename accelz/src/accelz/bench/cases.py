@@ -41,6 +41,7 @@ def cases(accelerator: Accelerator, elements: int) -> Iterator[Case]:
         yield from _host_cases(accelerator, elements)
     yield _adamw_case(accelerator, random(wide), random(narrow), empty(narrow))
     yield _adamw_case(accelerator, random(wide), random(wide), None)
+    yield from _one_moment_cases(accelerator, random(wide), random(narrow), empty(narrow))
     kernels, factor = accelerator.kernels, torch.full((), 0.5, device=accelerator.device)
     for source in (random(narrow), random(wide)):
         yield Case(
@@ -90,6 +91,18 @@ def _adamw_case(accelerator: Accelerator, master: Tensor, grad: Tensor, weights:
         f", {_name(weights.dtype)} weights" if weights is not None else ""
     )
     return Case("adamw", name, 28, call)
+
+
+def _one_moment_cases(
+    accelerator: Accelerator, master: Tensor, grad: Tensor, weights: Tensor
+) -> Iterator[Case]:
+    """What the optimizers of one moment move: that, and the master, there and back."""
+    moment, kernels = torch.zeros_like(master), accelerator.kernels
+    name = f"{_name(grad.dtype)} gradient, {_name(weights.dtype)} weights"
+    momentum = partial(kernels.sgd, master, grad, moment, weights=weights, lr=1e-3, momentum=0.9)
+    yield Case("sgd", f"{name}, momentum", 20, partial(momentum, weight_decay=0.1))
+    lion = partial(kernels.lion, master, grad, moment, weights=weights, lr=1e-4, beta1=0.9, beta2=0.99)
+    yield Case("lion", name, 20, partial(lion, weight_decay=0.1))
 
 
 def _quantise_cases(

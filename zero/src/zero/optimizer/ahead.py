@@ -13,6 +13,7 @@ is stepped until a step's gradients are neither.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -68,9 +69,10 @@ class StepsAhead:
         self._attempts: dict[SubGroup, _Attempt] = {}
         self._factors: _Expected | None = None  # what this step's attempts go by
         self._confident = True
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-step")
         self._streams = stores.accelerator.streams
         self._stream = self._streams.current()
+        self._own = threading.local()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-step", initializer=self._settle)
 
     def arrived(self, gradients: GroupGradients) -> None:
         """Begin to step the group's twins, once more if more gradient came."""
@@ -119,11 +121,17 @@ class StepsAhead:
         twin.take_the_place()
         return True
 
+    def _settle(self) -> None:
+        """In the thread: be on this rank's device for good. A new thread is on the machine's first device, and
+        whoever leaves a stream goes back there, which takes memory of that device."""
+        self._own.stream = self._streams.use(self._stream)
+        self._own.stream.__enter__()
+
     def _attempt(
         self, sub: SubGroup, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Expected
     ) -> None:
-        """In the thread. Nothing is queued on the stream: who uses it is on its device, and waits there."""
-        with self._streams.use(self._stream), torch.no_grad():
+        """In the thread. Nothing is queued on its stream: there is nothing to wait for behind it."""
+        with torch.no_grad():
             gradient = gradients.slice.find()
             mine = None if gradient is None else sub.of(gradient)
             if isinstance(mine, Tensor):  # else it has been dropped meanwhile

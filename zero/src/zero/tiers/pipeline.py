@@ -12,7 +12,7 @@ from accelz.memory import Memory
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.record import Opened, Record, section_bytes
 from zero.tiers.split import SplitMaster
-from zero.tiers.swap_file import PAGE, Transfer, aligned
+from zero.tiers.swap_file import Transfer, whole_pages
 
 BUFFERS = 3  # one fills, one is worked on, one is written: at no time is a fourth wanted
 
@@ -95,10 +95,7 @@ class Pipeline:
     def _fit(self, nbytes: int) -> None:
         if nbytes and (not self._buffers or self._buffers[0].numel() < nbytes):
             self._buffers.clear()
-            self._buffers = [
-                aligned(self._memory.empty_host((nbytes + PAGE,), torch.uint8))[:nbytes]
-                for _ in range(BUFFERS)
-            ]
+            self._buffers = [whole_pages(self._memory, nbytes) for _ in range(BUFFERS)]
 
 
 def _nbytes(record: Record) -> int:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from accelz.flat_buffer import HOST
+from accelz.memory import Memory
 from zero.errors import OffloadError
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored
@@ -189,6 +190,15 @@ class Section(Stored):
 def aligned(buffer: Tensor) -> Tensor:
     """The part of a host buffer (uint8) that begins with a page; allocate PAGE bytes more than needed."""
     return buffer[-buffer.data_ptr() % PAGE :]
+
+
+def whole_pages(memory: Memory, nbytes: int) -> Tensor:
+    """`nbytes` of host memory that begin with a page, (nbytes,) uint8. Page-locked memory does so by itself,
+    and allocators that round sizes up could take twice as much for a page more."""
+    exact = memory.empty_host((nbytes,), torch.uint8)
+    if exact.data_ptr() % PAGE == 0:
+        return exact
+    return aligned(memory.empty_host((nbytes + PAGE,), torch.uint8))[:nbytes]
 
 
 def _close(threads: ThreadPoolExecutor, descriptors: set[int]) -> None:
