@@ -122,8 +122,8 @@ class StepsAhead:
         return True
 
     def _settle(self) -> None:
-        """In the thread: be on this rank's device for good. A new thread is on the machine's first device, and
-        whoever leaves a stream goes back there, which takes memory of that device."""
+        """In the thread: be on this rank's device for good. A new thread is on the machine's first device,
+        and whoever leaves a stream goes back there, which takes memory of that device."""
         self._own.stream = self._streams.use(self._stream)
         self._own.stream.__enter__()
 
