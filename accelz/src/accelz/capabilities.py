@@ -41,7 +41,7 @@ class Capabilities:
 
     def flags(self) -> dict[str, bool]:
         """The yes/no capabilities by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.type == "bool"}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.type in ("bool", bool)}
 
     @property
     def counts_every_byte(self) -> bool:

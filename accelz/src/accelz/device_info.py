@@ -23,7 +23,7 @@ def named(name: str | None) -> Accelerator:
 
 
 def facts(accelerator: Accelerator) -> dict[str, Any]:
-    """Name, device, capabilities, dtypes, memory in bytes, who implements what."""
+    """Name, device, capabilities, dtypes, memory and its granularity in bytes, who implements what."""
     return {
         "name": accelerator.name,
         "device": str(accelerator.device),
@@ -31,6 +31,7 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
         "capabilities": accelerator.capabilities.flags(),
         "dtypes": sorted(str(d).removeprefix("torch.") for d in accelerator.capabilities.dtypes),
         "memory": asdict(accelerator.memory.stats()),
+        "memory_granularity": accelerator.capabilities.memory_granularity,
         "kernels": {name: accelerator.kernels.origin(name) for name in kernels.NAMES},
         "collectives": f"{_class_name(accelerator.collectives)} ({accelerator.collectives.spec})",
         "flat_buffers": _class_name(accelerator.flat_buffers),

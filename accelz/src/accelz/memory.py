@@ -14,9 +14,9 @@ from torch import Tensor
 class MemoryStats:
     """Bytes of the current device.
 
-    allocated: in use now, what a stream still works with (`Streams.keep_alive`) included. peak: the most
-    since start or `reset_peak()`. capacity: what this process may use at all. free: what can still be
-    allocated.
+    allocated: in use now, what a stream still works with (`Streams.keep_alive`) included where the
+    allocator tells. peak: the most since start or `reset_peak()`. capacity: what this process may use at all.
+    free: what can still be allocated.
     """
 
     allocated: int

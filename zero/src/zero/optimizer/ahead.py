@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accelz.streams import Stream, Streams
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.group_step import Factors, GroupStep
 from zero.optimizer.owned import OwnedSubGroup
@@ -71,8 +72,8 @@ class StepsAhead:
         self._confident = True
         self._streams = stores.accelerator.streams
         self._stream = self._streams.current()
-        self._own = threading.local()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-step", initializer=self._settle)
+        there = (self._streams, self._stream)
+        self._thread = ThreadPoolExecutor(1, "zero-step", initializer=_settle, initargs=there)
 
     def arrived(self, gradients: GroupGradients) -> None:
         """Begin to step the group's twins, once more if more gradient came."""
@@ -121,12 +122,6 @@ class StepsAhead:
         twin.take_the_place()
         return True
 
-    def _settle(self) -> None:
-        """In the thread: be on this rank's device for good. A new thread is on the machine's first device,
-        and whoever leaves a stream goes back there, which takes memory of that device."""
-        self._own.stream = self._streams.use(self._stream)
-        self._own.stream.__enter__()
-
     def _attempt(
         self, sub: SubGroup, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Expected
     ) -> None:
@@ -172,3 +167,13 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)
+
+
+_here = threading.local()
+
+
+def _settle(streams: Streams, stream: Stream) -> None:
+    """In a thread that steps: be on this rank's device for good. A new thread is on the machine's first
+    device, and whoever leaves a stream goes back there, which takes memory of that device."""
+    _here.stream = streams.use(stream)
+    _here.stream.__enter__()

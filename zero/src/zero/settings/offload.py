@@ -62,7 +62,7 @@ class Offload(Validated):
         or changed. That takes the memory of the record again, and of the weights where the master is not the
         shard itself (2 bytes per parameter in bf16); `host_budget` counts both. Change masters and optimizer
         state in place between backward and step through the tensors themselves, under `torch.no_grad()`:
-        changes through `.data` or a numpy view are not seen, and may be lost. See `zero.ahead`.
+        changes through `.data` or a numpy view are not seen, and may be lost. See `zero.optimizer.ahead`.
     compact: keep of masters on disk only what the 16-bit parameters lack (Adam: 20 bytes moved per parameter
         and step instead of 24). Same values, bit for bit; more work for the processor. ConfigError where no
         parameter is bf16.

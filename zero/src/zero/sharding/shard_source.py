@@ -50,13 +50,17 @@ class ShardSource:
             near, there = self._brought
             self._streams.current().wait(there)
             yield near
+            self._brought = near, self._streams.current().record()
         else:
             assert isinstance(self.shard, Tensor)
             try:
                 yield self.shard
             finally:
                 if self.shard.device != self._device:
-                    self._read = self._streams.current().record()
+                    now = self._streams.current()
+                    if self._read is not None:
+                        now.wait(self._read)  # which may be of another stream
+                    self._read = now.record()
 
     @contextmanager
     def on_device(self) -> Iterator[Tensor]:

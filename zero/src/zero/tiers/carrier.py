@@ -6,12 +6,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.streams import Event, Streams
+from accelz.streams import Event, Stream, Streams
 
 SLOTS = 2  # host buffers that weights leave from: one is filled while the other travels
 IN_FLIGHT = 2  # values on their way to the host, whose memory on the device is not free yet
@@ -44,7 +45,8 @@ class Journey:
 
 
 class Carrier:
-    """One side stream for both directions."""
+    """A side stream for both directions, in the order of issue, and one for what only the device waits
+    for."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -52,6 +54,10 @@ class Carrier:
         self._stream = accelerator.streams.new()
         self._flying: deque[Event] = deque()
         self._slots: list[tuple[Tensor | None, Event | None]] = [(None, None)] * SLOTS
+
+    @cached_property
+    def _beside(self) -> Stream:
+        return self._streams.new()
 
     def to_host(self, values: Tensor) -> Landing:
         """Begin to move `values` to page-locked host memory.
@@ -101,13 +107,15 @@ class Carrier:
         """What is queued in the block comes after what was queued before; what follows waits for it where it
         waits for the journey. Make room outside of the block: memory belongs to the stream that was current
         when it was allocated."""
-        journey = Journey(self._streams)
-        self._stream.wait(self._streams.current().record())
-        with self._streams.use(self._stream):
+        journey, computing = Journey(self._streams), self._streams.current()
+        self._beside.wait(computing.record())
+        with self._streams.use(self._beside):
             try:
                 yield journey
-            finally:
-                journey.event = self._stream.record()
+            except BaseException:
+                computing.wait(self._beside.record())  # nobody will wait for the journey
+                raise
+            journey.event = self._beside.record()
 
     def join(self) -> None:
         """Let the device's later work start after everything that is under way to it."""

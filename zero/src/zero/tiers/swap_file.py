@@ -198,6 +198,7 @@ def whole_pages(memory: Memory, nbytes: int) -> Tensor:
     exact = memory.empty_host((nbytes,), torch.uint8)
     if exact.data_ptr() % PAGE == 0:
         return exact
+    del exact
     return aligned(memory.empty_host((nbytes + PAGE,), torch.uint8))[:nbytes]
 
 
