@@ -568,6 +568,16 @@ class WrongSlice(Collectives):
         return DONE
 
 
+class SendersBackwards(Collectives):
+    """What the ranks send, the last one's first."""
+
+    def all_to_all(self, output: Tensor, parts: Tensor, counts: Any, group: Any, *args: Any) -> Handle:
+        super().all_to_all(output, parts, counts, group, *args).wait()
+        received = output.split([row[group.rank] for row in counts])
+        output.copy_(torch.cat(received[::-1]))
+        return DONE
+
+
 class AverageForSum(Collectives):
     def all_reduce(self, tensor: Tensor, group: Any, *args: Any, **kwargs: Any) -> Handle:
         super().all_reduce(tensor, group, *args, **kwargs).wait()
@@ -694,6 +704,9 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "common to nobody": Lie("FlatBufferStrategy.share", "buffers_in_common", "flat_buffers", CommonAlone),
         "reduce_scatter is wrong": Lie(
             "Collectives.reduce_scatter", "test_reduce_scatter", "collectives", WrongSlice
+        ),
+        "senders in another order": Lie(
+            "Collectives.all_to_all", "test_all_to_all", "collectives", SendersBackwards
         ),
         "a sum is an average": Lie("Collectives.all_reduce", "test_all_reduce", "collectives", AverageForSum),
         "a source is ignored": Lie("Collectives.broadcast", "test_broadcast", "collectives", SourceIgnored),

@@ -22,6 +22,8 @@ from torch.distributed import HashStore, Store
 from accelz.errors import CollectiveError
 
 ReduceOp = Literal["sum", "max", "min"]
+Counts = Sequence[Sequence[int]]
+"""Elements that each rank sends to each: rows by sender, columns by receiver."""
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # torch 2.13 renames these two and deprecates the old names; 2.11 has only the old ones.
@@ -79,7 +81,7 @@ class Collectives:
     """Collectives of one device type.
 
     A collective comes behind the work that is queued on the current stream, whichever that is, and writes to
-    its output only: the input of all_gather and reduce_scatter stays as it is.
+    its output only: the input of all_gather, reduce_scatter and all_to_all stays as it is.
 
     spec: the torch.distributed backend for each device type, e.g. "cpu:gloo" or "cpu:gloo,cuda:nccl".
     """
@@ -150,6 +152,19 @@ class Collectives:
             lambda: self._start_reduce_scatter(output, full, group, _OPS[op]), (output, full), async_op
         )
 
+    def all_to_all(
+        self, output: Tensor, parts: Tensor, counts: Counts, group: Group, async_op: bool = False
+    ) -> Handle:
+        """Send each rank its part of `parts`, and put what the ranks send into `output`, in rank order.
+
+        counts[s][d]: elements that rank s sends to rank d, the same table on every rank. `parts` has the
+        sum of this rank's row and lies in the order of the receivers; `output` has the sum of its column.
+        """
+        _check_counts(output, parts, counts, group)
+        return _handle(
+            lambda: self._start_all_to_all(output, parts, counts, group), (output, parts), async_op
+        )
+
     def all_reduce(
         self, tensor: Tensor, group: Group, op: ReduceOp = "sum", async_op: bool = False
     ) -> Handle:
@@ -178,6 +193,11 @@ class Collectives:
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
         return cast(dist.Work, _reduce_scatter(output, full, op, group=group.process_group, async_op=True))
 
+    def _start_all_to_all(self, output: Tensor, parts: Tensor, counts: Counts, group: Group) -> dist.Work:
+        received, sent = [row[group.rank] for row in counts], list(counts[group.rank])
+        work = dist.all_to_all_single(output, parts, received, sent, group.process_group, async_op=True)
+        return cast(dist.Work, work)
+
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
         return cast(dist.Work, dist.all_reduce(tensor, op, group=group.process_group, async_op=True))
 
@@ -204,6 +224,23 @@ def _check_sizes(name: str, full: Tensor, shard: Tensor, group: Group) -> None:
             f"{name}: the full buffer has {full.numel()} elements of {full.dtype} and the shard "
             f"{shard.numel()} of {shard.dtype}; with {group.size} ranks the full buffer must have exactly "
             f"{shard.numel() * group.size} elements of the shard's dtype"
+        )
+
+
+def _check_counts(output: Tensor, parts: Tensor, counts: Counts, group: Group) -> None:
+    square = len(counts) == group.size and all(len(row) == group.size for row in counts)
+    if not square or min(map(min, counts)) < 0:
+        raise CollectiveError(
+            f"all_to_all: counts must have {group.size} rows of {group.size} numbers, none below 0, for what "
+            "each rank sends to each"
+        )
+    sent, received = sum(counts[group.rank]), sum(row[group.rank] for row in counts)
+    fits = parts.numel() == sent and output.numel() == received
+    if not fits or parts.dtype != output.dtype:
+        raise CollectiveError(
+            f"all_to_all: parts has {parts.numel()} elements of {parts.dtype} and the output "
+            f"{output.numel()} of {output.dtype}; by counts rank {group.rank} sends {sent} and receives "
+            f"{received}, in one dtype"
         )
 
 

@@ -16,12 +16,13 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
-from accelz.collectives import Collectives, Group
+from accelz.collectives import Collectives, Counts, Group
 
 
 class Lanes:
@@ -37,9 +38,9 @@ class Lanes:
         self._timeout = timedelta(seconds=timeout)
         self._lanes: dict[tuple[str, int], dist.ProcessGroupGloo] = {}
 
-    def lane(self, operation: str, whole: Tensor) -> Any:
+    def lane(self, operation: str, nbytes: int) -> Any:
         """The context for an operation on buffers of this size. At first use every rank must ask for it."""
-        key = (operation, whole.numel() * whole.element_size())
+        key = (operation, nbytes)
         if key not in self._lanes:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = self._timeout
@@ -65,23 +66,31 @@ class GlooLanes(Collectives):
         self._lanes.clear()
 
     def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
-        work: dist.Work = self._lane("all_gather", output, group)._allgather_base(output, shard)
+        work: dist.Work = self._lane("all_gather", output.nbytes, group)._allgather_base(output, shard)
         return work
 
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
         options = dist.ReduceScatterOptions()
         options.reduceOp = op
-        lane = self._lane("reduce_scatter", full, group)
+        lane = self._lane("reduce_scatter", full.nbytes, group)
         work: dist.Work = lane._reduce_scatter_base(output, full, options)
         return work
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        work: dist.Work = self._lane("all_reduce", tensor, group).allreduce([tensor], options)
+        work: dist.Work = self._lane("all_reduce", tensor.nbytes, group).allreduce([tensor], options)
         return work
 
-    def _lane(self, operation: str, whole: Tensor, group: Group) -> Any:
+    def _start_all_to_all(self, output: Tensor, parts: Tensor, counts: Counts, group: Group) -> dist.Work:
+        item = output.element_size()
+        received, sent = [row[group.rank] * item for row in counts], [n * item for n in counts[group.rank]]
+        lane = self._lane("all_to_all", item * sum(map(sum, counts)), group)
+        there, here = output.view(torch.uint8), parts.view(torch.uint8)
+        work: dist.Work = lane.alltoall_base(there, here, received, sent)
+        return work
+
+    def _lane(self, operation: str, nbytes: int, group: Group) -> Any:
         process_group = group.process_group
         if not self._lanes:
             # A lane's thread that drops its last tensor while the interpreter goes down aborts the process.
@@ -89,7 +98,7 @@ class GlooLanes(Collectives):
         if process_group not in self._lanes:
             store = PrefixStore(unused_key(group, "accelz/lanes"), group.store)
             self._lanes[process_group] = Lanes(store, group.rank, group.size, group.timeout)
-        return self._lanes[process_group].lane(operation, whole)
+        return self._lanes[process_group].lane(operation, nbytes)
 
 
 def unused_key(group: Group, purpose: str) -> str:

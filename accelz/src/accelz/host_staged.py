@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz.collectives import Group
+from accelz.collectives import Counts, Group
 from accelz.gloo_lanes import GlooLanes
 
 
@@ -42,6 +42,10 @@ class HostStaged(GlooLanes):
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
         start = super()._start_reduce_scatter
         return _staged(output, lambda host: start(host, full.cpu(), group, op), filled=False)
+
+    def _start_all_to_all(self, output: Tensor, parts: Tensor, counts: Counts, group: Group) -> dist.Work:
+        start = super()._start_all_to_all
+        return _staged(output, lambda host: start(host, parts.cpu(), counts, group), filled=False)
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
         start = super()._start_all_reduce

@@ -176,7 +176,7 @@ class TwoLevels:
         """One collective between hosts. Where it fails the ranks of this host are told."""
         assert self._links is not None
         try:
-            start(self._links.lane(operation, whole)).wait()
+            start(self._links.lane(operation, whole.nbytes)).wait()
         except RuntimeError as error:
             reason = f"{operation} between the hosts failed: {error}"
             self._channel.fail(reason)

@@ -28,7 +28,7 @@ _REDUCTIONS = {dist.ReduceOp.SUM: SUM, dist.ReduceOp.MAX: MAX, dist.ReduceOp.MIN
 
 class SharedMemoryCollectives(GlooLanes):
     """gloo serves the whole group where hosts differ in their number of ranks or have one each, where memory
-    cannot be shared, and for dtypes that the library cannot sum."""
+    cannot be shared, for dtypes that the library cannot sum, and for all_to_all."""
 
     def __init__(self, library: CDLL, memory: CommonMemory) -> None:
         super().__init__()

@@ -44,6 +44,9 @@ CALLS: dict[str, Callable[[Collectives, Tensor, Tensor, Group], Handle]] = {
     "reduce_scatter": lambda c, full, shard, group: c.reduce_scatter(shard, full, group, async_op=True),
     "all_reduce": lambda c, full, _, group: c.all_reduce(full, group, async_op=True),
     "broadcast": lambda c, full, _, group: c.broadcast(full, 0, group, async_op=True),
+    "all_to_all": lambda c, full, shard, group: c.all_to_all(
+        full, full.clone(), [[shard.numel()] * group.size] * group.size, group, async_op=True
+    ),
 }
 """Each collective on a buffer of n elements for every rank, and one of n."""
 
@@ -68,6 +71,13 @@ class CollectivesContract:
     def test_reduce_scatter(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
         """Each rank gets its slice of the sum, maximum or minimum; the full buffer's length may be odd."""
         cluster(size).run(reduce_scatter_body, dtype=dtype)
+
+    @about("Collectives.all_to_all")
+    @over_sizes
+    @over_dtypes(torch.float32, torch.bfloat16, torch.float16)
+    def test_all_to_all(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
+        """Every rank gets what each sends it, in rank order; parts of any length, and of none."""
+        cluster(size).run(all_to_all_body, dtype=dtype)
 
     @about("Collectives.all_reduce")
     @over_sizes
@@ -137,7 +147,7 @@ class CollectivesContract:
         places = cluster(size).run(place_body)
         expect(places == [(r, size, 20.0) for r in range(size)], "Group", "rank, size, timeout", str(places))
 
-    @about("Collectives.all_gather", "Collectives.reduce_scatter")
+    @about("Collectives.all_gather", "Collectives.reduce_scatter", "Collectives.all_to_all")
     @over_sizes
     def test_sizes_that_do_not_fit(self, cluster: Clustered, size: int) -> None:
         """Buffers that do not fit the group raise CollectiveError, and the group works on."""
@@ -226,6 +236,21 @@ def reduce_scatter_body(context: Context, dtype: torch.dtype) -> None:
             case = f"{op}, {n} elements, offset {offset}, {async_op=}"
             _expect_framed(whole, offset, want, "Collectives.reduce_scatter", f"this rank's slice ({case})")
             expect_close(full, kept, "Collectives.reduce_scatter", f"the input must stay ({case})")
+
+
+def all_to_all_body(context: Context, dtype: torch.dtype) -> None:
+    calls, device, size, me = _collectives(context), context.accelerator.device, context.size, context.rank
+    for n, offset, uneven, async_op in _places():
+        counts = [[n * ((s + d) % 3 if uneven else 1) for d in range(size)] for s in range(size)]
+        whole, output = _framed(sum(row[me] for row in counts), offset, dtype, device)
+        parts = _framed(sum(counts[me]), 3 - offset, dtype, device)[1]
+        parts.copy_(torch.cat([_pattern(counts[me][d], me + d) for d in range(size)]))
+        kept = parts.clone()
+        calls.all_to_all(output, parts, counts, context.group, async_op).wait()
+        case = f"{counts=}, offset {offset}, {async_op=}"
+        want = torch.cat([_pattern(counts[s][me], s + me) for s in range(size)])
+        _expect_framed(whole, offset, want, "Collectives.all_to_all", f"what each rank sends ({case})")
+        expect_close(parts, kept, "Collectives.all_to_all", f"the input must stay ({case})")
 
 
 def all_reduce_body(context: Context, dtype: torch.dtype) -> None:
@@ -352,7 +377,8 @@ def side_stream_body(context: Context, name: str) -> None:
         done = side.record()
     done.synchronize()
     ranks = torch.arange(1.0, size + 1)
-    want = {"all_gather": ranks.repeat_interleave(n), "broadcast": torch.ones(n * size)}
+    of_each = ranks.repeat_interleave(n)
+    want = {"all_gather": of_each, "all_to_all": of_each, "broadcast": torch.ones(n * size)}
     expected = "must come behind the work queued on the current stream, and before what comes later"
     total = torch.full(seen.shape, float(ranks.sum()))
     expect_close(seen, want.get(name, total), f"Collectives.{name}", expected)
@@ -403,6 +429,11 @@ def misfit_body(context: Context) -> None:
             call = functools.partial(getattr(calls, name), *arguments, context.group)
             expected = "buffers that do not fit the group must be refused"
             expect_raises(CollectiveError, f"Collectives.{name}", expected, call)
+    for counts in ([[5] * size] * size, [[4]] * (size + 1), [[-4] * size] * size):
+        buffer = torch.ones(4 * size, device=device)
+        call = functools.partial(calls.all_to_all, buffer, buffer.clone(), counts, context.group)
+        expected = "counts that do not fit the buffers or the group must be refused"
+        expect_raises(CollectiveError, "Collectives.all_to_all", expected, call)
     calls.all_reduce(shard, context.group)
     expect_close(shard, torch.full((4,), float(size)), "Collectives.all_reduce", "must work after a misfit")
 
