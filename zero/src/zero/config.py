@@ -38,6 +38,9 @@ class Config(Validated):
     loss_scale: what the loss is multiplied by, so that small gradients do not vanish in fp16: "dynamic", or a
         fixed factor. None is "dynamic" with precision="fp16" and no scale else; set it for fp16 autocast.
     loss_scale_window: steps without overflow after which a dynamic scale doubles.
+    whole_parameters: whether the optimizer steps whole parameters, each on one rank, where ranks have slices
+        of them. None does that for all that are not known to work element by element: Muon, Adafactor, and
+        optimizers that are not torch's. Set False for one of your own that does, which saves the exchange.
     units: what is gathered together. "auto" finds repeated blocks; or module classes (or their names);
         or a function (name, module) -> bool that picks the modules.
     persistent_below: parameters with fewer elements than this stay gathered all the time (stage 3).
@@ -60,6 +63,7 @@ class Config(Validated):
     clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     loss_scale: Literal["dynamic"] | float | None = None
     loss_scale_window: int = Field(default=2000, ge=1)
+    whole_parameters: bool | None = None
     units: UnitRule = "auto"
     persistent_below: int = Field(default=0, ge=0)
     prefetch: int = Field(default=1, ge=0)

@@ -26,6 +26,7 @@ from zero.gradients.loss_scale import LossScale
 from zero.offload.balance import Balancer
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.parking import Parking
+from zero.optimizer.checks import steps_whole
 from zero.optimizer.optimizer_state import OptimizerState
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.passes import Passes
@@ -45,8 +46,8 @@ if TYPE_CHECKING:
 class Engine:
     """Trains a sharded model; made by `zero.initialize`.
 
-    module: the model. optimizer: the user's own object. steps: optimizer steps taken (skipped ones
-    included).
+    module: the model. optimizer: the user's own object; of several, one that has the param_groups of all.
+    steps: optimizer steps taken (skipped ones included).
     """
 
     def __init__(
@@ -70,7 +71,8 @@ class Engine:
         self._micro_steps = 0
         self._interrupted = False  # in the middle of an optimizer step or a load
         trainable = [g for u in units for g in u.groups if g.trainable]
-        self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores)
+        whole = steps_whole(optimizer, config)
+        self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores, communicator, whole)
         visits = self._shards.visits
         self._parking = Parking(self.units, self._shards)
         self._loss_scale = LossScale.of(config, accelerator)

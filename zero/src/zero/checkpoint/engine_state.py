@@ -23,6 +23,7 @@ from zero.communication.communicator import Communicator
 from zero.config import Config
 from zero.errors import StateError
 from zero.gradients.loss_scale import LossScale
+from zero.optimizer.joint import members
 from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -123,8 +124,9 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's class, by its full name."""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    """The optimizer's class, by its full name; of several, each."""
+    kinds = [type(each) for each in members(optimizer)]
+    return " + ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
 def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
@@ -133,17 +135,23 @@ def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
 
 
 def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> None:
+    flat = group.widest
+    written = list(_written_by(group, engine.rank, engine.world_size))
+    for index, start, place, length in written:
+        spec = group.layout.specs[index]
+        found.parts.append(
+            Part(model_key(spec.name), spec.shape, flat[place : place + length], start, stride_of(spec))
+        )
     pieces: dict[int, list[OwnedPiece]] = {}
     for owned in engine.shards.owned.get(group, ()):
         for piece in owned.pieces:
             pieces.setdefault(piece.piece.index, []).append(piece)
-    flat = group.widest
-    for index, start, place, length in _written_by(group, engine.rank, engine.world_size):
-        spec = group.layout.specs[index]
-        values = flat[place : place + length]
-        found.parts.append(Part(model_key(spec.name), spec.shape, values, start, stride_of(spec)))
-        if index in pieces:
-            _collect_state(engine, spec, pieces[index], start, length, found)
+    stretches = {index: (start, length) for index, start, _, length in written}
+    for index, mine in pieces.items():
+        begin, end = mine[0].piece.start, mine[-1].piece.start + mine[-1].piece.length
+        start, length = stretches.get(index, (0, 0)) if group.shards == 1 else (begin, end - begin)
+        if length:
+            _collect_state(engine, group.layout.specs[index], mine, start, length, found)
 
 
 def _written_by(group: FlatGroup, rank: int, ranks: int) -> Iterator[tuple[int, int, int, int]]:

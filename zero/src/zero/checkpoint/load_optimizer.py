@@ -15,8 +15,9 @@ from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, mode
 from zero.checkpoint.names import raise_for
 from zero.checkpoint.values import Values
 from zero.errors import StateError
-from zero.optimizer.owned import OwnedPiece
+from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import in_memory_order
+from zero.optimizer.pieces import home_of
 from zero.tiers.values import changing
 
 
@@ -77,21 +78,21 @@ class OptimizerLoad:
                 spec = owned.group.layout.specs[piece.piece.index]
                 entry = self._with_state(spec.name)
                 if entry is not None:
-                    self._fill_piece(piece, entry, stride_of(spec), kernel=owned.count is not None)
+                    self._fill_piece(owned, piece, entry, stride_of(spec))
         self._restore_options()
 
     def _fill_piece(
-        self, piece: OwnedPiece, entry: ParameterEntry, stride: tuple[int, ...] | None, kernel: bool
+        self, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry, stride: tuple[int, ...] | None
     ) -> None:
         state = self._engine.shards.optimizer.state[piece.parameter]
-        if not kernel:
+        if owned.count is None:
             state.clear()  # what the checkpoint does not have was not there yet
         elif not entry.state:  # never stepped: a kernel's state is zero then
             for value in state.values():
                 with changing(value) as values:
                     values.zero_()
         for key in entry.state:
-            self._fill_state(state, key, entry, piece, stride)
+            self._fill_state(state, key, entry, owned, piece, stride)
         state.update({key: self._values.decode(value) for key, value in entry.values.items()})
         if "step" in state:
             piece.history = hash(float(state["step"]))  # pieces of equal steps go in one kernel call
@@ -101,6 +102,7 @@ class OptimizerLoad:
         state: dict[str, Any],
         key: str,
         entry: ParameterEntry,
+        owned: OwnedSubGroup,
         piece: OwnedPiece,
         stride: tuple[int, ...] | None,
     ) -> None:
@@ -108,7 +110,8 @@ class OptimizerLoad:
         tensor = self._manifest.tensors[name]
         if self._sharded(key, entry, tensor):
             if key not in state:
-                state[key] = torch.empty_like(parameter.detach(), dtype=TORCH[tensor.dtype])
+                like = parameter.detach()
+                state[key] = torch.empty_like(like, dtype=TORCH[tensor.dtype], device=home_of(owned))
             with changing(in_memory_order(state[key], parameter)) as target:
                 self._values.fill(name, target, piece.piece.start, stride)
         elif key in state:
@@ -116,7 +119,7 @@ class OptimizerLoad:
         else:
             options = self._engine.shards.optimizer.param_groups[piece.param_group]
             host = key == "step" and not (options.get("capturable") or options.get("fused"))
-            state[key] = self._values.whole(name).to(HOST if host else parameter.device)
+            state[key] = self._values.whole(name).to(HOST if host else home_of(owned))
 
     def _sharded(self, key: str, entry: ParameterEntry, tensor: TensorEntry) -> bool:
         """Whether a state tensor has one value per element of its parameter."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.collectives import Group, Handle, ReduceOp
+from accelz.collectives import Counts, Group, Handle, ReduceOp
 from accelz.errors import CollectiveError
 from zero.communication.reports import Failure, Reports
 from zero.errors import CommunicationError, OffloadError, RankMismatchError
@@ -33,7 +33,8 @@ LOG_LENGTH = 256
 
 @dataclass
 class Traffic:
-    """Collectives issued, and their bytes: of the gathered, scattered or reduced whole buffer."""
+    """Collectives issued, and their bytes: of the gathered, scattered or reduced whole buffer, or of all
+    that ranks send in an all-to-all."""
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -86,7 +87,8 @@ class Communicator:
         return self._issue(
             "all_gather",
             unit,
-            output,
+            output.numel(),
+            output.dtype,
             lambda: self._collectives.all_gather(output, shard, self.group, async_op=True),
         )
 
@@ -94,15 +96,26 @@ class Communicator:
         return self._issue(
             "reduce_scatter",
             unit,
-            full,
+            full.numel(),
+            full.dtype,
             lambda: self._collectives.reduce_scatter(output, full, self.group, async_op=True),
+        )
+
+    def all_to_all(self, unit: str, output: Tensor, parts: Tensor, counts: Counts) -> NamedHandle:
+        return self._issue(
+            "all_to_all",
+            unit,
+            sum(map(sum, counts)),
+            parts.dtype,
+            lambda: self._collectives.all_to_all(output, parts, counts, self.group, async_op=True),
         )
 
     def all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
         return self._issue(
             "all_reduce",
             unit,
-            tensor,
+            tensor.numel(),
+            tensor.dtype,
             lambda: self._collectives.all_reduce(tensor, self.group, op, async_op=True),
         )
 
@@ -112,7 +125,8 @@ class Communicator:
         self._issue(
             "broadcast",
             unit,
-            tensor,
+            tensor.numel(),
+            tensor.dtype,
             lambda: self._collectives.broadcast(tensor, source, self.group, async_op=True),
         ).wait()
 
@@ -216,16 +230,19 @@ class Communicator:
         except CollectiveError as error:
             self._explain(error, self._count, text, began)
 
-    def _issue(self, op: str, unit: str, whole: Tensor, call: Callable[[], Handle]) -> NamedHandle:
+    def _issue(
+        self, op: str, unit: str, numel: int, dtype: torch.dtype, call: Callable[[], Handle]
+    ) -> NamedHandle:
+        """numel: of the whole buffer, equal on all ranks."""
         if self.failed:
             raise CommunicationError(f"no collective is possible after an earlier failure: {self.failed}")
-        text = f"{op} of unit {unit!r} ({whole.numel()} x {str(whole.dtype).removeprefix('torch.')})"
+        text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')})"
         self._count += 1
         kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
         self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
         self._log.append((self._count, text))
         self.traffic.calls[op] += 1
-        self.traffic.bytes[op] += whole.numel() * whole.element_size()
+        self.traffic.bytes[op] += numel * dtype.itemsize
         explain = partial(self._explain, number=self._count, text=text, began=time.monotonic())
         try:
             return NamedHandle(call(), explain)

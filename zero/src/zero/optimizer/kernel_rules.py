@@ -43,7 +43,7 @@ class Rule:
 def rule_for(optimizer: Optimizer) -> Rule | None:
     """The rule that gives what `optimizer` itself would compute; None where only it can step."""
     groups = optimizer.param_groups
-    if any(g.get("differentiable") or isinstance(g["lr"], Tensor) for g in groups):
+    if any(g.get("differentiable") or isinstance(g.get("lr"), Tensor) for g in groups):
         return None
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         return None if any(g["amsgrad"] for g in groups) else ADAM

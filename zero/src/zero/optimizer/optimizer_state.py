@@ -1,12 +1,13 @@
 """The optimizer's whole state by parameter name, out of the shards. Collective.
 
-A state tensor of a piece is either element-wise (exp_avg: one value per element, sharded like the
-parameter) or a scalar (step: the same on every rank that owns a part).
+A state tensor of a slice is either element-wise (exp_avg: one value per element, sharded like the parameter)
+or a scalar (step: the same on every rank that owns a part). Of a whole parameter it may have any shape, and
+the rank that steps the parameter has it.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,10 +37,37 @@ class OptimizerState:
         if group not in self._owned:
             return {}
         with self._whole.together():
+            if self._is_whole(group):
+                return self._of_parameter(unit, group, index)
             return {
                 key: _entry(self._gather(unit, group, key, kind), group, index, kind).clone()
                 for key, kind in self._keys(group).items()
             }
+
+    def _is_whole(self, group: FlatGroup) -> bool:
+        """Whether the user's optimizer steps whole parameters of a group."""
+        first = self._owned[group][0]
+        return first.count is None and (first.routes is not None or group.shards == 1)
+
+    def _of_parameter(self, unit: ShardedUnit, group: FlatGroup, index: int) -> dict[str, Tensor]:
+        """What the rank that steps a parameter has; where all do, each has its own."""
+        communicator = self._whole.communicator
+        pieces = (
+            piece for owned in self._owned[group] for piece in owned.pieces if piece.piece.index == index
+        )
+        state: dict[str, Any] = next((self._state.get(piece.parameter, {}) for piece in pieces), {})
+        mine = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        shapes = communicator.share_all({key: list(value.shape) for key, value in mine.items()})
+        source = max(range(len(shapes)), key=lambda rank: len(shapes[rank]))
+        found = {}
+        for key, shape in shapes[source].items():
+            value = torch.zeros(shape, dtype=torch.float32, device=group.home.data.device)
+            if key in mine:
+                value.copy_(mine[key])
+            if group.shards > 1:
+                communicator.broadcast(unit.name, value.view(-1), source)
+            found[key] = value
+        return found
 
     def _keys(self, group: FlatGroup) -> dict[str, Kind]:
         """The state tensors of a group's parameters, agreed by the ranks (one may own no piece)."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from zero.optimizer.routes import Routes
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import Piece
 from zero.sharding.sub_group import SubGroup
@@ -15,7 +16,8 @@ from zero.sharding.sub_group import SubGroup
 @dataclass
 class OwnedPiece:
     """A piece as the optimizer sees it. piece: its place is that in the sub-group, where a parameter may have
-    one piece of several. history: equal for pieces that missed the same steps."""
+    one piece of several, or among the whole parameters that this rank steps. history: equal for pieces that
+    missed the same steps."""
 
     piece: Piece
     param_group: int
@@ -34,10 +36,12 @@ class StepCount:
 
 @dataclass(eq=False)
 class OwnedSubGroup:
-    """A sub-group of `group` with this rank's pieces; count: where a kernel serves."""
+    """A sub-group of `group` with this rank's pieces. routes: where pieces are whole parameters, put together
+    for a step; the sub-group is the whole shard then. count: where a kernel serves."""
 
     group: FlatGroup
     sub: SubGroup
+    routes: Routes | None = None
     pieces: list[OwnedPiece] = field(default_factory=list)
     count: StepCount | None = None
 

@@ -2,42 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
+from zero.optimizer.routes import Routes, route, share_out
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import Piece
-from zero.sharding.sub_group import SubGroup
 from zero.tiers.stored import Stored
 
 
-def own(group: FlatGroup, param_group_of: dict[nn.Parameter, int]) -> tuple[OwnedSubGroup, ...]:
-    """The group's pieces that an optimizer steps. param_group_of: index of each parameter's param group."""
-    return tuple(_own(group, sub, param_group_of) for sub in group.subs)
+def route_groups(
+    groups: Sequence[FlatGroup], param_group_of: Container[nn.Parameter], rank: int
+) -> dict[FlatGroup, Routes]:
+    """Of the groups that ranks have slices of: each parameter is stepped by one rank, which all agree on."""
+    split = [group for group in groups if group.shards > 1]
+    stepped = [(g, i) for g in split for i, p in enumerate(g.parameters) if p in param_group_of]
+    sizes = [group.layout.specs[index].numel for group, index in stepped]
+    ranks = share_out(sizes, max((group.shards for group in split), default=1))
+    owner = dict(zip(stepped, ranks, strict=True))
+    return {g: route(g.layout, [owner.get((g, i)) for i in range(len(g.names))], rank) for g in split}
 
 
-def _own(group: FlatGroup, sub: SubGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedSubGroup:
-    owned = OwnedSubGroup(group, sub)
-    for whole in group.pieces:
-        index = param_group_of.get(group.parameters[whole.index])
-        piece = whole.within(sub.window)
-        if index is not None and piece is not None:
+def own(
+    group: FlatGroup, param_group_of: dict[nn.Parameter, int], routes: Routes | None
+) -> tuple[OwnedSubGroup, ...]:
+    """The group's pieces that an optimizer steps. param_group_of: index of each parameter's param group.
+    routes: where it steps whole parameters."""
+    return tuple(_own(OwnedSubGroup(group, sub, routes), param_group_of) for sub in group.subs)
+
+
+def _own(owned: OwnedSubGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedSubGroup:
+    for piece in _pieces_of(owned):
+        index = param_group_of.get(owned.group.parameters[piece.index])
+        if index is not None:
             values = piece_of_master(owned, piece)
             parameter = nn.Parameter(values.data)  # counts changes by itself, whatever it is a view of
             owned.pieces.append(OwnedPiece(piece, index, parameter))
     return owned
 
 
+def _pieces_of(owned: OwnedSubGroup) -> Iterable[Piece]:
+    if owned.routes is not None:
+        return owned.routes.pieces
+    found = (whole.within(owned.sub.window) for whole in owned.group.pieces)
+    return (piece for piece in found if piece is not None)
+
+
 def piece_of_master(owned: OwnedSubGroup, piece: Piece) -> Tensor:
-    """A view of the master; where that is on disk, a tensor of its shape that has no values."""
+    """A view of the master; a tensor of its shape without values where that is on disk, or the piece is a
+    whole parameter, which is there in a step only."""
     master = owned.sub.kept.master
-    if isinstance(master, Stored):
-        like = torch.empty(owned.sub.numel, dtype=master.dtype, device="meta")
-        return shaped(like, owned.group, piece)
+    if isinstance(master, Stored) or owned.routes is not None:
+        numel = owned.sub.numel if owned.routes is None else owned.routes.numel
+        return shaped(torch.empty(numel, dtype=master.dtype, device="meta"), owned.group, piece)
     return shaped(master, owned.group, piece)
+
+
+def home_of(owned: OwnedSubGroup) -> torch.device:
+    """Where a record in memory is, and the state of its pieces."""
+    return owned.sub.kept.opened().master.device
 
 
 def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
@@ -53,15 +80,19 @@ def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
 
 def sliced(state: dict[str, Any], owned: OwnedSubGroup, piece: Piece) -> dict[str, Any]:
     """A piece's part of a parameter's state: slices of what is element-wise, copies of the rest."""
-    spec = owned.group.layout.specs[piece.index]
+    spec, device = owned.group.layout.specs[piece.index], home_of(owned)
     result = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == spec.shape and key != "step":
-            device = piece_of_master(owned, piece).device
             flat = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=device)
             flat.copy_(value)
             part = flat.as_strided((piece.length,), (1,), piece.start)
             result[key] = part.clone() if piece.length < spec.numel else flat
         else:
-            result[key] = value.clone() if isinstance(value, Tensor) else value
+            result[key] = moved(value, device) if isinstance(value, Tensor) else value
     return result
+
+
+def moved(value: Tensor, device: torch.device) -> Tensor:
+    """A copy of a state tensor beside its parameter; of a single number, where optimizers keep it."""
+    return value.to(device, copy=True) if value.dim() else value.clone()

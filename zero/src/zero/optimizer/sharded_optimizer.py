@@ -4,13 +4,13 @@ The optimizer object stays: schedulers, hooks and hyper-parameters keep working 
 parameters become *pieces*: views of the fp32 masters, one for each model parameter that a sub-group of this
 rank has a part of (in the parameter's shape where that is the whole). Adam, AdamW, SGD and Lion run as one
 kernel call per flat sub-group, straight from the 16-bit gradient; their per-piece state is views of the flat
-state, so `optimizer.state` looks as torch's does. Every other optimizer steps the pieces itself.
+state, so `optimizer.state` looks as torch's does. Every other optimizer steps its pieces itself: slices, or
+where it looks at more than single elements whole parameters, each on one rank.
 """
 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
@@ -20,15 +20,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelz.flat_buffer import HOST, rebind
+from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError, UsageError
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import Follower
 from zero.optimizer.ahead import StepsAhead
 from zero.optimizer.group_step import Factors, GroupStep, plan_step
+from zero.optimizer.joint import JointOptimizer, members
 from zero.optimizer.kernel_rules import Rule, rule_for
+from zero.optimizer.own_step import OwnStep
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount
 from zero.optimizer.piece_state import is_elementwise
-from zero.optimizer.pieces import own, piece_of_master, shaped, sliced
+from zero.optimizer.pieces import own, piece_of_master, route_groups, shaped, sliced
 from zero.optimizer.state_dicts import refuse_state_dicts
 from zero.optimizer.visits import Visits
 from zero.settings.offload import Tier
@@ -39,66 +42,13 @@ from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
 from zero.tiers.values import fetch
 
-NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
-WHOLE_PARAMETERS = {"Adafactor", "Muon"}
-
-
-def check_optimizer(optimizer: Optimizer, model: nn.Module, sharded: bool) -> dict[nn.Parameter, int]:
-    """The param group of each parameter; raises OptimizerError if the optimizer cannot be sharded.
-
-    sharded: parameters will be split over ranks.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(
-            f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}; "
-            "pass e.g. torch.optim.AdamW(model.parameters(), lr=3e-4)"
-        )
-    kind = type(optimizer).__name__
-    if kind in NEVER:
-        raise OptimizerError(
-            f"{kind} cannot run on flat shards: {NEVER[kind]}; use an element-wise optimizer"
-        )
-    if sharded and kind in WHOLE_PARAMETERS:
-        raise OptimizerError(
-            f"{kind} looks at whole matrices, which no rank has at stages 1 to 3; use stage=0 or AdamW"
-        )
-    known = rule_for(optimizer) is not None or type(optimizer).__module__.startswith("torch.optim")
-    if sharded and not known:
-        warnings.warn(
-            f"{kind} will step slices of parameters as one-dimensional tensors; that is exact only if it "
-            "works element by element",
-            stacklevel=4,
-        )
-    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
-        raise OptimizerError(
-            "the optimizer has state already; call zero.initialize before its first step, and restore "
-            "state with engine.load_checkpoint"
-        )
-    return _param_groups(optimizer, model)
-
-
-def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
-    mine = set(model.parameters())
-    owner: dict[nn.Parameter, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            if parameter not in mine:
-                raise OptimizerError(
-                    f"param_groups[{index}]['params'][{position}] of shape {tuple(parameter.shape)} is no "
-                    "parameter of the model; build the optimizer from this model's parameters"
-                )
-            owner[parameter] = index
-    if not any(p.requires_grad for p in owner):
-        raise OptimizerError("the optimizer has no trainable parameter of the model")
-    return owner
-
 
 class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
     owned, subs: the sub-groups, by group and all in order. on_sub_group(unit): called when one is stepped, or
-    has the gradients that the user's optimizer steps it with, and with "" when that has. wide_bytes: of the
-    device, in use for such gradients.
+    has the gradients that the user's optimizer steps it with, and with "" when that has. whole: the optimizer
+    steps whole parameters.
     """
 
     def __init__(
@@ -107,22 +57,28 @@ class ShardedOptimizer:
         groups: Sequence[FlatGroup],
         param_group_of: dict[nn.Parameter, int],
         stores: Stores,
+        communicator: Communicator,
+        whole: bool,
     ) -> None:
         self.optimizer = optimizer
         self._stores = stores
         self._accelerator = stores.accelerator
         self._rule = rule_for(optimizer)
-        self.owned = {group: own(group, param_group_of) for group in groups}
+        self._own_step = OwnStep(optimizer, stores, communicator)
+        routes = route_groups(groups, param_group_of, communicator.group.rank) if whole else {}
+        self.owned = {group: own(group, param_group_of, routes.get(group)) for group in groups}
         self.subs = [owned for subs in self.owned.values() for owned in subs]
         self.visits = Visits(stores, self.subs, self._show)
         self.on_sub_group: Callable[[str], None] = lambda unit: None
-        self.wide_bytes = 0
         self._stepping = False
         self._ahead: StepsAhead | None = None
+        if isinstance(optimizer, JointOptimizer):
+            optimizer.share_state()
         self._install()
         self._lengths = self._group_lengths()
-        optimizer.register_step_pre_hook(self._check_caller)
-        refuse_state_dicts(optimizer)
+        for each in {optimizer, *members(optimizer)}:
+            each.register_step_pre_hook(self._check_caller)
+            refuse_state_dicts(each)
 
     def step(self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None) -> None:
         """One optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim, 1.0 changes nothing."""
@@ -131,8 +87,9 @@ class ShardedOptimizer:
             if self._rule is not None:
                 _hooked_kernel_step(self.optimizer, self, gradients, scale, skip)
                 setattr(self.optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
-            else:
-                self._step_pieces(gradients, scale, skip)
+            elif skip is None or not bool(skip):  # this optimizer decides on the host
+                present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
+                self._own_step.run(present, scale, self.on_sub_group)
         finally:
             self._stepping = False
 
@@ -246,16 +203,16 @@ class ShardedOptimizer:
         """Bytes of a sub-group's state beside the master, wherever it is."""
         if self._rule is not None:
             return sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
-        return sum(v.numel() * v.element_size() for v in self._elementwise(owned))
+        return sum(value.nbytes for value in self._kept(owned))
 
-    def _elementwise(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
-        for piece in owned.pieces:
-            yield from (value for _, value in self._kept_for(piece))
+    def _kept(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
+        return (value for piece in owned.pieces for _, value in self._kept_for(piece))
 
     def _kept_for(self, piece: OwnedPiece) -> Iterator[tuple[str, Tensor]]:
-        """State of one value per element that the user's optimizer itself keeps."""
-        for key, value in self.optimizer.state.get(piece.parameter, {}).items() if self._rule is None else ():
-            if isinstance(value, Tensor) and is_elementwise(key, value, piece.parameter):
+        """State that the user's optimizer itself keeps beside a piece; single numbers are anywhere."""
+        parameter = piece.parameter
+        for key, value in self.optimizer.state.get(parameter, {}).items() if self._rule is None else ():
+            if isinstance(value, Tensor) and (value.dim() or is_elementwise(key, value, parameter)):
                 yield key, value
 
     def own_state_bytes(self) -> int:
@@ -263,9 +220,13 @@ class ShardedOptimizer:
         user's optimizer itself keeps."""
         if self._rule is not None:
             return self.visits.device_bytes()
-        values = [v for owned in self.subs for v in self._elementwise(owned)]
-        device = self._accelerator.device
-        return sum(v.numel() * v.element_size() for v in values if v.device == device)
+        values = [value for owned in self.subs for value in self._kept(owned)]
+        return sum(value.nbytes for value in values if value.device == self._accelerator.device)
+
+    @property
+    def wide_bytes(self) -> int:
+        """Bytes of the device in use for what the user's optimizer steps with, beside its state."""
+        return self._own_step.wide_bytes
 
     def _install(self) -> None:
         """Put the pieces in the places of the parameters they are parts of."""
@@ -327,42 +288,6 @@ class ShardedOptimizer:
     def _plan(self, owned: OwnedSubGroup, used: set[int]) -> GroupStep:
         assert self._rule is not None
         return plan_step(self._rule, self.optimizer, owned, used)
-
-    def _step_pieces(
-        self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
-    ) -> None:
-        if skip is not None and bool(skip):  # this optimizer decides on the host
-            return
-        present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
-        pieces = [piece.parameter for owned in self.subs for piece in owned.pieces]
-        purpose, nbytes = f"for the step of {type(self.optimizer).__name__}", sum(p.nbytes for p in pieces)
-        try:
-            for owned, have in present:
-                with self._room("for the fp32 gradients of", owned):
-                    self._set_piece_gradients(owned, have, scale)
-                self.on_sub_group(owned.group.unit)
-            with room_for(self._accelerator, purpose, None, nbytes):
-                self.optimizer.step()
-            self.on_sub_group("")
-        finally:
-            self.wide_bytes = 0
-            for parameter in pieces:
-                parameter.grad = None
-        for owned, _ in present:
-            self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
-
-    def _set_piece_gradients(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
-        master = owned.sub.kept.opened().master
-        gradient = fetch(owned.sub.of(have.slice.get()), master.device)
-        if scale is not None or gradient.dtype is not master.dtype:
-            wide = torch.empty_like(gradient, dtype=master.dtype)
-            scale = None if scale is None else scale.to(master.device)
-            self._stores.kernels(master.device).scale_cast(wide, gradient, scale)
-            self.wide_bytes += wide.nbytes if wide.device == self._accelerator.device else 0
-            gradient = wide
-        for piece in owned.pieces:
-            if piece.piece.index in have.used:
-                piece.parameter.grad = shaped(gradient, owned.group, piece.piece)
 
 
 def _hooked(

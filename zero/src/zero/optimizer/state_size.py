@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from accelz.flat_buffer import HOST
 from zero.errors import OptimizerError
+from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.piece_state import is_elementwise
 
@@ -32,10 +33,10 @@ def values_per_element(optimizer: Optimizer, dtype: torch.dtype | None = None) -
         return 1 + len(rule.moments)
     try:
         with torch.random.fork_rng(devices=[]):
-            return 1 + _moments_after_a_step(optimizer, dtype)
+            return 1 + max(_moments_after_a_step(each, dtype) for each in members(optimizer))
     except Exception as error:
         raise OptimizerError(
-            f"how much state {type(optimizer).__name__} keeps is not known, and a copy of it does not step "
+            f"how much state {name_of(optimizer)} keeps is not known, and a copy of it does not step "
             f"({type(error).__name__}: {error}). So it can neither be planned nor held to a host_budget"
         ) from error
 

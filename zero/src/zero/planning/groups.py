@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from zero.communication.quantised import Quantised
 from zero.config import Config
 from zero.gradients.group_gradients import GradientPolicy
+from zero.optimizer.routes import share_out
 from zero.settings.offload import Tier
 from zero.setup.drafts import GroupDraft, UnitDraft
 from zero.sharding.cast import OWN, Cast
@@ -25,14 +26,16 @@ Dtype = torch.dtype | None
 class PlannedGroup:
     """A flat buffer. Sizes in elements, padding included.
 
-    numel: of the whole buffer. shard_numel: of a rank's slice. dtype: of the parameters. given: that they
-    have before `zero.initialize`, where it is wider. gathered: that they are computed in. coded: whether they
+    numel: of the whole buffer. parameters: without padding. shard_numel: of a rank's slice. dtype: of the
+    parameters. given: that they have before `zero.initialize`, where it is wider. gathered: that they are computed in. coded: whether they
     travel in 8 bits. resident: the whole buffer stays. reduced: dtype that gradients travel in. slice: that
     their reduced sum has. early, complete_early: whether its first gradient, or all of them, come before
-    those of the blocks, as a head's do.
+    those of the blocks, as a head's do. stepped: of parameters that are stepped whole, those of the rank that
+    has most of all groups together; None where slices are.
     """
 
     numel: int
+    parameters: int
     shard_numel: int
     dtype: torch.dtype
     given: torch.dtype
@@ -45,6 +48,7 @@ class PlannedGroup:
     early: bool
     complete_early: bool
     placement: Placement
+    stepped: int | None
 
     @property
     def sharded(self) -> bool:
@@ -92,7 +96,8 @@ class PlannedGroup:
 
     def record_bytes(self, numel: int, tier: Tier, moments: int) -> int:
         """Of master and moments in memory, for `numel` elements in `tier`."""
-        return numel * self.wide.itemsize * (moments + (not self.is_master(tier)))
+        stepped = numel if self.stepped is None else self.stepped
+        return self.wide.itemsize * (stepped * moments + numel * (not self.is_master(tier)))
 
 
 @dataclass(frozen=True)
@@ -129,15 +134,20 @@ def planned(
     policy: GradientPolicy,
     ranks: int,
     autocast: Dtype,
+    whole: Container[nn.Parameter] | None,
 ) -> Iterator[PlannedUnit]:
-    """Of each draft. autocast: dtype that forwards run under, None for none."""
+    """Of each draft. autocast: dtype that forwards run under, None for none. whole: parameters that the
+    optimizer steps whole; None where it steps slices."""
     shards = ranks if config.stage > 0 else 1
     behind = _Behind.blocks(model, drafts)
+    stepped = _stepped(drafts, None if shards == 1 else whole, shards)
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for draft in drafts:
         near = all(group.placement.params == "device" for group in draft.groups)
         resident = draft.whole or (ranks == 1 and near)
-        groups = [_group(group, shards, resident, policy, autocast, behind) for group in draft.groups]
+        groups = [
+            _group(group, shards, resident, policy, autocast, behind, next(stepped)) for group in draft.groups
+        ]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
         sizes = [
             {place[p]: uses[p] * p.numel() * group.gathered.itemsize for _, p in drafted.named}
@@ -174,6 +184,30 @@ class _Behind:
         )
 
 
+def _stepped(
+    drafts: Sequence[UnitDraft], whole: Container[nn.Parameter] | None, ranks: int
+) -> Iterator[int | None]:
+    """Of each group, the elements that the rank with most of them steps."""
+    groups = [group for draft in drafts for group in draft.groups]
+    if whole is None:
+        yield from (None for _ in groups)
+        return
+    found = [
+        (place, parameter.numel())
+        for place, group in enumerate(groups)
+        for _, parameter in group.named
+        if group.kind.trainable and parameter in whole
+    ]
+    rank_of = share_out([numel for _, numel in found], ranks)
+    totals: Counter[int] = Counter()
+    of_group: Counter[tuple[int, int]] = Counter()
+    for (place, numel), rank in zip(found, rank_of, strict=True):
+        totals[rank] += numel
+        of_group[place, rank] += numel
+    heaviest = max(totals, key=lambda rank: totals[rank], default=0)
+    yield from (of_group[place, heaviest] for place in range(len(groups)))
+
+
 def _group(
     draft: GroupDraft,
     shards: int,
@@ -181,6 +215,7 @@ def _group(
     policy: GradientPolicy,
     autocast: Dtype,
     behind: _Behind,
+    stepped: int | None,
 ) -> PlannedGroup:
     kind = draft.kind
     form = OWN if resident else kind.travel.form(Cast(autocast, kind.travel.codes), kind.dtype)
@@ -191,6 +226,7 @@ def _group(
         reduced = torch.promote_types(gathered, torch.float32)
     return PlannedGroup(
         numel=draft.shard_numel * shards,
+        parameters=sum(parameter.numel() for _, parameter in draft.named),
         shard_numel=draft.shard_numel,
         dtype=kind.dtype,
         given=given if kind.trainable and given.itemsize > kind.dtype.itemsize else kind.dtype,
@@ -203,4 +239,5 @@ def _group(
         early=any(parameter in behind.last for _, parameter in draft.named),
         complete_early=all(parameter in behind.all for _, parameter in draft.named),
         placement=draft.placement,
+        stepped=stepped if kind.trainable else None,
     )

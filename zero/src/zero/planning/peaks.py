@@ -156,12 +156,12 @@ def step(units: Sequence[PlannedUnit], moments: int, kernels: bool, scaled: bool
     near = [group for group, _ in groups if group.placement.gradients == "device"]
     travelling = [g for g, age in groups if g.placement.gradients != "device" and age < TRAVELLING]
     gradients = sum(group.slice_bytes for group in (*near, *travelling))
-    if not kernels:  # torch's optimizer has them in fp32, all at once
+    if not kernels:  # torch's optimizer has all it steps with at once
         gradients += sum(
-            numel * group.wide.itemsize
+            _stepped_with(group, numel, scaled)
             for group, _ in groups
             for numel, tier in group.placement.optimizer
-            if tier == "device" and (scaled or group.slice is not group.wide)
+            if tier == "device"
         )
     visiting = [
         group.record_bytes(numel, tier, moments)
@@ -170,3 +170,10 @@ def step(units: Sequence[PlannedUnit], moments: int, kernels: bool, scaled: bool
         if group.placement.visits and tier == "host"
     ]
     return Held(gradients=gradients, optimizer=WINDOW * max(visiting, default=0))
+
+
+def _stepped_with(group: PlannedGroup, numel: int, scaled: bool) -> int:
+    """Gradients in fp32; of whole parameters, also the values."""
+    if group.stepped is not None:
+        return 2 * group.stepped * group.wide.itemsize
+    return numel * group.wide.itemsize * (scaled or group.slice is not group.wide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,9 @@ from torch.optim import Optimizer
 from zero.config import Config
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
+from zero.optimizer.checks import check_optimizer, steps_whole
+from zero.optimizer.joint import joint
 from zero.optimizer.kernel_rules import rule_for
-from zero.optimizer.sharded_optimizer import check_optimizer
 from zero.optimizer.state_size import values_per_element
 from zero.planning.groups import PlannedUnit, planned
 from zero.planning.memory import MemoryPlan, plan_memory
@@ -53,7 +55,7 @@ class Plan:
 
 def plan(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     config: Config | None = None,
     *,
     ranks: int,
@@ -82,14 +84,16 @@ def plan(
     check_model(model, shapes_only=True)
     plans = find_units(model, config.units, config.persistent_below)
     castable = cast_before_use(model, config)
-    param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
+    optimizer = joint(optimizer)
+    param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config, ANY_DEVICE)
     values = values_per_element(optimizer, config.dtype)
     rule = rule_for(optimizer)
     planner = Planner(config.tiers, values, lambda tier: tier, divisible=rule is not None)
     drafts = draft_units(plans, config, planner, ranks, param_group_of, castable)
     policy = GradientPolicy.of(config, ranks)
-    units = tuple(planned(model, drafts, config, policy, ranks, autocast))
+    whole = param_group_of if steps_whole(optimizer, config) else None
+    units = tuple(planned(model, drafts, config, policy, ranks, autocast, whole))
     scaled = ranks > 1 or config.clip_norm is not None or config.scaling is not None
     memory = plan_memory(units, config, policy, values - 1, rule is not None, scaled)
     traffic = plan_traffic(units, config, policy, ranks, values - 1)

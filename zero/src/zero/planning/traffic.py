@@ -47,9 +47,15 @@ def plan_traffic(
             moved += _of_parameters(group, gathers)
             moved += _of_gradients(group, reductions)
             moved += _of_records(group, format)
-    whole = sum(nbytes * (2 if kind == "all_reduce" else 1) for kind, nbytes in collectives.items())
-    link = whole * (ranks - 1) // ranks
+            moved += _of_exchange(group)
+    whole = sum(nbytes * _passes(kind, ranks) for kind, nbytes in collectives.items())
+    link = int(whole * (ranks - 1) / ranks)
     return TrafficPlan(collectives, link, moved.to_host, moved.to_device, moved.read, moved.written)
+
+
+def _passes(kind: str, ranks: int) -> float:
+    """How often a rank sends what it has of a buffer to all others."""
+    return {"all_reduce": 2.0, "all_to_all": 1 / ranks}.get(kind, 1.0)
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,8 @@ def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int)
         return
     if group.trainable:
         yield "reduce_scatter", reductions * group.gradient_bytes
+    if group.stepped is not None:  # gradients, masters, and these again as they are then
+        yield "all_to_all", group.parameters * (group.slice.itemsize + 2 * group.wide.itemsize)
     if not group.resident:
         yield "all_gather", gathers * group.travel_bytes
     elif group.trainable:
@@ -138,3 +146,15 @@ def _of_records(group: PlannedGroup, format: DiskFormat) -> _Moved:
         if group.placement.params == "device":
             moved += _Moved(to_device=numel * group.dtype.itemsize)
     return moved
+
+
+def _of_exchange(group: PlannedGroup) -> _Moved:
+    """Whole parameters are put together on the device, wherever they are stepped."""
+    if group.stepped is None or all(tier == "device" for _, tier in group.placement.optimizer):
+        return _Moved()
+    slices = group.shard_numel * (group.slice.itemsize + group.wide.itemsize)
+    return _Moved(
+        to_device=slices + group.stepped * group.wide.itemsize,
+        to_host=group.stepped * (group.slice.itemsize + group.wide.itemsize)
+        + group.shard_numel * group.wide.itemsize,
+    )

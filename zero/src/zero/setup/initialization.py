@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import nn
@@ -16,8 +16,9 @@ from zero.compiled.split import split_by_use
 from zero.config import Config
 from zero.engine import Engine
 from zero.errors import ConfigError
+from zero.optimizer.checks import check_optimizer
+from zero.optimizer.joint import joint
 from zero.optimizer.kernel_rules import rule_for
-from zero.optimizer.sharded_optimizer import check_optimizer
 from zero.pretrained import keep_promises
 from zero.setup.build import build_units
 from zero.setup.checks import check_dtypes, check_equal, check_model
@@ -34,13 +35,17 @@ from zero.tiers.stores import Stores
 _engines = itertools.count()
 
 
-def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = None) -> Engine:
+def initialize(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Config | None = None
+) -> Engine:
     """Shard `model` and `optimizer` over the ranks of the job and return the engine that trains them.
 
     The job is what torchrun's environment says, or an initialised default process group, or one rank.
     The model may be on the host or on the device; rank 0's values win. Both objects keep their identity,
     so schedulers and references to modules and parameters stay valid; the optimizer's param_groups then
-    hold this rank's slices.
+    hold what this rank steps: its slices, or whole parameters (see Config.whole_parameters).
+
+    optimizer: or a list of them, for different parameters, such as Muon for matrices and AdamW for the rest.
 
     Raises ConfigError, ModelError or OptimizerError, RankMismatchError where ranks bring different models or
     tiers, and OffloadError where a rank finds no place on its disk, before anything is changed. After
@@ -57,7 +62,8 @@ def initialize(model: nn.Module, optimizer: Optimizer, config: Config | None = N
     if config.compiling is not None and config.stage == 3:
         plans = split_by_use(plans)
     castable = cast_before_use(model, config)
-    param_group_of = check_optimizer(optimizer, model, sharded=config.stage > 0)
+    optimizer = joint(optimizer)
+    param_group_of = check_optimizer(optimizer, model, config)
     values = check_offload(model, optimizer, config, accelerator.device)
 
     group, control = join(accelerator, config.timeout)

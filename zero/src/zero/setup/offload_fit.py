@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from accelz.flat_buffer import HOST
 from zero.config import Config
 from zero.errors import ConfigError
+from zero.optimizer.checks import steps_whole
+from zero.optimizer.joint import name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.state_size import values_per_element
 
@@ -37,13 +39,18 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device
 
 def _check_own_steps(optimizer: Optimizer, config: Config) -> None:
     """Where state would be stepped from a disk or ahead, and the optimizer cannot be."""
-    serves = f"serves Adam, AdamW, SGD and Lion; {type(optimizer).__name__} with these options steps its own"
+    serves = f"serves Adam, AdamW, SGD and Lion; {name_of(optimizer)} with these options steps its own"
     if config.tiers.optimizer == "disk":
         raise ConfigError(
             f"Offload(optimizer='disk') {serves} tensors, which have to be in memory: optimizer='host'"
         )
     if config.tiers.step == "device":
         raise ConfigError(f"Offload(step='device') {serves} tensors, all at once: step='host'")
+    if config.tiers.budget("optimizer") is not None and steps_whole(optimizer, config):
+        raise ConfigError(
+            f"Offload(host_budget=...): {name_of(optimizer)} steps whole parameters, of which ranks "
+            "have unequal bytes: give a part with fraction=..., or leave the budget out"
+        )
     if config.tiers.overlap:
         raise ConfigError(f"Offload(overlap=True) {serves} tensors, all at once: overlap=False")
 

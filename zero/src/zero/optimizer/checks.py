@@ -1,0 +1,72 @@
+"""Which optimizers the engine takes, and whether they step slices of parameters or whole ones."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.config import Config
+from zero.errors import OptimizerError
+from zero.optimizer.joint import members, name_of
+from zero.optimizer.kernel_rules import rule_for
+
+NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
+LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> dict[nn.Parameter, int]:
+    """The param group of each parameter; raises OptimizerError if the engine cannot take the optimizer."""
+    for kind in (type(each).__name__ for each in members(optimizer)):
+        if kind in NEVER:
+            raise OptimizerError(f"{kind} cannot be sharded: {NEVER[kind]}; use another optimizer")
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+        raise OptimizerError(
+            "the optimizer has state already; call zero.initialize before its first step, and restore "
+            "state with engine.load_checkpoint"
+        )
+    _check_whole_parameters(optimizer, config.whole_parameters)
+    return _param_groups(optimizer, model)
+
+
+def steps_whole(optimizer: Optimizer, config: Config) -> bool:
+    """Whether it steps whole parameters even where ranks have slices of them."""
+    if config.stage == 0:
+        return False
+    return not _goes_by_element(optimizer) if config.whole_parameters is None else config.whole_parameters
+
+
+def _goes_by_element(optimizer: Optimizer) -> bool:
+    """Whether it is known that a step of a slice is a slice of the step."""
+    return all(
+        rule_for(each) is not None
+        or (type(each).__module__.startswith("torch.optim.") and type(each).__name__ not in LOOKS_AT_MATRICES)
+        for each in members(optimizer)
+    )
+
+
+def _check_whole_parameters(optimizer: Optimizer, wanted: bool | None) -> None:
+    kind = name_of(optimizer)
+    bases = {base.__name__ for each in members(optimizer) for base in type(each).__mro__}
+    if wanted is False and bases & LOOKS_AT_MATRICES:
+        raise OptimizerError(f"{kind} looks at whole matrices: leave Config(whole_parameters=False) out")
+    if wanted and rule_for(optimizer) is not None:
+        raise OptimizerError(
+            f"{kind} works element by element, and slices are stepped by a kernel: leave "
+            "Config(whole_parameters=True) out"
+        )
+
+
+def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, int]:
+    mine = set(model.parameters())
+    owner: dict[nn.Parameter, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if parameter not in mine:
+                raise OptimizerError(
+                    f"param_groups[{index}]['params'][{position}] of shape {tuple(parameter.shape)} is no "
+                    "parameter of the model; build the optimizer from this model's parameters"
+                )
+            owner[parameter] = index
+    if not any(p.requires_grad for p in owner):
+        raise OptimizerError("the optimizer has no trainable parameter of the model")
+    return owner

@@ -1,0 +1,80 @@
+"""Several optimizers for one model, as one: Muon for the hidden matrices, say, and AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zero.errors import OptimizerError
+
+
+class JointOptimizer(Optimizer):
+    """Has the param_groups of all, the same objects, and steps them in turn.
+
+    The optimizers stay the user's: schedulers and hooks of each keep working. state: of all of them, once it
+    is shared; until then what they have had before, and theirs stay their own.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        _check_distinct(optimizers)
+        super().__init__([parameter for group in groups for parameter in group["params"]], {})
+        self.param_groups = groups
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)
+
+    def share_state(self) -> None:
+        """From now on the optimizers keep their state here."""
+        for optimizer in self.optimizers:
+            optimizer.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of each."""
+        assert closure is None
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.optimizers))})"
+
+
+def joint(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """One optimizer, of one or several. Raises OptimizerError for what is none."""
+    found: Sequence[Any] = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not found:
+        raise OptimizerError("the list of optimizers is empty")
+    for each in found:
+        if not isinstance(each, Optimizer):
+            raise OptimizerError(
+                f"expected a torch.optim.Optimizer or a list of them, got {type(each).__name__}; "
+                "pass e.g. torch.optim.AdamW(model.parameters(), lr=3e-4)"
+            )
+    only: Optimizer = found[0] if len(found) == 1 else JointOptimizer(found)
+    return only
+
+
+def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The user's own optimizers."""
+    return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """For messages."""
+    return " and ".join(type(each).__name__ for each in members(optimizer))
+
+
+def _check_distinct(optimizers: Sequence[Optimizer]) -> None:
+    owner: dict[Any, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            other = owner.setdefault(parameter, optimizer)
+            if other is not optimizer:
+                raise OptimizerError(
+                    f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, "
+                    f"{type(other).__name__} and {type(optimizer).__name__}: give it to one of them"
+                )
