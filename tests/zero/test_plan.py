@@ -115,7 +115,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(zero.OptimizerError, match="no parameter of the model"):
         zero.plan(blocks(), optimizer, ranks=2)
     with pytest.raises(zero.OptimizerError, match="whole matrices"):
-        zero.plan(model, torch.optim.Muon(model.parameters()), ranks=2)
+        zero.plan(model, torch.optim.Muon(model.parameters()), zero.Config(whole_parameters=False), ranks=2)
     disk = zero.Config(offload=zero.Offload(optimizer="disk", path="."))
     with pytest.raises(zero.ConfigError, match="RMSprop"):
         zero.plan(model, torch.optim.RMSprop(model.parameters()), disk, ranks=2)
@@ -233,7 +233,7 @@ def test_side_by_side(tmp_path: Path) -> None:
     ]
     assert lines[-1].startswith("fits: ")
     found = run("plan", MODEL, "-n", 8, "--compare", "--json", "--optimizer", "adafactor", "--stage", 0)
-    assert list(json.loads(found.stdout)) == ["as given", "stage 0"]  # it needs whole matrices
+    assert len(json.loads(found.stdout)) == 7  # all but the disk, where it cannot step
     assert run("plan", MODEL, "-n", 8, "--compare", "--memory", "1kB").exit_code == 1
     assert "matches no module" in refused(
         "plan", MODEL, "-n", 8, "--compare", "--config", tmp_path / "units.json"

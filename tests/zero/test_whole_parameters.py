@@ -16,7 +16,15 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import tokens
 from tests.zero.test_parity import fresh, language_loss
-from tests.zero.training import Run, adamw, relative_error, same_bits, state_error, train_reference, train_zero
+from tests.zero.training import (
+    Run,
+    adamw,
+    relative_error,
+    same_bits,
+    state_error,
+    train_reference,
+    train_zero,
+)
 from zero.optimizer.joint import joint
 from zero.optimizer.routes import route, share_out
 from zero.sharding import layout
@@ -93,3 +101,294 @@ def test_it_equals_data_parallel(cluster: Clusters, size: int, name: str) -> Non
         assert found["loss"] < BOUNDS[name], found
         assert found["state"] < BOUNDS[name], found
         assert found["same"]
+
+
+def settings_body(context: Context, path: str) -> dict[str, tuple[bool, float]]:
+    """Every tier, and what else meets a step; against training on the device."""
+    everything = zero.Offload(optimizer="host", params="disk", gradients="disk", path=path)
+    cases: dict[str, dict[str, Any]] = {
+        "host": {"offload": zero.Offload(optimizer="host")},
+        "half": {"offload": zero.Offload(optimizer="host", fraction=0.5)},
+        "parameters too": {"offload": zero.Offload(optimizer="host", params="host")},
+        "gradients on disk": {"offload": everything},
+        "stage 2": {"stage": 2, "offload": zero.Offload(optimizer="host")},
+        "auto": {"offload": "auto"},
+        "persistent": {"persistent_below": 100},
+        "units": {"units": ("Linear",)},
+    }
+    found = {}
+    for precision in ("fp32", "bf16"):
+        for name in ("trust", "muon"):
+            plain = run_of(context, name, precision=precision, clip_norm=0.5)
+            for case, settings in cases.items():
+                run = run_of(context, name, precision=precision, clip_norm=0.5, **settings)
+                worst = max(
+                    relative_error(run.losses, plain.losses), state_error(run.state, plain.state or run.state)
+                )
+                found[f"{name}, {precision}, {case}"] = same_bits(run, plain), worst
+    return found
+
+
+def test_tiers_and_settings_change_no_value(cluster: Clusters, tmp_path: Path, device: str) -> None:
+    for found in cluster(2).run(settings_body, path=str(tmp_path), limit=120):
+        for case, (same, error) in found.items():
+            other_sums = case.endswith(("units", "stage 2", "persistent"))  # of the clipping norm
+            assert same or device != "cpu" or other_sums, case
+            assert error < 5e-2, (case, error)
+
+
+def accumulation_body(context: Context) -> dict[str, bool]:
+    """Micro-batches, a loss scale that overflows first, and a parameter that one step has no gradient for."""
+    result = {}
+    for name in OPTIMIZERS:
+        steps = {"gradient_accumulation_steps": 2}
+        runs = [run_of(context, name, stage=stage, **steps) for stage in (0, 2, 3)]
+        result[f"{name}, sums"] = all(relative_error(r.losses, runs[0].losses) < 3e-2 for r in runs)
+        model = fresh()
+        scaled = zero.Config(precision="fp16", loss_scale="dynamic", timeout=20)
+        engine = zero.initialize(model, OPTIMIZERS[name](model), scaled)
+        before = engine.full_master("blocks.0.up.weight")
+        engine.backward(language_loss(model, 0, context.rank) * 1e9)
+        engine.step()
+        after = engine.full_master("blocks.0.up.weight")
+        result[f"{name}, overflow"] = torch.equal(before, after)
+        used = engine.full_master("gain")
+        loss = model(tokens(0, context.rank, model))["loss"]
+        engine.backward(loss / 1e3)
+        engine.step()
+        result[f"{name}, stepped"] = not torch.equal(used, engine.full_master("gain"))
+    return result
+
+
+def test_accumulation_and_overflow(cluster: Clusters) -> None:
+    for found in cluster(2).run(accumulation_body, limit=120):
+        assert all(found.values()), found
+
+
+class Forked(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even, self.odd = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        return (self.odd if step % 2 else self.even)(x)
+
+
+def unused_body(context: Context) -> bool:
+    torch.manual_seed(0)
+    model = Forked()
+    engine = zero.initialize(model, trust(model), zero.Config(timeout=20))
+    x = torch.ones(3, 9, device=context.accelerator.device)
+    still = True
+    for step in range(4):
+        name = "even.weight" if step % 2 else "odd.weight"
+        before, state = engine.full_master(name), engine.full_optimizer_state(name)
+        engine.backward(engine(x, step).square().mean())
+        engine.step()
+        still = still and torch.equal(before, engine.full_master(name))
+        again = engine.full_optimizer_state(name)
+        still = still and all(torch.equal(value, again[key]) for key, value in state.items())
+    return still and bool(engine.full_optimizer_state("odd.weight")["momentum"].abs().sum())
+
+
+def test_what_no_rank_used_is_not_stepped(cluster: Clusters) -> None:
+    assert all(cluster(2).run(unused_body))
+
+
+def state_of(engine: zero.Engine) -> dict[str, Any]:
+    """Masters and optimizer state of all parameters, whole, on the host."""
+    names = [name for name, p in engine.module.named_parameters() if p.requires_grad and p.numel()]
+    state = {name: {k: v.cpu() for k, v in engine.full_optimizer_state(name).items()} for name in names}
+    return {"state": state, "masters": {name: engine.full_master(name).cpu() for name in names}}
+
+
+def saving_body(context: Context, path: str, name: str) -> dict[str, Any]:
+    model = fresh()
+    engine = zero.initialize(model, OPTIMIZERS[name](model), zero.Config(precision="bf16", timeout=20))
+    for step in range(3):
+        engine.backward(language_loss(model, step, context.rank))
+        engine.step()
+    engine.save_checkpoint(path)
+    return state_of(engine)
+
+
+def loading_body(context: Context, path: str, name: str, stage: int) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = fresh()
+    config = zero.Config(stage=stage, precision="bf16", timeout=20)
+    engine = zero.initialize(model, OPTIMIZERS[name](model), config)
+    engine.load_checkpoint(path)
+    loaded = state_of(engine)
+    engine.backward(language_loss(model, 3, context.rank))
+    engine.step()
+    return loaded
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_resumes_at_any_world_size(cluster: Clusters, tmp_path: Path, name: str) -> None:
+    path = str(tmp_path / "step-3")
+    saved = cluster(3).run(saving_body, path=path, name=name)[0]
+    assert all(set(state) for state in saved["state"].values())
+    for size, stage in ((1, 3), (2, 3), (2, 0), (4, 1)):
+        for loaded in cluster(size).run(loading_body, path=path, name=name, stage=stage):
+            for key, master in saved["masters"].items():
+                assert torch.equal(master, loaded["masters"][key]), key
+                assert saved["state"][key].keys() == loaded["state"][key].keys()
+                for kind, value in saved["state"][key].items():
+                    assert torch.equal(value, loaded["state"][key][kind]), (key, kind)
+
+
+def face_body(context: Context) -> dict[str, Any]:
+    """What the user's optimizers show, and refuse, while an engine steps them."""
+    model = fresh()
+    optimizers = muon(model)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
+    engine = zero.initialize(model, optimizers, zero.Config(timeout=20))
+    engine.backward(language_loss(model, 0, context.rank))
+    hooked: list[str] = []
+    for each in optimizers:
+        each.register_step_post_hook(lambda o, *_: hooked.append(type(o).__name__))
+        with pytest.raises(zero.UsageError, match=r"call engine\.step"):
+            each.step()
+        with pytest.raises(zero.UsageError, match=r"engine\.save_checkpoint"):
+            each.state_dict()
+    engine.traffic.clear()
+    engine.step()
+    for scheduler in schedulers:
+        scheduler.step()
+    sizes = [p.numel() for group in engine.optimizer.param_groups for p in group["params"]]
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        engine.optimizer.param_groups[0]["params"][0].tolist()
+    return {
+        "hooked": hooked,
+        "rates": [group["lr"] for group in engine.optimizer.param_groups],
+        "mine": sum(sizes),
+        "stepped": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "state": sum(v.numel() for s in engine.optimizer.state.values() for v in s.values() if v.dim()),
+        "bytes": engine.traffic.bytes["all_to_all"],
+    }
+
+
+def test_the_optimizers_stay_the_users(cluster: Clusters) -> None:
+    found = cluster(2).run(face_body)
+    for each in found:
+        assert each["hooked"] == ["Muon", "AdamW"]
+        assert each["rates"] == [5e-3, 5e-3]
+        assert each["bytes"] == 3 * 4 * each["stepped"]  # gradients, masters, and these back
+    assert sum(each["mine"] for each in found) == found[0]["stepped"]
+    assert max(each["mine"] for each in found) <= 4 / 3 * found[0]["stepped"] / 2
+    assert all(each["state"] for each in found)
+
+
+def refusals_body(context: Context) -> list[str]:
+    def told(optimizer: Callable[[nn.Module], Any], **settings: Any) -> str:
+        model = fresh()
+        with pytest.raises(zero.ZeroError) as caught:
+            zero.initialize(model, optimizer(model), zero.Config(timeout=20, **settings))
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    return [
+        told(muon, whole_parameters=False),
+        told(adamw, whole_parameters=True),
+        told(trust, offload=zero.Offload(optimizer="host", host_budget="1MiB")),
+        told(muon, offload=zero.Offload(optimizer="host", overlap=True)),
+        told(lambda model: []),
+        told(lambda model: [adamw(model), None]),
+        told(lambda model: [adamw(model), torch.optim.SGD([model.gain], lr=1)]),
+        told(lambda model: [adamw(model), torch.optim.LBFGS([nn.Parameter(torch.ones(2))])]),
+    ]
+
+
+REFUSED = (
+    "OptimizerError: Muon looks at whole matrices",
+    "OptimizerError: AdamW works element by element",
+    "ConfigError: Offload(host_budget=...): Trust steps whole parameters",
+    "ConfigError: Offload(overlap=True) serves Adam, AdamW, SGD and Lion; Muon and AdamW",
+    "OptimizerError: the list of optimizers is empty",
+    "OptimizerError: expected a torch.optim.Optimizer or a list of them, got NoneType",
+    "OptimizerError: a parameter of shape () is in two optimizers, AdamW and SGD",
+    "OptimizerError: LBFGS cannot be sharded",
+)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_cannot_be_is_refused(cluster: Clusters, size: int) -> None:
+    for messages in cluster(size).run(refusals_body):
+        for message, start in zip(messages, REFUSED, strict=True):
+            assert message.startswith(start), message
+
+
+def slices_body(context: Context) -> tuple[bool, int]:
+    """One of the user's own that works by element steps slices on request, with the same values."""
+
+    class Plain(torch.optim.Adamax):
+        pass
+
+    def plain(model: nn.Module) -> Optimizer:
+        return Plain(model.parameters(), lr=1e-2)
+
+    runs = [
+        train_zero(context, fresh(), language_loss, zero.Config(timeout=20, **settings), plain, STEPS)
+        for settings in ({}, {"whole_parameters": False}, {"whole_parameters": True})
+    ]
+    model = fresh()
+    engine = zero.initialize(model, plain(model), zero.Config(timeout=20, whole_parameters=False))
+    engine.backward(language_loss(model, 0, context.rank))
+    engine.step()
+    return same_bits(runs[0], runs[1]) and same_bits(runs[0], runs[2]), engine.traffic.calls["all_to_all"]
+
+
+def test_slices_on_request(cluster: Clusters) -> None:
+    assert cluster(2).run(slices_body) == [(True, 0)] * 2
+
+
+def test_parameters_are_shared_out_evenly() -> None:
+    generator = random.Random(0)
+    for _ in range(200):
+        ranks, count = generator.randint(1, 9), generator.randint(0, 40)
+        sizes = [generator.randint(0, 1000) for _ in range(count)]
+        loads = [0] * ranks
+        for numel, rank in zip(sizes, share_out(sizes, ranks), strict=True):
+            loads[rank] += numel
+        best = max(-(-sum(sizes) // ranks), max(sizes, default=0))
+        pairs = sorted(sizes, reverse=True)[ranks - 1 : ranks + 1]  # two of these share a rank in any way
+        best = max(best, sum(pairs) if len(pairs) == 2 else 0)
+        assert max(loads) <= 4 / 3 * best
+
+
+def test_routes_lead_to_whole_parameters_and_back() -> None:
+    generator = random.Random(0)
+    for _ in range(100):
+        ranks = generator.randint(1, 5)
+        sizes = [generator.choice((0, 1, 7, 64, 200)) for _ in range(generator.randint(1, 9))]
+        specs = [ParameterSpec(str(i), (n,), (1,), n) for i, n in enumerate(sizes)]
+        plan = layout.plan(specs, ranks, 4)
+        owners = [generator.choice((None, *range(ranks))) for _ in sizes]
+        buffer = list(range(plan.numel))
+        routes = [route(plan, owners, rank) for rank in range(ranks)]
+        sent = [_cut(buffer[plan.shard_slice(r)], routes[r], r) for r in range(ranks)]
+        for rank, mine in enumerate(routes):
+            assert mine.counts == routes[0].counts
+            received = [value for parts in sent for value in parts[rank]]
+            assert len(received) == mine.numel
+            for piece in mine.pieces:
+                offset = plan.slots[piece.index].offset
+                assert received[piece.shard_slice] == buffer[offset : offset + piece.length]
+                assert owners[piece.index] == rank
+            assert tuple(map(len, sent[rank])) == mine.counts[rank]
+            assert [row[rank] for row in mine.counts] == list(mine.back[rank])
+        assert {p.index for r in routes for p in r.pieces} == {
+            i for i, owner in enumerate(owners) if owner is not None and sizes[i]
+        }
+
+
+def _cut(values: list[int], routes: Any, rank: int) -> list[list[int]]:
+    """What a rank sends to each."""
+    flat = [value for window in routes.windows for value in values[window]]
+    parts = []
+    for count in routes.counts[rank]:
+        parts.append(flat[:count])
+        flat = flat[count:]
+    return parts

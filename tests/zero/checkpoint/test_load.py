@@ -268,7 +268,9 @@ def refused_body(context: Context, path: str) -> dict[str, str]:
         "groups": lambda: engine(lambda m: torch.optim.AdamW(m.parameters())).load_checkpoint(path),
         "restore": lambda: engine().load_checkpoint(path, restore={"sampler": object()}),
         "rename": lambda: engine().load_checkpoint(path, rename={"head": "tail"}),
-        "lumps": lambda: _stepped(engine(lambda m: Lumpy(m.parameters(), lr=0.1))).save_checkpoint(path),
+        "lumps": lambda: _stepped(
+            engine(lambda m: Lumpy(m.parameters(), lr=0.1), whole_parameters=False)
+        ).save_checkpoint(path),
     }
     messages = {}
     for name, call in cases.items():

@@ -51,7 +51,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=1e-2),
     "lion": lambda m: zero.Lion(m.parameters(), lr=1e-3),
     "sign": lambda m: Sign(m.parameters(), lr=1e-2),
-    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2),
+    "adafactor": lambda m: torch.optim.Adafactor([p for p in m.parameters() if p.numel()], lr=1e-2),
 }
 
 
@@ -127,7 +127,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"stage": 3, "precision": "bf16", "async_": True},
     {"stage": 3, "precision": "fp16"},
     {"stage": 3, "persistent_below": 100},
-    *({"stage": 3, "optimizer": name} for name in OPTIMIZERS if name not in ("adamw", "adafactor")),
+    *({"stage": 3, "optimizer": name} for name in OPTIMIZERS if name != "adamw"),
     {"stage": 0, "optimizer": "adafactor"},
     {"stage": 0, "optimizer": "nadam"},
 ]

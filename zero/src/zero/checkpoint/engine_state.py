@@ -195,7 +195,7 @@ def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: OwnedPiec
         raise StateError(
             f"optimizer state {name!r} of {spec.name!r} has shape {tuple(value.shape)} for "
             f"{piece.piece.length} of {spec.numel} elements: neither one value per element nor one number, "
-            "so it would mean nothing on other ranks; use stage=0 with this optimizer"
+            "so it would mean nothing on other ranks; leave Config(whole_parameters=False) out"
         )
 
 

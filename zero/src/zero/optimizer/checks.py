@@ -45,13 +45,12 @@ def _goes_by_element(optimizer: Optimizer) -> bool:
 
 
 def _check_whole_parameters(optimizer: Optimizer, wanted: bool | None) -> None:
-    kind = name_of(optimizer)
     bases = {base.__name__ for each in members(optimizer) for base in type(each).__mro__}
-    if wanted is False and bases & LOOKS_AT_MATRICES:
+    for kind in bases & LOOKS_AT_MATRICES if wanted is False else ():
         raise OptimizerError(f"{kind} looks at whole matrices: leave Config(whole_parameters=False) out")
     if wanted and rule_for(optimizer) is not None:
         raise OptimizerError(
-            f"{kind} works element by element, and slices are stepped by a kernel: leave "
+            f"{name_of(optimizer)} works element by element, and slices are stepped by a kernel: leave "
             "Config(whole_parameters=True) out"
         )
 

@@ -34,7 +34,7 @@ class OptimizerState:
     def of(self, name: str) -> dict[str, Tensor]:
         """The state of one parameter, whole, on every rank's device."""
         unit, group, index = self._whole.locate(name)
-        if group not in self._owned:
+        if group not in self._owned or not group.layout.specs[index].numel:
             return {}
         with self._whole.together():
             if self._is_whole(group):

@@ -27,11 +27,11 @@ class PlannedGroup:
     """A flat buffer. Sizes in elements, padding included.
 
     numel: of the whole buffer. parameters: without padding. shard_numel: of a rank's slice. dtype: of the
-    parameters. given: that they have before `zero.initialize`, where it is wider. gathered: that they are computed in. coded: whether they
-    travel in 8 bits. resident: the whole buffer stays. reduced: dtype that gradients travel in. slice: that
-    their reduced sum has. early, complete_early: whether its first gradient, or all of them, come before
-    those of the blocks, as a head's do. stepped: of parameters that are stepped whole, those of the rank that
-    has most of all groups together; None where slices are.
+    parameters. given: that they have before `zero.initialize`, where it is wider. gathered: that they are
+    computed in. coded: whether they travel in 8 bits. resident: the whole buffer stays. reduced: dtype that
+    gradients travel in. slice: that their reduced sum has. early, complete_early: whether its first gradient,
+    or all of them, come before those of the blocks, as a head's do. stepped: of parameters that are stepped
+    whole, those of the rank that has most of all groups together; None where slices are.
     """
 
     numel: int
