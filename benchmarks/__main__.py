@@ -55,6 +55,11 @@ class Precision(str, Enum):
     fp32 = "fp32"
 
 
+class StepOptimizer(str, Enum):
+    adamw = "adamw"
+    muon = "muon"
+
+
 @dataclass(frozen=True)
 class Outputs:
     """Where results go besides the terminal. name: of files under benchmarks/results/; "" for none."""
@@ -99,11 +104,16 @@ def step_(
         bool, typer.Option(help="Also measure memory where no device counts it, in launches of its own.")
     ] = True,
     limit: Limit = 120.0,
+    optimizer: Annotated[StepOptimizer, typer.Option(help="muon: beside AdamW; no DeepSpeed.")] = (
+        StepOptimizer.adamw
+    ),
     json: JsonFile = None,
     markdown: MarkdownFile = None,
     name: Name = "",
 ) -> None:
     """A training step of a small Llama-like decoder, by zero and by its peers."""
+    of_muon = optimizer is StepOptimizer.muon
+    named = tuple(name for name in _peers(peer) if not (of_muon and name == "deepspeed3"))
     options = step.StepOptions(
         device,
         size.value,
@@ -114,9 +124,10 @@ def step_(
         length,
         rounds,
         steps,
-        _peers(peer),
+        named,
         memory,
         limit,
+        optimizer.value,
     )
     _report([partial(step.run, options)], Outputs(json, markdown, name))
 

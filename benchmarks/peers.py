@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,16 +28,20 @@ import zero
 from benchmarks.model import Decoder
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+MUON: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+Named = Iterable[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a peer is built from. batch: sequences per rank. timeout: seconds, of one collective."""
+    """What a peer is built from. batch: sequences per rank. timeout: seconds, of one collective. optimizer:
+    AdamW, or Muon for the blocks' matrices beside it."""
 
     precision: Literal["bf16", "fp32"]
     ranks: int
     batch: int
     timeout: float
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
 
 class Peer(ABC):
@@ -53,17 +57,18 @@ class Peer(ABC):
 
 
 class TorchPeer(Peer):
-    """An ordinary torch loop. network: what is called; optimizer: has step() and zero_grad()."""
+    """An ordinary torch loop. network: what is called."""
 
-    def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer | MasterAdamW) -> None:
+    def __init__(self, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer | Masters]) -> None:
         self._network = network
-        self._optimizer = optimizer
+        self._optimizers = optimizers
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = self._network(inputs, targets)
         loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.detach()
 
 
@@ -74,22 +79,24 @@ class PlainPeer(TorchPeer):
         return {}
 
 
-class MasterAdamW:
-    """Fused AdamW on fp32 masters of a model that it turns into bf16; buffers are made once."""
+class Masters:
+    """Optimizers of fp32 masters of a model that it turns into bf16; buffers are made once."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, setting: Setting) -> None:
         self._weights: list[Tensor] = list(model.parameters())
-        self._masters: list[Tensor] = [nn.Parameter(w.detach().clone()) for w in self._weights]
+        named = [(name, nn.Parameter(w.detach().clone())) for name, w in model.named_parameters()]
+        self._masters: list[Tensor] = [master for _, master in named]
         self._gradients = [torch.zeros_like(m) for m in self._masters]
         for weight, master, gradient in zip(self._weights, self._masters, self._gradients, strict=True):
             weight.data = weight.data.bfloat16()
             master.grad = gradient
-        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAMW)
+        self._optimizers = _of_parameters(named, setting)
 
     @torch.no_grad()
     def step(self) -> None:
         torch._foreach_copy_(self._gradients, [w.grad for w in self._weights if w.grad is not None])
-        self._optimizer.step()
+        for optimizer in self._optimizers:
+            optimizer.step()
         torch._foreach_copy_(self._weights, self._masters)
 
     def zero_grad(self) -> None:
@@ -108,7 +115,7 @@ class ZeroPeer(Peer):
         config = zero.Config(
             stage=stage, precision=setting.precision, timeout=setting.timeout, offload=offload
         )
-        self._engine = zero.initialize(model, _adamw(model), config)
+        self._engine = zero.initialize(model, _optimizers(model, setting), config)
         self._engine.traffic.clear()
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -137,14 +144,14 @@ class DeepSpeedPeer(Peer):
 
 def build_plain(model: Decoder, setting: Setting) -> Peer:
     _move(model)
-    return PlainPeer(model, _torch_optimizer(model, setting))
+    return PlainPeer(model, _torch_optimizers(model, setting))
 
 
 def build_ddp(model: Decoder, setting: Setting) -> Peer:
     _join(setting)
     _move(model)
-    optimizer = _torch_optimizer(model, setting)  # before DDP looks at the dtypes
-    return TorchPeer(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer)
+    optimizers = _torch_optimizers(model, setting)  # before DDP looks at the dtypes
+    return TorchPeer(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizers)
 
 
 def build_fsdp2(model: Decoder, setting: Setting, **options: Any) -> Peer:
@@ -157,7 +164,7 @@ def build_fsdp2(model: Decoder, setting: Setting, **options: Any) -> Peer:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return TorchPeer(model, _adamw(model))
+    return TorchPeer(model, _optimizers(model, setting))
 
 
 PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
@@ -206,12 +213,21 @@ def _move(model: nn.Module) -> torch.device:
     return device
 
 
-def _adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+def _optimizers(model: nn.Module, setting: Setting) -> list[torch.optim.Optimizer]:
+    return _of_parameters(model.named_parameters(), setting)
 
 
-def _torch_optimizer(model: nn.Module, setting: Setting) -> torch.optim.Optimizer | MasterAdamW:
-    return MasterAdamW(model) if setting.precision == "bf16" else _adamw(model)
+def _of_parameters(named: Named, setting: Setting) -> list[torch.optim.Optimizer]:
+    if setting.optimizer == "adamw":
+        return [torch.optim.AdamW([p for _, p in named], fused=True, **ADAMW)]
+    matrices, rest = [], []
+    for name, parameter in named:
+        (matrices if parameter.dim() == 2 and name.startswith("blocks.") else rest).append(parameter)
+    return [torch.optim.Muon(matrices, **MUON), torch.optim.AdamW(rest, fused=True, **ADAMW)]
+
+
+def _torch_optimizers(model: nn.Module, setting: Setting) -> Sequence[torch.optim.Optimizer | Masters]:
+    return [Masters(model, setting)] if setting.precision == "bf16" else _optimizers(model, setting)
 
 
 def _deepspeed_config(setting: Setting) -> dict[str, Any]:

@@ -194,7 +194,8 @@ def title(result: Result) -> str:
     if result.kind == "step":
         return (
             f"step on {s['device']}: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), "
-            f"{s['precision']}, {_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}, "
+            f"{s['precision']}, {s.get('optimizer', 'adamw')}, "
+            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}, "
             f"batch {s['batch']} × {s['length']} per rank"
         )
     if result.kind == "compiled":

@@ -54,6 +54,7 @@ class StepOptions:
     peers: tuple[str, ...] = tuple(peers.PEERS)
     memory: bool = True
     limit: float = 120.0
+    optimizer: Literal["adamw", "muon"] = "adamw"
 
 
 @dataclass
@@ -102,7 +103,7 @@ def run(options: StepOptions) -> Result:
 
 
 def launch(name: str, options: StepOptions) -> Job:
-    setting = peers.Setting(options.precision, options.ranks, options.batch, options.limit)
+    setting = peers.Setting(options.precision, options.ranks, options.batch, options.limit, options.optimizer)
     args = (options.device, name, options.size, options.length, setting)
     return Job(StepRank, args, options.ranks, options.threads, options.limit)
 
