@@ -29,25 +29,32 @@ def values_per_element(optimizer: Optimizer, dtype: torch.dtype | None = None) -
     OptimizerError where a copy of the optimizer cannot be stepped.
     """
     rule = rule_for(optimizer)
-    if rule is not None:
-        return 1 + len(rule.moments)
+    return 1 + (len(rule.moments) if rule is not None else max(moments_of(optimizer, dtype).values()))
+
+
+def moments_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> dict[nn.Parameter, int]:
+    """Values of the master's size that the optimizer itself keeps for an element of each parameter. Raises
+    OptimizerError as above."""
+    found: dict[nn.Parameter, int] = {}
     try:
         with torch.random.fork_rng(devices=[]):
-            return 1 + max(_moments_after_a_step(each, dtype) for each in members(optimizer))
+            for each in members(optimizer):
+                found.update(_moments_after_a_step(each, dtype))
     except Exception as error:
         raise OptimizerError(
             f"how much state {name_of(optimizer)} keeps is not known, and a copy of it does not step "
             f"({type(error).__name__}: {error}). So it can neither be planned nor held to a host_budget"
         ) from error
+    return found
 
 
-def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> int:
+def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
     stand_ins = {
         p: _stand_in(p, dtype or p.dtype) for group in optimizer.param_groups for p in group["params"]
     }
     probe = _copy_of(optimizer, stand_ins)
     type(optimizer).step(probe)
-    return max(_elementwise_values(probe.state[p], p) for p in stand_ins.values())
+    return {p: _elementwise_values(probe.state[small], small) for p, small in stand_ins.items()}
 
 
 def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

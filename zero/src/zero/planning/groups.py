@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,15 @@ Dtype = torch.dtype | None
 
 
 @dataclass(frozen=True)
+class Stepped:
+    """What the rank that steps most elements has of a group. numel: elements. state: values that the
+    optimizer keeps for them."""
+
+    numel: int
+    state: int
+
+
+@dataclass(frozen=True)
 class PlannedGroup:
     """A flat buffer. Sizes in elements, padding included.
 
@@ -30,8 +39,8 @@ class PlannedGroup:
     parameters. given: that they have before `zero.initialize`, where it is wider. gathered: that they are
     computed in. coded: whether they travel in 8 bits. resident: the whole buffer stays. reduced: dtype that
     gradients travel in. slice: that their reduced sum has. early, complete_early: whether its first gradient,
-    or all of them, come before those of the blocks, as a head's do. stepped: of parameters that are stepped
-    whole, those of the rank that has most of all groups together; None where slices are.
+    or all of them, come before those of the blocks, as a head's do. whole: of parameters that are stepped
+    whole; None where slices are.
     """
 
     numel: int
@@ -48,7 +57,7 @@ class PlannedGroup:
     early: bool
     complete_early: bool
     placement: Placement
-    stepped: int | None
+    whole: Stepped | None
 
     @property
     def sharded(self) -> bool:
@@ -96,8 +105,8 @@ class PlannedGroup:
 
     def record_bytes(self, numel: int, tier: Tier, moments: int) -> int:
         """Of master and moments in memory, for `numel` elements in `tier`."""
-        stepped = numel if self.stepped is None else self.stepped
-        return self.wide.itemsize * (stepped * moments + numel * (not self.is_master(tier)))
+        state = numel * moments if self.whole is None else self.whole.state
+        return self.wide.itemsize * (state + numel * (not self.is_master(tier)))
 
 
 @dataclass(frozen=True)
@@ -134,13 +143,13 @@ def planned(
     policy: GradientPolicy,
     ranks: int,
     autocast: Dtype,
-    whole: Container[nn.Parameter] | None,
+    moments: Mapping[nn.Parameter, int] | None,
 ) -> Iterator[PlannedUnit]:
-    """Of each draft. autocast: dtype that forwards run under, None for none. whole: parameters that the
-    optimizer steps whole; None where it steps slices."""
+    """Of each draft. autocast: dtype that forwards run under, None for none. moments: of parameters that the
+    optimizer steps whole, what it keeps for an element; None where it steps slices."""
     shards = ranks if config.stage > 0 else 1
     behind = _Behind.blocks(model, drafts)
-    stepped = _stepped(drafts, None if shards == 1 else whole, shards)
+    stepped = _stepped(drafts, None if shards == 1 else moments, shards)
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for draft in drafts:
         near = all(group.placement.params == "device" for group in draft.groups)
@@ -185,27 +194,29 @@ class _Behind:
 
 
 def _stepped(
-    drafts: Sequence[UnitDraft], whole: Container[nn.Parameter] | None, ranks: int
-) -> Iterator[int | None]:
-    """Of each group, the elements that the rank with most of them steps."""
+    drafts: Sequence[UnitDraft], moments: Mapping[nn.Parameter, int] | None, ranks: int
+) -> Iterator[Stepped | None]:
+    """Of each group."""
     groups = [group for draft in drafts for group in draft.groups]
-    if whole is None:
+    if moments is None:
         yield from (None for _ in groups)
         return
     found = [
-        (place, parameter.numel())
+        (place, parameter)
         for place, group in enumerate(groups)
         for _, parameter in group.named
-        if group.kind.trainable and parameter in whole
+        if group.kind.trainable and parameter in moments
     ]
-    rank_of = share_out([numel for _, numel in found], ranks)
-    totals: Counter[int] = Counter()
-    of_group: Counter[tuple[int, int]] = Counter()
-    for (place, numel), rank in zip(found, rank_of, strict=True):
-        totals[rank] += numel
-        of_group[place, rank] += numel
-    heaviest = max(totals, key=lambda rank: totals[rank], default=0)
-    yield from (of_group[place, heaviest] for place in range(len(groups)))
+    rank_of = share_out([parameter.numel() for _, parameter in found], ranks)
+    loads: Counter[int] = Counter()
+    numel: Counter[tuple[int, int]] = Counter()
+    state: Counter[tuple[int, int]] = Counter()
+    for (place, parameter), rank in zip(found, rank_of, strict=True):
+        loads[rank] += parameter.numel()
+        numel[place, rank] += parameter.numel()
+        state[place, rank] += parameter.numel() * moments[parameter]
+    most = max(loads, key=lambda rank: loads[rank], default=0)
+    yield from (Stepped(numel[place, most], state[place, most]) for place in range(len(groups)))
 
 
 def _group(
@@ -215,7 +226,7 @@ def _group(
     policy: GradientPolicy,
     autocast: Dtype,
     behind: _Behind,
-    stepped: int | None,
+    whole: Stepped | None,
 ) -> PlannedGroup:
     kind = draft.kind
     form = OWN if resident else kind.travel.form(Cast(autocast, kind.travel.codes), kind.dtype)
@@ -239,5 +250,5 @@ def _group(
         early=any(parameter in behind.last for _, parameter in draft.named),
         complete_early=all(parameter in behind.all for _, parameter in draft.named),
         placement=draft.placement,
-        stepped=stepped if kind.trainable else None,
+        whole=whole if kind.trainable else None,
     )

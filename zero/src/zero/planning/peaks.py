@@ -174,6 +174,6 @@ def step(units: Sequence[PlannedUnit], moments: int, kernels: bool, scaled: bool
 
 def _stepped_with(group: PlannedGroup, numel: int, scaled: bool) -> int:
     """Gradients in fp32; of whole parameters, also the values."""
-    if group.stepped is not None:
-        return 2 * group.stepped * group.wide.itemsize
+    if group.whole is not None:
+        return 2 * group.whole.numel * group.wide.itemsize
     return numel * group.wide.itemsize * (scaled or group.slice is not group.wide)

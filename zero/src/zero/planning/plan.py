@@ -15,7 +15,7 @@ from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.checks import check_optimizer, steps_whole
 from zero.optimizer.joint import joint
 from zero.optimizer.kernel_rules import rule_for
-from zero.optimizer.state_size import values_per_element
+from zero.optimizer.state_size import moments_of, values_per_element
 from zero.planning.groups import PlannedUnit, planned
 from zero.planning.memory import MemoryPlan, plan_memory
 from zero.planning.text import describe
@@ -92,8 +92,8 @@ def plan(
     planner = Planner(config.tiers, values, lambda tier: tier, divisible=rule is not None)
     drafts = draft_units(plans, config, planner, ranks, param_group_of, castable)
     policy = GradientPolicy.of(config, ranks)
-    whole = param_group_of if steps_whole(optimizer, config) else None
-    units = tuple(planned(model, drafts, config, policy, ranks, autocast, whole))
+    of_whole = moments_of(optimizer, config.dtype) if steps_whole(optimizer, config) else None
+    units = tuple(planned(model, drafts, config, policy, ranks, autocast, of_whole))
     scaled = ranks > 1 or config.clip_norm is not None or config.scaling is not None
     memory = plan_memory(units, config, policy, values - 1, rule is not None, scaled)
     traffic = plan_traffic(units, config, policy, ranks, values - 1)

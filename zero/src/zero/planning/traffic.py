@@ -90,7 +90,7 @@ def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int)
         return
     if group.trainable:
         yield "reduce_scatter", reductions * group.gradient_bytes
-    if group.stepped is not None:  # gradients, masters, and these again as they are then
+    if group.whole is not None:  # gradients, masters, and these again as they are then
         yield "all_to_all", group.parameters * (group.slice.itemsize + 2 * group.wide.itemsize)
     if not group.resident:
         yield "all_gather", gathers * group.travel_bytes
@@ -150,11 +150,11 @@ def _of_records(group: PlannedGroup, format: DiskFormat) -> _Moved:
 
 def _of_exchange(group: PlannedGroup) -> _Moved:
     """Whole parameters are put together on the device, wherever they are stepped."""
-    if group.stepped is None or all(tier == "device" for _, tier in group.placement.optimizer):
+    if group.whole is None or all(tier == "device" for _, tier in group.placement.optimizer):
         return _Moved()
     slices = group.shard_numel * (group.slice.itemsize + group.wide.itemsize)
     return _Moved(
-        to_device=slices + group.stepped * group.wide.itemsize,
-        to_host=group.stepped * (group.slice.itemsize + group.wide.itemsize)
+        to_device=slices + group.whole.numel * group.wide.itemsize,
+        to_host=group.whole.numel * (group.slice.itemsize + group.wide.itemsize)
         + group.shard_numel * group.wide.itemsize,
     )
