@@ -248,6 +248,7 @@ def test_side_by_side(tmp_path: Path) -> None:
     assert lines[-1].startswith("fits: ")
     found = run("plan", MODEL, "-n", 8, "--compare", "--json", "--optimizer", "adafactor", "--stage", 0)
     assert len(json.loads(found.stdout)) == 7  # all but the disk, where it cannot step
+    assert "all_to_all" in run("plan", MODEL, "-n", 8, "--optimizer", "muon", "--json").stdout
     assert run("plan", MODEL, "-n", 8, "--compare", "--memory", "1kB").exit_code == 1
     assert "matches no module" in refused(
         "plan", MODEL, "-n", 8, "--compare", "--config", tmp_path / "units.json"

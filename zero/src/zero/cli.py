@@ -110,7 +110,9 @@ def plan(
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks of the job.")],
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="0 to 3; 3 where nothing is said.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or model.")] = None,
-    optimizer: Annotated[str, typer.Option(help="Of torch.optim, or Lion.")] = "AdamW",
+    optimizer: Annotated[
+        str, typer.Option(help="Of torch.optim, or Lion; muon has matrices, AdamW the rest.")
+    ] = "AdamW",
     optimizer_options: Annotated[str, typer.Option(help="JSON, e.g. '{\"momentum\": 0.9}'.")] = "{}",
     offload: Annotated[
         list[str] | None, typer.Option(help="optimizer=host, params=host, path=/local, ...; or auto.")

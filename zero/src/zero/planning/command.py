@@ -12,7 +12,7 @@ import torch
 from zero.config import Config
 from zero.errors import ConfigError, OptimizerError, UsageError
 from zero.planning.plan import Plan, plan
-from zero.planning.target import is_guessed, model_of, optimizer_of
+from zero.planning.target import is_guessed, model_of, optimizers_of
 from zero.planning.text import table
 from zero.settings.offload import Offload
 from zero.settings.sizes import human
@@ -36,7 +36,7 @@ def planner_for(
             "package.module:function or file.py:function for one that returns the model"
         )
     model = model_of(target)
-    made = optimizer_of(optimizer, options, model)
+    made = optimizers_of(optimizer, options, model)
     return lambda config: plan(model, made, config, ranks=ranks, autocast=autocast)
 
 

@@ -185,14 +185,17 @@ def options_of(text: str) -> dict[str, Any]:
     return options
 
 
-def optimizer_of(name: str, options: Mapping[str, Any], model: nn.Module) -> Optimizer:
-    """One of torch.optim, or Lion, by its name in any case. Raises OptimizerError."""
+def optimizers_of(name: str, options: Mapping[str, Any], model: nn.Module) -> list[Optimizer]:
+    """One of torch.optim, or Lion, by its name in any case; Muon of the matrices, with AdamW for the rest.
+    Raises OptimizerError."""
     known = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
     kind = {**known, "lion": Lion}.get(name.lower())
     if kind is None:
         raise OptimizerError(f"torch.optim has no {name!r}; known: {', '.join(sorted({*known, 'lion'}))}")
+    chosen = [p for p in model.parameters() if kind is not torch.optim.Muon or p.dim() == 2]
+    rest = [p for p in model.parameters() if kind is torch.optim.Muon and p.dim() != 2]
     try:
-        optimizer: Optimizer = kind(model.parameters(), **options)
+        made = [kind(chosen, **options)]
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptimizerError(f"{name}: {error}") from error
-    return optimizer
+    return [*made, torch.optim.AdamW(rest)] if rest else made
