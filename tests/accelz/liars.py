@@ -571,10 +571,9 @@ class WrongSlice(Collectives):
 class SendersBackwards(Collectives):
     """What the ranks send, the last one's first."""
 
-    def all_to_all(self, output: Tensor, parts: Tensor, counts: Any, group: Any, *args: Any) -> Handle:
-        super().all_to_all(output, parts, counts, group, *args).wait()
-        received = output.split([row[group.rank] for row in counts])
-        output.copy_(torch.cat(received[::-1]))
+    def all_to_all(self, output: Tensor, parts: Tensor, received: Any, *args: Any) -> Handle:
+        super().all_to_all(output, parts, received, *args).wait()
+        output.copy_(torch.cat(output.split(list(received))[::-1]))
         return DONE
 
 

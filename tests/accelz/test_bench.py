@@ -52,7 +52,7 @@ def test_collectives_between_ranks(name: str) -> None:
     assert [(row["operation"], row["bytes"]) for row in rows] == [
         (operation, nbytes)
         for nbytes in (4096, 8192)
-        for operation in ("all_gather", "reduce_scatter", "all_reduce")
+        for operation in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
     ]
     assert all(row["median"] > 0 and row["of_copy"] > 0 for row in rows)
 

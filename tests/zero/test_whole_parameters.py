@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tests.zero.training import (
     train_zero,
 )
 from zero.optimizer.joint import joint
-from zero.optimizer.routes import route, share_out
+from zero.optimizer.routes import Routes, route, share_out
 from zero.sharding import layout
 from zero.sharding.layout import ParameterSpec
 
@@ -34,8 +35,8 @@ STEPS = 6
 
 
 class Trust(Optimizer):
-    """Momentum, scaled by the norms of parameter and update, as LARS does (You et al., 2017). It keeps a
-    tensor of a shape of its own, a scalar, and a number."""
+    """Momentum, scaled by the norms of parameter and update, as LARS does (You et al., 2017). It keeps
+    tensors of shapes of their own, in a list too, and a number, and puts matrices into new memory."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"rate": lr})
@@ -48,12 +49,19 @@ class Trust(Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(parameter)
                     state["norms"] = parameter.new_zeros(2)
+                    state["sums"] = [parameter.new_zeros(3), torch.zeros_like(parameter)]
                     state["calls"] = 0
                 state["momentum"].mul_(0.9).add_(parameter.grad)
                 state["norms"].copy_(torch.stack([parameter.norm(), state["momentum"].norm()]))
                 state["calls"] += 1
+                state["sums"][0].add_(parameter.sum())
+                state["sums"][1].add_(parameter)
                 ratio = state["norms"][0] / (state["norms"][1] + 1e-6)
-                parameter.sub_(state["momentum"] * ratio, alpha=group["rate"])
+                stepped = parameter - group["rate"] * ratio * state["momentum"]
+                if parameter.dim() == 2:
+                    parameter.data = stepped
+                else:
+                    parameter.copy_(stepped)
 
 
 def trust(model: nn.Module) -> Any:
@@ -220,6 +228,8 @@ def loading_body(context: Context, path: str, name: str, stage: int) -> dict[str
     config = zero.Config(stage=stage, precision="bf16", timeout=20)
     engine = zero.initialize(model, OPTIMIZERS[name](model), config)
     engine.load_checkpoint(path)
+    engine.offload_states()
+    engine.reload_states()
     loaded = state_of(engine)
     engine.backward(language_loss(model, 3, context.rank))
     engine.step()
@@ -350,8 +360,8 @@ def test_parameters_are_shared_out_evenly() -> None:
         ranks, count = generator.randint(1, 9), generator.randint(0, 40)
         sizes = [generator.randint(0, 1000) for _ in range(count)]
         loads = [0] * ranks
-        for numel, rank in zip(sizes, share_out(sizes, ranks), strict=True):
-            loads[rank] += numel
+        for index, rank in share_out(enumerate(sizes), ranks).items():
+            loads[rank] += sizes[index]
         best = max(-(-sum(sizes) // ranks), max(sizes, default=0))
         pairs = sorted(sizes, reverse=True)[ranks - 1 : ranks + 1]  # two of these share a rank in any way
         best = max(best, sum(pairs) if len(pairs) == 2 else 0)
@@ -368,27 +378,184 @@ def test_routes_lead_to_whole_parameters_and_back() -> None:
         owners = [generator.choice((None, *range(ranks))) for _ in sizes]
         buffer = list(range(plan.numel))
         routes = [route(plan, owners, rank) for rank in range(ranks)]
-        sent = [_cut(buffer[plan.shard_slice(r)], routes[r], r) for r in range(ranks)]
+        sent = [_cut(buffer[plan.shard_slice(r)], routes[r]) for r in range(ranks)]
         for rank, mine in enumerate(routes):
-            assert mine.counts == routes[0].counts
+            assert mine.total == routes[0].total
             received = [value for parts in sent for value in parts[rank]]
             assert len(received) == mine.numel
             for piece in mine.pieces:
                 offset = plan.slots[piece.index].offset
                 assert received[piece.shard_slice] == buffer[offset : offset + piece.length]
                 assert owners[piece.index] == rank
-            assert tuple(map(len, sent[rank])) == mine.counts[rank]
-            assert [row[rank] for row in mine.counts] == list(mine.back[rank])
+            assert tuple(map(len, sent[rank])) == mine.given
+            assert tuple(len(parts[rank]) for parts in sent) == mine.taken
+        assert sum(mine.numel for mine in routes) == routes[0].total
         assert {p.index for r in routes for p in r.pieces} == {
             i for i, owner in enumerate(owners) if owner is not None and sizes[i]
         }
 
 
-def _cut(values: list[int], routes: Any, rank: int) -> list[list[int]]:
+def _cut(values: list[int], routes: Routes) -> list[list[int]]:
     """What a rank sends to each."""
     flat = [value for window in routes.windows for value in values[window]]
     parts = []
-    for count in routes.counts[rank]:
+    for count in routes.given:
         parts.append(flat[:count])
         flat = flat[count:]
     return parts
+
+
+class Broken(Trust):
+    """Fails where the first of its parameters is not a matrix: on some ranks."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].numel() > 10:
+            raise ZeroDivisionError("this rank's own mistake")
+        super().step()
+
+
+def failing_body(context: Context) -> tuple[str, str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.LayerNorm(8))
+    config = zero.Config(whole_parameters=True, timeout=20)
+    engine = zero.initialize(model, Broken(model.parameters()), config)
+    engine.backward(engine(torch.ones(2, 8, device=context.accelerator.device)).square().sum())
+    with pytest.raises(Exception, match=r"step|mistake") as caught:
+        engine.step()
+    with pytest.raises(zero.UsageError) as after:
+        engine.save_checkpoint("nowhere")
+    return f"{type(caught.value).__name__}: {caught.value}", str(after.value)
+
+
+def test_a_step_that_fails_on_one_rank_holds_up_no_other(cluster: Clusters) -> None:
+    found = cluster(2).run(failing_body, limit=15)
+    assert sorted(message for message, _ in found) == [
+        "OptimizerError: the step of Broken has failed on another rank, whose error says why",
+        "ZeroDivisionError: this rank's own mistake",
+    ]
+    assert all("interrupted" in after for _, after in found)
+
+
+def unreadable_body(context: Context, path: str, name: str) -> str:
+    """Gradients on disk, and a disk that fails on one rank."""
+    from zero.tiers.stored import Stored
+
+    tiers = zero.Offload(optimizer="host", params="disk", gradients="disk", path=path)
+    model = fresh()
+    made = torch.optim.RMSprop(model.parameters()) if name == "rmsprop" else adafactor(model)
+    engine = zero.initialize(model, made, zero.Config(offload=tiers, timeout=10))
+    engine.backward(language_loss(model, 0, context.rank))
+
+    def broken(self: Stored, device: torch.device) -> Tensor:
+        raise zero.OffloadError("the disk is broken")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 0:
+            patch.setattr(Stored, "to", broken)
+        with pytest.raises(zero.OffloadError) as caught:
+            engine.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "rmsprop"])
+def test_a_gradient_that_one_rank_cannot_read(cluster: Clusters, tmp_path: Path, name: str) -> None:
+    found = cluster(2).run(unreadable_body, path=str(tmp_path), name=name, limit=15)
+    assert found == ["rank 0: the disk is broken"] * 2
+
+
+def mismatch_body(context: Context, path: str) -> list[str]:
+    def raised(call: Callable[[], object]) -> str:
+        with pytest.raises(zero.ZeroError) as caught:
+            call()
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    def built(optimizers: Callable[[list[nn.Parameter]], list[Optimizer]]) -> zero.Engine:
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        return zero.initialize(model, optimizers(list(model.parameters())), zero.Config(timeout=10))
+
+    def two(p: list[nn.Parameter]) -> list[Optimizer]:
+        return [torch.optim.Muon(p[:2]), torch.optim.AdamW(p[2:])]
+
+    saved = built(two)
+    saved.backward(saved(torch.ones(2, 8, device=context.accelerator.device)).sum())
+    saved.step()
+    saved.save_checkpoint(path)
+    other = built(lambda p: [torch.optim.Muon(p[:1]), torch.optim.AdamW(p[1:])])
+    grouped = built(lambda p: [torch.optim.Muon(p[:1]), torch.optim.AdamW([{"params": [q]} for q in p[1:]])])
+    late = built(two)
+    extended = late.optimizer.optimizers[1]  # type: ignore[attr-defined]
+    extended.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    late.backward(late(torch.ones(2, 8, device=context.accelerator.device)).sum())
+    ranks_differ = lambda p: [torch.optim.NAdam(p) if context.rank else torch.optim.RAdam(p)]  # noqa: E731
+    return [
+        raised(lambda: other.load_checkpoint(path)),
+        raised(lambda: grouped.load_checkpoint(path)),
+        raised(late.step),
+        raised(lambda: built(ranks_differ)),
+    ]
+
+
+def test_optimizers_that_do_not_fit_are_found(cluster: Clusters, tmp_path: Path) -> None:
+    for messages in cluster(2).run(mismatch_body, path=str(tmp_path / "step-1")):
+        assert messages[0].startswith(
+            "StateError: the checkpoint does not fit: with other optimizer state: 1.weight (momentum_buffer)"
+        )
+        assert messages[1].startswith("StateError: the checkpoint's optimizer has 2 param_groups")
+        assert messages[2].startswith("OptimizerError: the optimizer's param_groups have other parameters")
+        assert messages[3].startswith("RankMismatchError: the ranks disagree about the optimizer")
+
+
+def strides_body(context: Context, path: str) -> bool:
+    """State that a step makes in other strides than the parameter's is saved in the parameter's."""
+
+    class Plain(Trust):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            for state in self.state.values():
+                state["momentum"] = state["momentum"].contiguous()
+
+    def built() -> zero.Engine:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        return zero.initialize(model, Plain(model.parameters()), zero.Config(timeout=10))
+
+    def stepped(engine: zero.Engine) -> Tensor:
+        x = torch.arange(48.0, device=context.accelerator.device).view(1, 3, 4, 4)
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    first, second = built(), built()
+    stepped(first)
+    first.save_checkpoint(path)
+    second.load_checkpoint(path)
+    return all(torch.equal(stepped(first), stepped(second)) for _ in range(2))
+
+
+def test_state_of_other_strides_resumes(cluster: Clusters, tmp_path: Path) -> None:
+    assert all(cluster(2).run(strides_body, path=str(tmp_path / "step-1")))
+
+
+def test_what_may_look_at_all_parameters_is_told(cluster: Clusters) -> None:
+    assert cluster(1).run(warning_body) == [["Trust will step whole parameters, each on one rank"]]
+
+
+def warning_body(context: Context) -> list[str]:
+    def told(optimizer: Callable[[nn.Module], Any], **settings: Any) -> list[str]:
+        model = fresh()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            zero.initialize(model, optimizer(model), zero.Config(timeout=20, **settings))
+        return [str(each.message).split(".")[0] for each in caught]
+
+    known: list[Callable[[nn.Module], Any]] = [
+        adafactor,
+        muon,
+        adamw,
+        lambda model: zero.Lion(model.parameters(), lr=torch.tensor(1e-3)),
+    ]
+    quiet = [told(optimizer) for optimizer in known]
+    quiet += [told(trust, whole_parameters=True), told(trust, stage=0)]
+    assert not any(quiet), quiet
+    return told(trust)

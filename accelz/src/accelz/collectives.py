@@ -22,8 +22,6 @@ from torch.distributed import HashStore, Store
 from accelz.errors import CollectiveError
 
 ReduceOp = Literal["sum", "max", "min"]
-Counts = Sequence[Sequence[int]]
-"""Elements that each rank sends to each: rows by sender, columns by receiver."""
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 # torch 2.13 renames these two and deprecates the old names; 2.11 has only the old ones.
@@ -153,16 +151,23 @@ class Collectives:
         )
 
     def all_to_all(
-        self, output: Tensor, parts: Tensor, counts: Counts, group: Group, async_op: bool = False
+        self,
+        output: Tensor,
+        parts: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        group: Group,
+        async_op: bool = False,
     ) -> Handle:
         """Send each rank its part of `parts`, and put what the ranks send into `output`, in rank order.
 
-        counts[s][d]: elements that rank s sends to rank d, the same table on every rank. `parts` has the
-        sum of this rank's row and lies in the order of the receivers; `output` has the sum of its column.
+        received[r], sent[r]: elements that rank r sends to this one, and this one to rank r; none may be.
         """
-        _check_counts(output, parts, counts, group)
+        _check_counts(output, received, "received", group)
+        _check_counts(parts, sent, "sent", group)
+        _check_dtypes(output, parts)
         return _handle(
-            lambda: self._start_all_to_all(output, parts, counts, group), (output, parts), async_op
+            lambda: self._start_all_to_all(output, parts, received, sent, group), (output, parts), async_op
         )
 
     def all_reduce(
@@ -193,9 +198,12 @@ class Collectives:
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
         return cast(dist.Work, _reduce_scatter(output, full, op, group=group.process_group, async_op=True))
 
-    def _start_all_to_all(self, output: Tensor, parts: Tensor, counts: Counts, group: Group) -> dist.Work:
-        received, sent = [row[group.rank] for row in counts], list(counts[group.rank])
-        work = dist.all_to_all_single(output, parts, received, sent, group.process_group, async_op=True)
+    def _start_all_to_all(
+        self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+    ) -> dist.Work:
+        work = dist.all_to_all_single(
+            output, parts, list(received), list(sent), group.process_group, async_op=True
+        )
         return cast(dist.Work, work)
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
@@ -227,20 +235,19 @@ def _check_sizes(name: str, full: Tensor, shard: Tensor, group: Group) -> None:
         )
 
 
-def _check_counts(output: Tensor, parts: Tensor, counts: Counts, group: Group) -> None:
-    square = len(counts) == group.size and all(len(row) == group.size for row in counts)
-    if not square or min(map(min, counts)) < 0:
+def _check_counts(buffer: Tensor, counts: Sequence[int], what: str, group: Group) -> None:
+    fits = len(counts) == group.size and min(counts) >= 0 and sum(counts) == buffer.numel()
+    if not fits:
         raise CollectiveError(
-            f"all_to_all: counts must have {group.size} rows of {group.size} numbers, none below 0, for what "
-            "each rank sends to each"
+            f"all_to_all: {what} must have a number of elements, at least 0, for each of {group.size} ranks, "
+            f"and {buffer.numel()} in all, which the buffer has; got {list(counts)}"
         )
-    sent, received = sum(counts[group.rank]), sum(row[group.rank] for row in counts)
-    fits = parts.numel() == sent and output.numel() == received
-    if not fits or parts.dtype != output.dtype:
+
+
+def _check_dtypes(output: Tensor, parts: Tensor) -> None:
+    if output.dtype != parts.dtype:
         raise CollectiveError(
-            f"all_to_all: parts has {parts.numel()} elements of {parts.dtype} and the output "
-            f"{output.numel()} of {output.dtype}; by counts rank {group.rank} sends {sent} and receives "
-            f"{received}, in one dtype"
+            f"all_to_all: the output is {output.dtype} and what is sent {parts.dtype}: pass one dtype"
         )
 
 

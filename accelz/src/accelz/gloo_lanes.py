@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
-from accelz.collectives import Collectives, Counts, Group
+from accelz.collectives import Collectives, Group
 
 
 class Lanes:
@@ -82,12 +83,14 @@ class GlooLanes(Collectives):
         work: dist.Work = self._lane("all_reduce", tensor.nbytes, group).allreduce([tensor], options)
         return work
 
-    def _start_all_to_all(self, output: Tensor, parts: Tensor, counts: Counts, group: Group) -> dist.Work:
-        item = output.element_size()
-        received, sent = [row[group.rank] * item for row in counts], [n * item for n in counts[group.rank]]
-        lane = self._lane("all_to_all", item * sum(map(sum, counts)), group)
-        there, here = output.view(torch.uint8), parts.view(torch.uint8)
-        work: dist.Work = lane.alltoall_base(there, here, received, sent)
+    def _start_all_to_all(
+        self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+    ) -> dist.Work:
+        there, here, item = output.view(torch.uint8), parts.view(torch.uint8), output.element_size()
+        lane = self._lane("all_to_all", 0, group)  # ranks send unequal bytes: one lane for all
+        work: dist.Work = lane.alltoall_base(
+            there, here, [n * item for n in received], [n * item for n in sent]
+        )
         return work
 
     def _lane(self, operation: str, nbytes: int, group: Group) -> Any:

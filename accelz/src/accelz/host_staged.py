@@ -5,13 +5,13 @@ Copy out, gloo, copy back: right on any device, and as slow as its copies. Host 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz.collectives import Counts, Group
+from accelz.collectives import Group
 from accelz.gloo_lanes import GlooLanes
 
 
@@ -43,9 +43,11 @@ class HostStaged(GlooLanes):
         start = super()._start_reduce_scatter
         return _staged(output, lambda host: start(host, full.cpu(), group, op), filled=False)
 
-    def _start_all_to_all(self, output: Tensor, parts: Tensor, counts: Counts, group: Group) -> dist.Work:
+    def _start_all_to_all(
+        self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+    ) -> dist.Work:
         start = super()._start_all_to_all
-        return _staged(output, lambda host: start(host, parts.cpu(), counts, group), filled=False)
+        return _staged(output, lambda host: start(host, parts.cpu(), received, sent, group), filled=False)
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
         start = super()._start_all_reduce

@@ -55,10 +55,11 @@ def _calls(context: Context, nbytes: int) -> dict[str, tuple[Callable[[], Any], 
     numel = nbytes // torch.bfloat16.itemsize // group.size * group.size
     full = torch.zeros(numel, dtype=torch.bfloat16, device=accelerator.device)
     other, shard = torch.ones_like(full), torch.zeros_like(full[: numel // group.size])
-    collectives = accelerator.collectives
+    collectives, counts = accelerator.collectives, [numel // group.size] * group.size
     calls: dict[str, Callable[[], Any]] = {
         "all_gather": lambda: collectives.all_gather(full, shard, group),
         "reduce_scatter": lambda: collectives.reduce_scatter(shard, full, group),
+        "all_to_all": lambda: collectives.all_to_all(full, other, counts, counts, group),
         "all_reduce": lambda: collectives.all_reduce(full, group),
     }
     for call in calls.values():

@@ -45,7 +45,7 @@ CALLS: dict[str, Callable[[Collectives, Tensor, Tensor, Group], Handle]] = {
     "all_reduce": lambda c, full, _, group: c.all_reduce(full, group, async_op=True),
     "broadcast": lambda c, full, _, group: c.broadcast(full, 0, group, async_op=True),
     "all_to_all": lambda c, full, shard, group: c.all_to_all(
-        full, full.clone(), [[shard.numel()] * group.size] * group.size, group, async_op=True
+        full, full.clone(), _each(shard, group), _each(shard, group), group, async_op=True
     ),
 }
 """Each collective on a buffer of n elements for every rank, and one of n."""
@@ -206,6 +206,11 @@ def _expect_errors_in_time(outcomes: list[Outcome], fault: str) -> None:
         expect(fine, "Collectives.all_gather", f"{expected} when rank {last.rank} {fault}", came)
 
 
+def _each(shard: Tensor, group: Group) -> list[int]:
+    """As many elements as a shard has, for every rank."""
+    return [shard.numel()] * group.size
+
+
 def all_gather_body(context: Context, dtype: torch.dtype) -> None:
     calls, device = _collectives(context), context.accelerator.device
     for n, offset, in_place, async_op in _places():
@@ -246,7 +251,8 @@ def all_to_all_body(context: Context, dtype: torch.dtype) -> None:
         parts = _framed(sum(counts[me]), 3 - offset, dtype, device)[1]
         parts.copy_(torch.cat([_pattern(counts[me][d], me + d) for d in range(size)]))
         kept = parts.clone()
-        calls.all_to_all(output, parts, counts, context.group, async_op).wait()
+        received = [row[me] for row in counts]
+        calls.all_to_all(output, parts, received, counts[me], context.group, async_op).wait()
         case = f"{counts=}, offset {offset}, {async_op=}"
         want = torch.cat([_pattern(counts[s][me], s + me) for s in range(size)])
         _expect_framed(whole, offset, want, "Collectives.all_to_all", f"what each rank sends ({case})")
@@ -429,9 +435,9 @@ def misfit_body(context: Context) -> None:
             call = functools.partial(getattr(calls, name), *arguments, context.group)
             expected = "buffers that do not fit the group must be refused"
             expect_raises(CollectiveError, f"Collectives.{name}", expected, call)
-    for counts in ([[5] * size] * size, [[4]] * (size + 1), [[-4] * size] * size):
-        buffer = torch.ones(4 * size, device=device)
-        call = functools.partial(calls.all_to_all, buffer, buffer.clone(), counts, context.group)
+    buffer, even = torch.ones(4 * size, device=device), [4] * size
+    for counts in ([5] * size, [4] * (size + 1), [-4, *even] if size > 1 else [-4]):
+        call = functools.partial(calls.all_to_all, buffer, buffer.clone(), even, counts, context.group)
         expected = "counts that do not fit the buffers or the group must be refused"
         expect_raises(CollectiveError, "Collectives.all_to_all", expected, call)
     calls.all_reduce(shard, context.group)

@@ -7,12 +7,13 @@ library registers it with torch.distributed and uses `accelz.Collectives("cpu:gl
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz.collectives import Counts, Group
+from accelz.collectives import Group
 from accelz.host_staged import HostStaged
 from accelz_sim import faults
 
@@ -39,8 +40,10 @@ class SimCollectives(HostStaged):
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
         return _fault("reduce_scatter", group) or super()._start_reduce_scatter(output, full, group, op)
 
-    def _start_all_to_all(self, output: Tensor, parts: Tensor, counts: Counts, group: Group) -> dist.Work:
-        return _fault("all_to_all", group) or super()._start_all_to_all(output, parts, counts, group)
+    def _start_all_to_all(
+        self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+    ) -> dist.Work:
+        return _fault("all_to_all", group) or super()._start_all_to_all(output, parts, received, sent, group)
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
         return _fault("all_reduce", group) or super()._start_all_reduce(tensor, group, op)

@@ -23,7 +23,7 @@ from zero.communication.communicator import Communicator
 from zero.config import Config
 from zero.errors import StateError
 from zero.gradients.loss_scale import LossScale
-from zero.optimizer.joint import members
+from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -104,6 +104,7 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
         "loss_scale": scale and {"scale": scale.scale.item(), "good_steps": scale.good_steps.item()},
         "optimizer": {
             "kind": kind_of(engine.shards.optimizer),
+            "of_groups": kinds_of_groups(engine.shards.optimizer),
             "param_groups": _param_groups(engine.shards.optimizer, parts),
         },
         "parameters": [
@@ -121,12 +122,6 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
         "buffers": buffers,
         "extra_state": extra_state,
     }
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's class, by its full name; of several, each."""
-    kinds = [type(each) for each in members(optimizer)]
-    return " + ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
 def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import TORCH
-from zero.checkpoint.engine_state import EngineParts, kind_of, stride_of
+from zero.checkpoint.engine_state import EngineParts, stride_of
 from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
 from zero.checkpoint.names import raise_for
 from zero.checkpoint.values import Values
 from zero.errors import StateError
+from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
-from zero.optimizer.piece_state import in_memory_order
+from zero.optimizer.piece_state import in_memory_order, moved
 from zero.optimizer.pieces import home_of
 from zero.tiers.values import changing
 
@@ -49,6 +50,12 @@ class OptimizerLoad:
                 f"the checkpoint's optimizer has {len(saved.param_groups)} param_groups and this one "
                 f"{len(optimizer.param_groups)}; weights_only=True loads the weights alone"
             )
+        kinds = kinds_of_groups(optimizer)
+        if saved.of_groups and list(saved.of_groups) != kinds:
+            raise StateError(
+                f"the checkpoint's param_groups are of {', '.join(saved.of_groups)} and these of "
+                f"{', '.join(kinds)}; weights_only=True loads the weights alone"
+            )
         missing: dict[str, None] = {}  # a parameter may have several pieces
         other: dict[str, None] = {}
         for owned in self._engine.shards.subs:
@@ -63,6 +70,10 @@ class OptimizerLoad:
         raise_for({"without optimizer state": list(missing), "with other optimizer state": list(other)})
 
     def _state_fits(self, entry: ParameterEntry, piece: OwnedPiece, numel: int, kernel: bool) -> bool:
+        assert entry.group is not None
+        kinds = kinds_of_groups(self._engine.shards.optimizer)
+        if kinds[entry.group] != kinds[piece.param_group]:
+            return False
         if kernel:
             mine = set(self._engine.shards.optimizer.state[piece.parameter])
             return not entry.state or set(entry.state) == mine
@@ -93,7 +104,8 @@ class OptimizerLoad:
                     values.zero_()
         for key in entry.state:
             self._fill_state(state, key, entry, owned, piece, stride)
-        state.update({key: self._values.decode(value) for key, value in entry.values.items()})
+        for key, value in entry.values.items():
+            state[key] = moved(key, self._values.decode(value), piece.parameter, home_of(owned))
         if "step" in state:
             piece.history = hash(float(state["step"]))  # pieces of equal steps go in one kernel call
 

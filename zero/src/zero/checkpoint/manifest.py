@@ -124,9 +124,11 @@ class ParameterEntry(_Record):
 
 
 class OptimizerEntry(_Record):
-    """kind: the optimizer's class. param_groups: their options, without the parameters."""
+    """kind: the optimizer's class; of several, each, with " + " between. of_groups: the class of each
+    param_group. param_groups: their options, without the parameters."""
 
     kind: str
+    of_groups: tuple[str, ...] = ()
     param_groups: tuple[dict[str, Any], ...]
 
 

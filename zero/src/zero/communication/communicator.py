@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.collectives import Counts, Group, Handle, ReduceOp
+from accelz.collectives import Group, Handle, ReduceOp
 from accelz.errors import CollectiveError
 from zero.communication.reports import Failure, Reports
 from zero.errors import CommunicationError, OffloadError, RankMismatchError
@@ -75,6 +75,7 @@ class Communicator:
         self._reports = Reports(group, key)
         self.in_pass = False
         self._fault = ""  # of this rank alone, that the others have not heard of
+        self._told: OffloadError | None = None  # that all ranks have heard of
         self.failed = ""  # what went wrong; nothing can be exchanged after that
         self._count = 0
         self._shared = 0
@@ -101,13 +102,22 @@ class Communicator:
             lambda: self._collectives.reduce_scatter(output, full, self.group, async_op=True),
         )
 
-    def all_to_all(self, unit: str, output: Tensor, parts: Tensor, counts: Counts) -> NamedHandle:
+    def all_to_all(
+        self,
+        unit: str,
+        output: Tensor,
+        parts: Tensor,
+        received: Sequence[int],
+        sent: Sequence[int],
+        total: int,
+    ) -> NamedHandle:
+        """total: elements that all ranks send together."""
         return self._issue(
             "all_to_all",
             unit,
-            sum(map(sum, counts)),
+            total,
             parts.dtype,
-            lambda: self._collectives.all_to_all(output, parts, counts, self.group, async_op=True),
+            lambda: self._collectives.all_to_all(output, parts, received, sent, self.group, async_op=True),
         )
 
     def all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
@@ -159,7 +169,7 @@ class Communicator:
         try:
             yield
         except OffloadError as error:
-            if self.group.size == 1:
+            if self.group.size == 1 or error is self._told:
                 raise
             self._fault = self._fault or str(error)
 
@@ -177,7 +187,9 @@ class Communicator:
     def _raise_fault(self) -> NoReturn:
         causes = self.share_all(self._fault)
         self._fault = ""
-        raise OffloadError(next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause))
+        cause = next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause)
+        self._told = OffloadError(cause)
+        raise self._told
 
     def fence(self, what: str) -> None:
         """Return once every rank has come here, done with all reading and writing before it."""

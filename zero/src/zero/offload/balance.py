@@ -136,6 +136,8 @@ class Balancer:
         gone = [owned for owned in self._near if owned not in then]
         records = sum(map(self._record_bytes, come)) - sum(map(self._record_bytes, gone))
         scratch = 0 if self._near else max(map(self._scratch_bytes, come), default=0)
+        step_bytes = self._optimizer.step_bytes
+        scratch += sum(map(step_bytes, come)) - sum(map(step_bytes, gone))
         slices = [
             (1 << place, have.slice_bytes)
             for place, have in enumerate(self._all)
@@ -188,6 +190,7 @@ class Balancer:
         groups = dict.fromkeys(owned.group for owned in come)
         slices = sum(self._gradients[group].slice_bytes for group in groups)
         come_bytes = sum(map(self._record_bytes, come)) + slices + scratch
+        come_bytes += sum(map(self._optimizer.step_bytes, come))
         return peak + come_bytes - sum(map(self._record_bytes, self._near[count:]))
 
     def _move(self, owned: OwnedSubGroup, tier: Tier) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -9,6 +11,7 @@ from zero.config import Config
 from zero.errors import OptimizerError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
+from zero.optimizer.lion import Lion
 
 NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
 LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
@@ -24,7 +27,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> d
             "the optimizer has state already; call zero.initialize before its first step, and restore "
             "state with engine.load_checkpoint"
         )
-    _check_whole_parameters(optimizer, config.whole_parameters)
+    _check_whole_parameters(optimizer, config)
     return _param_groups(optimizer, model)
 
 
@@ -38,20 +41,41 @@ def steps_whole(optimizer: Optimizer, config: Config) -> bool:
 def _goes_by_element(optimizer: Optimizer) -> bool:
     """Whether it is known that a step of a slice is a slice of the step."""
     return all(
-        rule_for(each) is not None
-        or (type(each).__module__.startswith("torch.optim.") and type(each).__name__ not in LOOKS_AT_MATRICES)
+        type(each) is Lion
+        or (_is_torchs(each) and not LOOKS_AT_MATRICES & {base.__name__ for base in type(each).__mro__})
         for each in members(optimizer)
     )
 
 
-def _check_whole_parameters(optimizer: Optimizer, wanted: bool | None) -> None:
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
+    if config.stage == 0:
+        return
     bases = {base.__name__ for each in members(optimizer) for base in type(each).__mro__}
-    for kind in bases & LOOKS_AT_MATRICES if wanted is False else ():
+    kind = ", ".join(bases & LOOKS_AT_MATRICES)
+    if config.whole_parameters is False and kind:
         raise OptimizerError(f"{kind} looks at whole matrices: leave Config(whole_parameters=False) out")
-    if wanted and rule_for(optimizer) is not None:
+    if config.whole_parameters and rule_for(optimizer) is not None:
         raise OptimizerError(
             f"{name_of(optimizer)} works element by element, and slices are stepped by a kernel: leave "
             "Config(whole_parameters=True) out"
+        )
+    if config.whole_parameters is None:
+        _warn_of_strangers(optimizer)
+
+
+def _warn_of_strangers(optimizer: Optimizer) -> None:
+    known = (each for each in members(optimizer) if _is_torchs(each) or type(each) is Lion)
+    strangers = [type(each).__name__ for each in {*members(optimizer)} - {*known}]
+    if strangers:
+        warnings.warn(
+            f"{' and '.join(strangers)} will step whole parameters, each on one rank. That is exact if it "
+            "steps every parameter by itself, from its own gradient; what looks at all of them together "
+            "would see some. Config(whole_parameters=True) says that it does not",
+            stacklevel=5,
         )
 
 

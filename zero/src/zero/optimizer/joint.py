@@ -68,6 +68,20 @@ def name_of(optimizer: Optimizer) -> str:
     return " and ".join(type(each).__name__ for each in members(optimizer))
 
 
+def kind_of(optimizer: Optimizer) -> str:
+    """The optimizer's class, by its full name; of several, each."""
+    return " + ".join(map(_kind, members(optimizer)))
+
+
+def kinds_of_groups(optimizer: Optimizer) -> list[str]:
+    """The class of each param_group's optimizer."""
+    return [_kind(each) for each in members(optimizer) for _ in each.param_groups]
+
+
+def _kind(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
 def _check_distinct(optimizers: Sequence[Optimizer]) -> None:
     owner: dict[Any, Optimizer] = {}
     for optimizer in optimizers:

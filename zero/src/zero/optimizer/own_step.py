@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from accelz.flat_buffer import rebind
 from zero.communication.communicator import Communicator
+from zero.errors import OptimizerError
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.exchange import Exchange
 from zero.optimizer.joint import name_of
@@ -21,16 +22,17 @@ from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.pieces import piece_of_master, shaped
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
-from zero.tiers.values import fetch
+from zero.tiers.values import Values, fetch
 
 Turn = tuple[OwnedSubGroup, GroupGradients]
 
 
 class OwnStep:
-    """wide_bytes: of the device, in use for fp32 gradients and whole parameters."""
+    """gradient_bytes, value_bytes: of the device, in use for fp32 gradients and for whole parameters."""
 
     def __init__(self, optimizer: Optimizer, stores: Stores, communicator: Communicator) -> None:
-        self.wide_bytes = 0
+        self.gradient_bytes = 0
+        self.value_bytes = 0
         self._optimizer = optimizer
         self._stores = stores
         self._communicator = communicator
@@ -41,46 +43,58 @@ class OwnStep:
     def run(self, turns: Sequence[Turn], scale: Tensor | None, mark: Callable[[str], None]) -> None:
         """mark(unit): called when it has the gradients that it is stepped with, and with "" behind the
         step."""
-        pieces = [piece.parameter for owned, _ in turns for piece in owned.pieces]
-        purpose = f"for the step of {name_of(self._optimizer)}"
+        turns = [(owned, have) for owned, have in turns if owned.routes is None or owned.routes.total]
         try:
             for owned, have in turns:
                 self._arrive(owned, have, scale)
                 mark(owned.group.unit)
-            if any(have.group.placement.gradients == "disk" for _, have in turns):
-                self._communicator.agree()
-            with room_for(self._accelerator, purpose, None, sum(p.nbytes for p in pieces)):
-                self._optimizer.step()
+            self._step_together(sum(4 * owned.numel for owned, _ in turns))
             mark("")
-            for owned, whole in self._whole.items():
-                self._exchange.take_apart(owned, whole, owned.sub.kept.opened().master)
+            for owned, _ in turns:
+                self._leave(owned)
         finally:
             self._clear([owned for owned, _ in turns])
         for owned, _ in turns:
             self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
+    def bytes_for(self, owned: OwnedSubGroup) -> int:
+        """What a record on the device is stepped with, there until all are."""
+        each = owned.sub.kept.master.element_size()
+        return each * owned.numel * (1 if owned.routes is None else 2)
+
     def _arrive(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
         """Where pieces are whole parameters, their values; and the gradients of all."""
         master, unit = owned.sub.kept.opened().master, owned.group.unit
-        numel = owned.sub.numel if owned.routes is None else owned.routes.numel
+        nbytes = master.element_size() * (owned.numel + (0 if owned.routes is None else owned.sub.numel))
         if owned.routes is not None:
-            with room_for(self._accelerator, "for whole parameters of", unit, 4 * numel):
+            with room_for(self._accelerator, "for whole parameters of", unit, nbytes):
                 self._show_whole(owned, master)
-        with room_for(self._accelerator, "for the fp32 gradients of", unit, 4 * numel):
+        with room_for(self._accelerator, "for the fp32 gradients of", unit, nbytes):
             came = self._of_pieces(owned, have)
             gradient = self._wide(came, master, scale)
         if owned.routes is not None or gradient is not came:
-            self._count(gradient)
+            self.gradient_bytes += self._on_device(gradient)
         for piece in owned.pieces:
             if piece.piece.index in have.used:
                 piece.parameter.grad = shaped(gradient, owned.group, piece.piece)
+
+    def _show_whole(self, owned: OwnedSubGroup, master: Tensor) -> None:
+        whole = self._assemble(owned, master).to(master.device)
+        self.value_bytes += self._on_device(whole)
+        self._whole[owned] = whole
+        for piece in owned.pieces:
+            rebind(piece.parameter, shaped(whole, owned.group, piece.piece))
 
     def _of_pieces(self, owned: OwnedSubGroup, have: GroupGradients) -> Tensor:
         """The gradients of a sub-group's pieces one after another, beside the master."""
         values, device = owned.sub.of(have.slice.get()), owned.sub.kept.opened().master.device
         if owned.routes is None:
             return fetch(values, device)
-        return self._exchange.assemble(owned, values).to(device)
+        return self._assemble(owned, values).to(device)
+
+    def _assemble(self, owned: OwnedSubGroup, values: Values) -> Tensor:
+        assert owned.routes is not None
+        return self._exchange.assemble(owned.group.unit, owned.routes, values)
 
     def _wide(self, gradient: Tensor, master: Tensor, scale: Tensor | None) -> Tensor:
         if scale is None and gradient.dtype is master.dtype:
@@ -90,18 +104,39 @@ class OwnStep:
         self._stores.kernels(master.device).scale_cast(wide, gradient, scale)
         return wide
 
-    def _show_whole(self, owned: OwnedSubGroup, master: Tensor) -> None:
-        whole = self._exchange.assemble(owned, master).to(master.device)
-        self._count(whole)
-        self._whole[owned] = whole
-        for piece in owned.pieces:
-            rebind(piece.parameter, shaped(whole, owned.group, piece.piece))
+    def _step_together(self, nbytes: int) -> None:
+        """The optimizer's step. Where it fails, no other rank waits for the parameters of this one."""
+        error: Exception | None = None
+        try:
+            with room_for(self._accelerator, f"for the step of {name_of(self._optimizer)}", None, nbytes):
+                self._optimizer.step()
+        except Exception as problem:
+            error = problem
+        elsewhere = bool(self._whole) and self._communicator.agree(error is not None)
+        if error is not None:
+            raise error
+        if elsewhere:
+            raise OptimizerError(
+                f"the step of {name_of(self._optimizer)} has failed on another rank, whose error says why"
+            )
 
-    def _count(self, values: Tensor) -> None:
-        self.wide_bytes += values.nbytes if values.device == self._accelerator.device else 0
+    def _leave(self, owned: OwnedSubGroup) -> None:
+        """Values to the masters, whatever tensors the optimizer has put them into."""
+        master = owned.sub.kept.opened().master
+        stepped = self._whole.get(owned, master)
+        for piece in owned.pieces:
+            place = shaped(stepped, owned.group, piece.piece)
+            if piece.parameter.data_ptr() != place.data_ptr():
+                place.copy_(piece.parameter.detach())
+                rebind(piece.parameter, place)
+        if owned.routes is not None:
+            self._exchange.take_apart(owned.group.unit, owned.routes, stepped, master)
+
+    def _on_device(self, values: Tensor) -> int:
+        return values.nbytes if values.device == self._accelerator.device else 0
 
     def _clear(self, subs: Sequence[OwnedSubGroup]) -> None:
-        self.wide_bytes = 0
+        self.gradient_bytes = self.value_bytes = 0
         self._whole.clear()
         for owned in subs:
             for piece in owned.pieces:

@@ -51,6 +51,11 @@ class OwnedSubGroup:
         assert self.count is not None
         return self.count
 
+    @property
+    def numel(self) -> int:
+        """Elements that this rank steps."""
+        return self.sub.numel if self.routes is None else self.routes.numel
+
     def originals(self) -> list[Tensor]:
         """What a step reads, beside the gradient: a record in memory, and the optimizer's views of it."""
         state = self.sub.kept.opened()

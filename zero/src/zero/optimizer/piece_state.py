@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
 
-from zero.errors import StateError
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
@@ -17,9 +20,35 @@ def is_elementwise(key: str, value: Values, parameter: nn.Parameter) -> bool:
 
 
 def in_memory_order(value: Values, parameter: nn.Parameter) -> Values:
-    """A dense tensor as one dimension, in the order of its parameter's memory; shares its storage."""
+    """A tensor of the parameter's shape as one dimension, in the order of that one's memory. It shares its
+    storage where it has the parameter's strides, and is a copy elsewhere."""
     if isinstance(value, Stored):
         return value
     if value.stride() != parameter.stride():
-        raise StateError("optimizer state with other strides than its parameter cannot be sharded")
+        like = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device
+        )
+        value = like.copy_(value)
     return value.as_strided((value.numel(),), (1,), value.storage_offset())
+
+
+def kept_tensors(state: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:
+    """What of a state is kept beside a parameter, in lists and dicts too."""
+    leaves = ((key, leaf) for key, value in state.items() for leaf in tree_leaves(value))
+    return [leaf for key, leaf in leaves if isinstance(leaf, Tensor) and _is_beside(key, leaf, parameter)]
+
+
+def moved(key: str, value: Any, parameter: nn.Parameter, device: torch.device, copy: bool = False) -> Any:
+    """A value of a state, with what of it is kept beside the parameter on `device`."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device if _is_beside(key, leaf, parameter) else leaf.device, copy=copy)
+
+    return tree_map(move, value)
+
+
+def _is_beside(key: str, leaf: Tensor, parameter: nn.Parameter) -> bool:
+    """Single numbers are where optimizers keep them, unless the parameter itself is one."""
+    return leaf.dim() > 0 or (parameter.dim() == 0 and key != "step")

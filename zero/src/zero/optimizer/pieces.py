@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
+from zero.optimizer.piece_state import moved
 from zero.optimizer.routes import Routes, route, share_out
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import Piece
@@ -20,11 +21,9 @@ def route_groups(
 ) -> dict[FlatGroup, Routes]:
     """Of the groups that ranks have slices of: each parameter is stepped by one rank, which all agree on."""
     split = [group for group in groups if group.shards > 1]
-    stepped = [(g, i) for g in split for i, p in enumerate(g.parameters) if p in param_group_of]
-    sizes = [group.layout.specs[index].numel for group, index in stepped]
-    ranks = share_out(sizes, max((group.shards for group in split), default=1))
-    owner = dict(zip(stepped, ranks, strict=True))
-    return {g: route(g.layout, [owner.get((g, i)) for i in range(len(g.names))], rank) for g in split}
+    sizes = [(p, p.numel()) for group in split for p in group.parameters if p in param_group_of]
+    rank_of = share_out(sizes, max((group.shards for group in split), default=1))
+    return {group: route(group.layout, [rank_of.get(p) for p in group.parameters], rank) for group in split}
 
 
 def own(
@@ -57,8 +56,7 @@ def piece_of_master(owned: OwnedSubGroup, piece: Piece) -> Tensor:
     whole parameter, which is there in a step only."""
     master = owned.sub.kept.master
     if isinstance(master, Stored) or owned.routes is not None:
-        numel = owned.sub.numel if owned.routes is None else owned.routes.numel
-        return shaped(torch.empty(numel, dtype=master.dtype, device="meta"), owned.group, piece)
+        return shaped(torch.empty(owned.numel, dtype=master.dtype, device="meta"), owned.group, piece)
     return shaped(master, owned.group, piece)
 
 
@@ -89,10 +87,5 @@ def sliced(state: dict[str, Any], owned: OwnedSubGroup, piece: Piece) -> dict[st
             part = flat.as_strided((piece.length,), (1,), piece.start)
             result[key] = part.clone() if piece.length < spec.numel else flat
         else:
-            result[key] = moved(value, device) if isinstance(value, Tensor) else value
+            result[key] = moved(key, value, owned.group.parameters[piece.index], device, copy=True)
     return result
-
-
-def moved(value: Tensor, device: torch.device) -> Tensor:
-    """A copy of a state tensor beside its parameter; of a single number, where optimizers keep it."""
-    return value.to(device, copy=True) if value.dim() else value.clone()

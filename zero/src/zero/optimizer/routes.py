@@ -6,65 +6,70 @@ the ranks, are those parameters one after another: slices and parameters are in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import TypeVar
 
 from zero.sharding.layout import FlatLayout, Piece
 
-Owners = Sequence[int | None]
-"""The rank that steps each parameter of a group; None for those that the optimizer does not know."""
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Of one group and rank. counts[s][r]: elements that slice s has of what rank r steps. windows: of this
-    rank's slice, in the order of the ranks that step them. pieces: the parameters that this rank steps, each
-    with its place among them."""
+    """Of one group and rank. pieces: the parameters that this rank steps, each with its place among them.
+    windows: of this rank's slice, in the order of the ranks that step them. given[r], taken[r]: elements
+    that this rank's slice has of what rank r steps, and rank r's slice of what this rank steps. total: of
+    all ranks together."""
 
-    counts: tuple[tuple[int, ...], ...]
-    windows: tuple[slice, ...]
     pieces: tuple[Piece, ...]
+    windows: tuple[slice, ...]
+    given: tuple[int, ...]
+    taken: tuple[int, ...]
+    total: int
 
     @property
     def numel(self) -> int:
         """Elements of the parameters that this rank steps."""
-        return sum(piece.length for piece in self.pieces)
-
-    @cached_property
-    def back(self) -> tuple[tuple[int, ...], ...]:
-        """Counts of the way from the parameters to the slices."""
-        return tuple(zip(*self.counts, strict=True))
+        return sum(self.taken)
 
 
-def share_out(sizes: Sequence[int], ranks: int) -> list[int]:
+def share_out(sizes: Iterable[tuple[K, int]], ranks: int) -> dict[K, int]:
     """The rank of each parameter: the largest first, to the rank that has least until then.
 
     No rank has more than 4/3 of what the best distribution would give it (Graham, Bounds on Multiprocessing
     Timing Anomalies, 1969).
     """
     loads = [0] * ranks
-    found = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+    found: dict[K, int] = {}
+    for key, numel in sorted(sizes, key=lambda item: -item[1]):
         rank = loads.index(min(loads))
-        found[index] = rank
-        loads[rank] += sizes[index]
+        found[key] = rank
+        loads[rank] += numel
     return found
 
 
-def route(layout: FlatLayout, owners: Owners, rank: int) -> Routes:
-    """owners: by a parameter's place in the layout."""
-    slices = [layout.pieces(shard) for shard in range(layout.shards)]
-    counts = tuple(
-        tuple(sum(p.length for p in pieces if owners[p.index] == r) for r in range(layout.shards))
-        for pieces in slices
-    )
-    mine = sorted(
-        (p for p in slices[rank] if owners[p.index] is not None), key=lambda p: owners[p.index] or 0
-    )
-    whole, place = [], 0
-    for index, spec in enumerate(layout.specs):
-        if owners[index] == rank and spec.numel:
-            whole.append(Piece(index, 0, place, spec.numel))
-            place += spec.numel
-    return Routes(counts, tuple(piece.shard_slice for piece in mine), tuple(whole))
+def route(layout: FlatLayout, stepped_by: Sequence[int | None], rank: int) -> Routes:
+    """stepped_by: a rank for each parameter of the layout, None for those that nobody steps."""
+    windows: list[list[slice]] = [[] for _ in range(layout.shards)]
+    for piece in layout.pieces(rank):
+        receiver = stepped_by[piece.index]
+        if receiver is not None:
+            windows[receiver].append(piece.shard_slice)
+    whole: list[Piece] = []
+    taken = [0] * layout.shards
+    for index, slot in enumerate(layout.slots):
+        if stepped_by[index] == rank and slot.numel:
+            whole.append(Piece(index, 0, sum(taken), slot.numel))
+            for shard, length in _lengths(layout, slot.offset, slot.offset + slot.numel):
+                taken[shard] += length
+    total = sum(s.numel for s, receiver in zip(layout.slots, stepped_by, strict=True) if receiver is not None)
+    given = tuple(sum(window.stop - window.start for window in each) for each in windows)
+    return Routes(tuple(whole), tuple(w for each in windows for w in each), given, tuple(taken), total)
+
+
+def _lengths(layout: FlatLayout, begin: int, end: int) -> Iterable[tuple[int, int]]:
+    """How much of a stretch of the buffer each shard has."""
+    size = layout.shard_numel
+    for shard in range(begin // size, -(-end // size)):
+        yield shard, min(end, (shard + 1) * size) - max(begin, shard * size)

@@ -30,7 +30,7 @@ from zero.optimizer.joint import JointOptimizer, members
 from zero.optimizer.kernel_rules import Rule, rule_for
 from zero.optimizer.own_step import OwnStep
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount
-from zero.optimizer.piece_state import is_elementwise
+from zero.optimizer.piece_state import kept_tensors, moved
 from zero.optimizer.pieces import own, piece_of_master, route_groups, shaped, sliced
 from zero.optimizer.state_dicts import refuse_state_dicts
 from zero.optimizer.visits import Visits
@@ -148,7 +148,8 @@ class ShardedOptimizer:
             )
 
     def _group_lengths(self) -> list[int]:
-        return [len(group["params"]) for group in self.optimizer.param_groups]
+        each = (group for optimizer in members(self.optimizer) for group in optimizer.param_groups)
+        return [len(group["params"]) for group in each]
 
     def _check_caller(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._stepping:
@@ -183,7 +184,7 @@ class ShardedOptimizer:
             there = new.opened().master.device
             device = self._accelerator.device if visits else there
             steps = None if owned.count is None else owned.count.steps.to(device)
-            kept = [(p.parameter, {k: v.to(there) for k, v in self._kept_for(p)}) for p in owned.pieces]
+            kept = [(p.parameter, self._own_state_on(there, p)) for p in owned.pieces]
         sub.record = new  # nothing of it before there is room for all of it
         if owned.count is not None and steps is not None:
             owned.count.steps = steps
@@ -205,28 +206,36 @@ class ShardedOptimizer:
             return sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
         return sum(value.nbytes for value in self._kept(owned))
 
-    def _kept(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
-        return (value for piece in owned.pieces for _, value in self._kept_for(piece))
+    def step_bytes(self, owned: OwnedSubGroup) -> int:
+        """Bytes that a record on the device is stepped with, until all are stepped; where kernels serve, see
+        `scratch_bytes`."""
+        return 0 if self._rule is not None else self._own_step.bytes_for(owned)
 
-    def _kept_for(self, piece: OwnedPiece) -> Iterator[tuple[str, Tensor]]:
-        """State that the user's optimizer itself keeps beside a piece; single numbers are anywhere."""
-        parameter = piece.parameter
-        for key, value in self.optimizer.state.get(parameter, {}).items() if self._rule is None else ():
-            if isinstance(value, Tensor) and (value.dim() or is_elementwise(key, value, parameter)):
-                yield key, value
+    def _kept(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
+        """What the user's optimizer itself keeps beside the pieces."""
+        for piece in owned.pieces if self._rule is None else ():
+            yield from kept_tensors(self.optimizer.state.get(piece.parameter, {}), piece.parameter)
+
+    def _own_state_on(self, device: torch.device, piece: OwnedPiece) -> dict[str, Any]:
+        """What the user's optimizer itself keeps of a piece, in another memory."""
+        if self._rule is not None:
+            return {}
+        state = self.optimizer.state.get(piece.parameter, {})
+        return {key: moved(key, value, piece.parameter, device) for key, value in state.items()}
 
     def own_state_bytes(self) -> int:
         """Bytes of the device in use for state beside the groups' records: for visits, and for what the
-        user's optimizer itself keeps."""
+        user's optimizer itself keeps, or steps."""
         if self._rule is not None:
             return self.visits.device_bytes()
         values = [value for owned in self.subs for value in self._kept(owned)]
-        return sum(value.nbytes for value in values if value.device == self._accelerator.device)
+        near = sum(value.nbytes for value in values if value.device == self._accelerator.device)
+        return near + self._own_step.value_bytes
 
     @property
     def wide_bytes(self) -> int:
-        """Bytes of the device in use for what the user's optimizer steps with, beside its state."""
-        return self._own_step.wide_bytes
+        """Bytes of the device in use for fp32 gradients that the user's optimizer steps with."""
+        return self._own_step.gradient_bytes
 
     def _install(self) -> None:
         """Put the pieces in the places of the parameters they are parts of."""

@@ -25,17 +25,18 @@ Dtype = torch.dtype | None
 @dataclass(frozen=True)
 class Stepped:
     """What the rank that steps most elements has of a group. numel: elements. state: values that the
-    optimizer keeps for them."""
+    optimizer keeps for them. of_all: elements that all ranks step."""
 
     numel: int
     state: int
+    of_all: int
 
 
 @dataclass(frozen=True)
 class PlannedGroup:
     """A flat buffer. Sizes in elements, padding included.
 
-    numel: of the whole buffer. parameters: without padding. shard_numel: of a rank's slice. dtype: of the
+    numel: of the whole buffer. shard_numel: of a rank's slice. dtype: of the
     parameters. given: that they have before `zero.initialize`, where it is wider. gathered: that they are
     computed in. coded: whether they travel in 8 bits. resident: the whole buffer stays. reduced: dtype that
     gradients travel in. slice: that their reduced sum has. early, complete_early: whether its first gradient,
@@ -44,7 +45,6 @@ class PlannedGroup:
     """
 
     numel: int
-    parameters: int
     shard_numel: int
     dtype: torch.dtype
     given: torch.dtype
@@ -201,22 +201,19 @@ def _stepped(
     if moments is None:
         yield from (None for _ in groups)
         return
-    found = [
-        (place, parameter)
-        for place, group in enumerate(groups)
-        for _, parameter in group.named
-        if group.kind.trainable and parameter in moments
+    known = [
+        [parameter for _, parameter in group.named if group.kind.trainable and parameter in moments]
+        for group in groups
     ]
-    rank_of = share_out([parameter.numel() for _, parameter in found], ranks)
+    rank_of = share_out([(p, p.numel()) for parameters in known for p in parameters], ranks)
     loads: Counter[int] = Counter()
-    numel: Counter[tuple[int, int]] = Counter()
-    state: Counter[tuple[int, int]] = Counter()
-    for (place, parameter), rank in zip(found, rank_of, strict=True):
+    for parameter, rank in rank_of.items():
         loads[rank] += parameter.numel()
-        numel[place, rank] += parameter.numel()
-        state[place, rank] += parameter.numel() * moments[parameter]
     most = max(loads, key=lambda rank: loads[rank], default=0)
-    yield from (Stepped(numel[place, most], state[place, most]) for place in range(len(groups)))
+    for parameters in known:
+        mine = [p for p in parameters if rank_of[p] == most]
+        state = sum(p.numel() * moments[p] for p in mine)
+        yield Stepped(sum(p.numel() for p in mine), state, sum(p.numel() for p in parameters))
 
 
 def _group(
@@ -237,7 +234,6 @@ def _group(
         reduced = torch.promote_types(gathered, torch.float32)
     return PlannedGroup(
         numel=draft.shard_numel * shards,
-        parameters=sum(parameter.numel() for _, parameter in draft.named),
         shard_numel=draft.shard_numel,
         dtype=kind.dtype,
         given=given if kind.trainable and given.itemsize > kind.dtype.itemsize else kind.dtype,

@@ -169,7 +169,8 @@ def step(units: Sequence[PlannedUnit], moments: int, kernels: bool, scaled: bool
         for numel, tier in group.placement.optimizer
         if group.placement.visits and tier == "host"
     ]
-    return Held(gradients=gradients, optimizer=WINDOW * max(visiting, default=0))
+    on_the_way = max((_exchanged(group, scaled) for group, _ in groups), default=0)
+    return Held(gradients=gradients, optimizer=max(WINDOW * max(visiting, default=0), on_the_way))
 
 
 def _stepped_with(group: PlannedGroup, numel: int, scaled: bool) -> int:
@@ -177,3 +178,15 @@ def _stepped_with(group: PlannedGroup, numel: int, scaled: bool) -> int:
     if group.whole is not None:
         return 2 * group.whole.numel * group.wide.itemsize
     return numel * group.wide.itemsize * (scaled or group.slice is not group.wide)
+
+
+def _exchanged(group: PlannedGroup, scaled: bool) -> int:
+    """The most that the exchange of a group takes beside what it is stepped with: what others step of the
+    slice, or gradients as they came; and of what is on the host, the slice or what comes."""
+    whole, wide = group.whole, group.wide.itemsize
+    if whole is None or not whole.of_all:
+        return 0
+    if any(tier != "device" for _, tier in group.placement.optimizer):
+        return wide * (group.shard_numel + max(group.shard_numel, whole.numel))
+    came = whole.numel * group.slice.itemsize if scaled or group.slice is not group.wide else 0
+    return max(wide * group.shard_numel, came)

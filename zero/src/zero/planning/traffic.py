@@ -91,7 +91,7 @@ def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int)
     if group.trainable:
         yield "reduce_scatter", reductions * group.gradient_bytes
     if group.whole is not None:  # gradients, masters, and these again as they are then
-        yield "all_to_all", group.parameters * (group.slice.itemsize + 2 * group.wide.itemsize)
+        yield "all_to_all", group.whole.of_all * (group.slice.itemsize + 2 * group.wide.itemsize)
     if not group.resident:
         yield "all_gather", gathers * group.travel_bytes
     elif group.trainable:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelz.accelerator import Accelerator
@@ -17,6 +18,8 @@ from zero.communication.communicator import Communicator
 from zero.config import DTYPES, Config
 from zero.deferred import deferred_init
 from zero.errors import ConfigError, ModelError
+from zero.optimizer.checks import steps_whole
+from zero.optimizer.joint import kinds_of_groups
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 from zero.sharding.units import UnitPlan
 
@@ -61,9 +64,13 @@ def check_equal(
     communicator: Communicator,
     param_group_of: dict[nn.Parameter, int],
     castable: Collection[nn.Parameter],
+    optimizer: Optimizer,
 ) -> None:
-    """Collective. Raise RankMismatchError where ranks bring different models or tiers. Changes nothing."""
+    """Collective. Raise RankMismatchError where ranks bring different models, optimizers or tiers. Changes
+    nothing."""
     communicator.check_equal("the model", _digest(plans, config, param_group_of, castable))
+    stepped = f"{kinds_of_groups(optimizer)} {steps_whole(optimizer, config)}"
+    communicator.check_equal("the optimizer, or Config(whole_parameters=...)", crc32(stepped.encode()))
     tiers = config.tiers.model_dump_json(exclude={"path"})  # each rank may have a directory of its own
     communicator.check_equal("Config(offload=...)", crc32(tiers.encode()))
 

@@ -68,7 +68,7 @@ def initialize(
 
     group, control = join(accelerator, config.timeout)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
-    check_equal(plans, config, communicator, param_group_of, castable)
+    check_equal(plans, config, communicator, param_group_of, castable, optimizer)
     stores = _make_stores(optimizer, config, accelerator)
     planner = Planner(config.tiers, values, stores.resolve, divisible=rule_for(optimizer) is not None)
     drafts = draft_units(plans, config, planner, group.size, param_group_of, castable)

@@ -12,7 +12,7 @@ from accelz.flat_buffer import HOST
 from zero.config import Config
 from zero.errors import ConfigError
 from zero.optimizer.checks import steps_whole
-from zero.optimizer.joint import name_of
+from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.state_size import values_per_element
 
@@ -39,7 +39,8 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device
 
 def _check_own_steps(optimizer: Optimizer, config: Config) -> None:
     """Where state would be stepped from a disk or ahead, and the optimizer cannot be."""
-    serves = f"serves Adam, AdamW, SGD and Lion; {name_of(optimizer)} with these options steps its own"
+    how = "in a list" if len(members(optimizer)) > 1 else "with these options"
+    serves = f"serves Adam, AdamW, SGD and Lion; {name_of(optimizer)} {how} steps its own"
     if config.tiers.optimizer == "disk":
         raise ConfigError(
             f"Offload(optimizer='disk') {serves} tensors, which have to be in memory: optimizer='host'"
