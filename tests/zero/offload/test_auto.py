@@ -101,7 +101,7 @@ def test_auto_knows_what_whole_parameters_take(cluster: Clusters, device: str, s
         auto, plain = found["auto"], found["plain"]
         assert auto["losses"] == pytest.approx(plain["losses"], rel=1e-3)
         assert max(auto["peaks"]) <= found["capacity"]
-        assert auto["peaks"][-1] == pytest.approx(auto["predicted"], rel=0.05)
+        assert 0.85 < auto["peaks"][-1] / auto["predicted"] < 1.03
         assert {"device", "host"} == set(auto["tiers"]), auto["tiers"]
 
 

@@ -58,9 +58,10 @@ class OwnStep:
             self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
     def bytes_for(self, owned: OwnedSubGroup) -> int:
-        """What a record on the device is stepped with, there until all are."""
+        """The most that a record on the device is stepped with, there until all are stepped, and that its
+        exchange takes."""
         each = owned.sub.kept.master.element_size()
-        return each * owned.numel * (1 if owned.routes is None else 2)
+        return each * (owned.numel if owned.routes is None else 2 * owned.numel + owned.sub.numel)
 
     def _arrive(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
         """Where pieces are whole parameters, their values; and the gradients of all."""
