@@ -13,10 +13,10 @@ import torch
 from accelz.collectives import Collectives
 from accelz.flat_buffer import StorageSwap
 from accelz.memory import MemoryStats
+from accelz.torch_device import ActiveMemory
 from accelz_cuda import probe
 from accelz_cuda.accelerator import build
 from accelz_cuda.collectives import NcclCollectives
-from accelz_cuda.memory import CudaMemory
 
 
 class Nvml:
@@ -170,7 +170,7 @@ def test_the_accelerator_is_put_together_without_touching_a_device() -> None:
     assert accelerator.device == torch.device("cuda", 0)
     assert accelerator.collectives.spec == "cpu:gloo,cuda:nccl"
     assert isinstance(accelerator.flat_buffers, StorageSwap)
-    assert isinstance(accelerator.memory, CudaMemory)
+    assert isinstance(accelerator.memory, ActiveMemory)
     assert not accelerator.capabilities.shared_device
     assert not torch.cuda.is_initialized()
 
@@ -189,7 +189,7 @@ def test_memory_that_a_stream_still_uses_is_in_use() -> None:
         reset_peak_memory_stats=lambda: None,
         empty_cache=lambda: None,
     )
-    memory = CudaMemory(module, pinned=False)
+    memory = ActiveMemory(module, "cuda", pinned=False)
     assert memory.stats() == MemoryStats(allocated=30, peak=80, capacity=1000, free=570)
     counters.clear()  # nothing was ever allocated
     assert memory.stats() == MemoryStats(allocated=0, peak=0, capacity=1000, free=500)

@@ -13,7 +13,7 @@ own where the device differs, and the capabilities that the device really has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, cast
 
 import torch
@@ -133,6 +133,32 @@ class TorchMemory(Memory):
 
     def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=self._pinned)
+
+
+class ActiveMemory(TorchMemory):
+    """As `TorchMemory`, in one reading of the allocator's counters.
+
+    What was freed while a stream still works with it is no longer *allocated* in torch's terms, but *active*:
+    it cannot be had for anything else, so here it counts. kind: the device's type.
+    """
+
+    NEEDS = ("memory_stats_as_nested_dict", "mem_get_info", "reset_peak_memory_stats", "empty_cache")
+
+    def __init__(self, module: Any, kind: str, pinned: bool) -> None:
+        super().__init__(module, pinned)
+        self._device = torch.device(kind)
+
+    def _counters(self) -> tuple[int, int, int]:
+        counters = self._module.memory_stats_as_nested_dict()
+        if not counters:  # nothing was ever allocated
+            return 0, 0, 0
+        active, reserved = counters["active_bytes"]["all"], counters["reserved_bytes"]["all"]
+        return int(active["current"]), int(active["peak"]), int(reserved["current"])
+
+    def reset_peak(self) -> None:
+        with suppress(torch.OutOfMemoryError):  # who allocates finds out which streams are done by now
+            torch.empty(1, dtype=torch.uint8, device=self._device)
+        super().reset_peak()
 
 
 class TorchEvent(Event):

@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 
 from accelz.accelerator import Accelerator
-from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
+from accelz.torch_device import TORCH_DEVICE, ActiveMemory, TorchAccelerator
 from accelz_cuda.collectives import NcclCollectives
 from accelz_cuda.cuda_kernels import CudaKernels
-from accelz_cuda.memory import CudaMemory
 
 SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
 """Set to 1, several ranks may work on one GPU. Slow; for tests on a machine with a single one."""
@@ -24,6 +23,6 @@ def build() -> Accelerator:
         "cuda",
         NcclCollectives(shared),
         capabilities=replace(TORCH_DEVICE, shared_device=shared, dtypes=dtypes),
-        memory=CudaMemory(torch.cuda, pinned=True),
+        memory=ActiveMemory(torch.cuda, "cuda", pinned=True),
         kernels=CudaKernels(),
     )

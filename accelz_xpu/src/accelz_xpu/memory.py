@@ -6,16 +6,16 @@ import warnings
 from typing import Any
 
 from accelz.memory import MemoryStats
-from accelz.torch_device import TorchMemory
+from accelz.torch_device import ActiveMemory
 
 
-class XpuMemory(TorchMemory):
-    """As `TorchMemory`. Some devices cannot be asked for free memory (integrated ones, or without the
-    driver's system management); there `free` is the capacity less what this process has allocated.
+class XpuMemory(ActiveMemory):
+    """As `ActiveMemory`. Some devices cannot be asked for free memory (integrated ones, or without the
+    driver's system management); there `free` is the capacity less what this process has in use.
     """
 
     def __init__(self, module: Any, pinned: bool) -> None:
-        super().__init__(module, pinned)
+        super().__init__(module, "xpu", pinned)
         self._tells_free = True
 
     def stats(self) -> MemoryStats:
@@ -29,7 +29,6 @@ class XpuMemory(TorchMemory):
                     "counted as free",
                     stacklevel=2,
                 )
-        allocated = int(self._module.memory_allocated())
+        allocated, peak, _ = self._counters()
         capacity = int(self._module.get_device_properties().total_memory)
-        peak = int(self._module.max_memory_allocated())
         return MemoryStats(allocated, peak, capacity, max(capacity - allocated, 0))

@@ -129,6 +129,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"stage": 3, "persistent_below": 100},
     *({"stage": 3, "optimizer": name} for name in OPTIMIZERS if name != "adamw"),
     {"stage": 0, "optimizer": "adafactor"},
+    {"stage": 3, "optimizer": "adafactor", "precision": "bf16", "async_": True},
     {"stage": 0, "optimizer": "nadam"},
 ]
 

@@ -18,7 +18,7 @@ LOWEST, HIGHEST = 1, -1  # priorities outside are brought to the nearest
 OFFERED = (
     "Event", "Stream", "current_device", "current_stream", "device_count", "empty_cache",
     "get_device_properties", "get_rng_state", "is_current_stream_capturing", "manual_seed",
-    "max_memory_allocated", "mem_get_info", "memory_allocated", "memory_reserved",
+    "mem_get_info", "memory_stats_as_nested_dict",
     "reset_peak_memory_stats", "set_device", "set_rng_state", "stream", "synchronize",
 )  # fmt: skip
 original = {}  # what torch has under these names
@@ -95,16 +95,12 @@ def is_current_stream_capturing():
     return False  # torch's optimizers ask
 
 
-def memory_allocated(device=None):
-    return 3 << 30
-
-
-def max_memory_allocated(device=None):
-    return 5 << 30
-
-
-def memory_reserved(device=None):
-    return 4 << 30
+def memory_stats_as_nested_dict(device=None):
+    counters = {"allocated_bytes": (2, 4), "active_bytes": (3, 5), "reserved_bytes": (4, 6)}
+    return {
+        name: {"all": {"current": current << 30, "peak": peak << 30}}
+        for name, (current, peak) in counters.items()
+    }
 
 
 def mem_get_info(device=None):
