@@ -26,7 +26,7 @@ from zero.gradients.loss_scale import LossScale
 from zero.offload.balance import Balancer
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.parking import Parking
-from zero.optimizer.checks import steps_whole
+from zero.optimizer.checks import stepped_whole
 from zero.optimizer.optimizer_state import OptimizerState
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.passes import Passes
@@ -71,7 +71,7 @@ class Engine:
         self._micro_steps = 0
         self._interrupted = False  # in the middle of an optimizer step or a load
         trainable = [g for u in units for g in u.groups if g.trainable]
-        whole = steps_whole(optimizer, config)
+        whole = stepped_whole(optimizer, config)
         self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores, communicator, whole)
         visits = self._shards.visits
         self._parking = Parking(self.units, self._shards)

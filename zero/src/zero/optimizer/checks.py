@@ -31,20 +31,18 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> d
     return _param_groups(optimizer, model)
 
 
-def steps_whole(optimizer: Optimizer, config: Config) -> bool:
-    """Whether it steps whole parameters even where ranks have slices of them."""
-    if config.stage == 0:
-        return False
-    return not _goes_by_element(optimizer) if config.whole_parameters is None else config.whole_parameters
+def stepped_whole(optimizer: Optimizer, config: Config) -> frozenset[nn.Parameter]:
+    """Parameters that are stepped whole even where ranks have slices of them."""
+    if config.stage == 0 or config.whole_parameters is False:
+        return frozenset()
+    chosen = (each for each in members(optimizer) if config.whole_parameters or not _goes_by_element(each))
+    return frozenset(p for each in chosen for group in each.param_groups for p in group["params"])
 
 
 def _goes_by_element(optimizer: Optimizer) -> bool:
     """Whether it is known that a step of a slice is a slice of the step."""
-    return all(
-        type(each) is Lion
-        or (_is_torchs(each) and not LOOKS_AT_MATRICES & {base.__name__ for base in type(each).__mro__})
-        for each in members(optimizer)
-    )
+    bases = {base.__name__ for base in type(optimizer).__mro__}
+    return type(optimizer) is Lion or (_is_torchs(optimizer) and not LOOKS_AT_MATRICES & bases)
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:

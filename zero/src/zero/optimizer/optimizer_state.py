@@ -7,11 +7,13 @@ the rank that steps the parameter has it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.flat_group import FlatGroup
@@ -41,8 +43,12 @@ class OptimizerState:
                 return self._of_parameter(unit, group, index)
             return {
                 key: _entry(self._gather(unit, group, key, kind), group, index, kind).clone()
-                for key, kind in self._keys(group).items()
+                for key, kind in self._keys(group, index).items()
             }
+
+    def _pieces(self, group: FlatGroup, index: int) -> Iterator[OwnedPiece]:
+        found = (piece for owned in self._owned[group] for piece in owned.pieces)
+        return (piece for piece in found if piece.piece.index == index)
 
     def _is_whole(self, group: FlatGroup) -> bool:
         """Whether the user's optimizer steps whole parameters of a group."""
@@ -52,9 +58,7 @@ class OptimizerState:
     def _of_parameter(self, unit: ShardedUnit, group: FlatGroup, index: int) -> dict[str, Tensor]:
         """What the rank that steps a parameter has; where all do, each has its own."""
         communicator = self._whole.communicator
-        pieces = (
-            piece for owned in self._owned[group] for piece in owned.pieces if piece.piece.index == index
-        )
+        pieces = self._pieces(group, index)
         state: dict[str, Any] = next((self._state.get(piece.parameter, {}) for piece in pieces), {})
         mine = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         shapes = communicator.share_all({key: list(value.shape) for key, value in mine.items()})
@@ -69,10 +73,10 @@ class OptimizerState:
             found[key] = value
         return found
 
-    def _keys(self, group: FlatGroup) -> dict[str, Kind]:
-        """The state tensors of a group's parameters, agreed by the ranks (one may own no piece)."""
+    def _keys(self, group: FlatGroup, index: int) -> dict[str, Kind]:
+        """The state tensors of a parameter, agreed by the ranks (one may own no piece)."""
         mine: dict[str, Kind] = {}
-        for piece in (piece for owned in self._owned[group] for piece in owned.pieces):
+        for piece in self._pieces(group, index):
             for key, value in self._state.get(piece.parameter, {}).items():
                 if isinstance(value, (Tensor, Stored)):
                     wide = is_elementwise(key, value, piece.parameter)

@@ -17,11 +17,12 @@ from zero.tiers.stored import Stored
 
 
 def route_groups(
-    groups: Sequence[FlatGroup], param_group_of: Container[nn.Parameter], rank: int
+    groups: Sequence[FlatGroup], whole: Container[nn.Parameter], rank: int
 ) -> dict[FlatGroup, Routes]:
-    """Of the groups that ranks have slices of: each parameter is stepped by one rank, which all agree on."""
-    split = [group for group in groups if group.shards > 1]
-    sizes = [(p, p.numel()) for group in split for p in group.parameters if p in param_group_of]
+    """Of groups that ranks have slices of and whose parameters are stepped whole, each by one rank, which all
+    agree on."""
+    split = [group for group in groups if group.shards > 1 and group.parameters[0] in whole]
+    sizes = [(parameter, parameter.numel()) for group in split for parameter in group.parameters]
     rank_of = share_out(sizes, max((group.shards for group in split), default=1))
     return {group: route(group.layout, [rank_of.get(p) for p in group.parameters], rank) for group in split}
 

@@ -11,7 +11,7 @@ where it looks at more than single elements whole parameters, each on one rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
@@ -47,8 +47,8 @@ class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
     owned, subs: the sub-groups, by group and all in order. on_sub_group(unit): called when one is stepped, or
-    has the gradients that the user's optimizer steps it with, and with "" when that has. whole: the optimizer
-    steps whole parameters.
+    has the gradients that the user's optimizer steps it with, and with "" when that has. whole:
+    parameters that the optimizer steps whole.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class ShardedOptimizer:
         param_group_of: dict[nn.Parameter, int],
         stores: Stores,
         communicator: Communicator,
-        whole: bool,
+        whole: Collection[nn.Parameter],
     ) -> None:
         self.optimizer = optimizer
         self._stores = stores
         self._accelerator = stores.accelerator
         self._rule = rule_for(optimizer)
         self._own_step = OwnStep(optimizer, stores, communicator)
-        routes = route_groups(groups, param_group_of, communicator.group.rank) if whole else {}
+        routes = route_groups(groups, whole, communicator.group.rank)
         self.owned = {group: own(group, param_group_of, routes.get(group)) for group in groups}
         self.subs = [owned for subs in self.owned.values() for owned in subs]
         self.visits = Visits(stores, self.subs, self._show)

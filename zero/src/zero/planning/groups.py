@@ -143,13 +143,13 @@ def planned(
     policy: GradientPolicy,
     ranks: int,
     autocast: Dtype,
-    moments: Mapping[nn.Parameter, int] | None,
+    moments: Mapping[nn.Parameter, int],
 ) -> Iterator[PlannedUnit]:
     """Of each draft. autocast: dtype that forwards run under, None for none. moments: of parameters that the
-    optimizer steps whole, what it keeps for an element; None where it steps slices."""
+    optimizer steps whole, what it keeps for an element."""
     shards = ranks if config.stage > 0 else 1
     behind = _Behind.blocks(model, drafts)
-    stepped = _stepped(drafts, None if shards == 1 else moments, shards)
+    stepped = _stepped(drafts, moments if shards > 1 else {}, shards)
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for draft in drafts:
         near = all(group.placement.params == "device" for group in draft.groups)
@@ -194,26 +194,23 @@ class _Behind:
 
 
 def _stepped(
-    drafts: Sequence[UnitDraft], moments: Mapping[nn.Parameter, int] | None, ranks: int
+    drafts: Sequence[UnitDraft], moments: Mapping[nn.Parameter, int], ranks: int
 ) -> Iterator[Stepped | None]:
     """Of each group."""
-    groups = [group for draft in drafts for group in draft.groups]
-    if moments is None:
-        yield from (None for _ in groups)
-        return
-    known = [
-        [parameter for _, parameter in group.named if group.kind.trainable and parameter in moments]
-        for group in groups
+    groups = [
+        [parameter for _, parameter in group.named if group.kind.stepped_whole and parameter in moments]
+        for draft in drafts
+        for group in draft.groups
     ]
-    rank_of = share_out([(p, p.numel()) for parameters in known for p in parameters], ranks)
+    rank_of = share_out([(p, p.numel()) for parameters in groups for p in parameters], ranks)
     loads: Counter[int] = Counter()
     for parameter, rank in rank_of.items():
         loads[rank] += parameter.numel()
     most = max(loads, key=lambda rank: loads[rank], default=0)
-    for parameters in known:
+    for parameters in groups:
         mine = [p for p in parameters if rank_of[p] == most]
-        state = sum(p.numel() * moments[p] for p in mine)
-        yield Stepped(sum(p.numel() for p in mine), state, sum(p.numel() for p in parameters))
+        numel, state = sum(p.numel() for p in mine), sum(p.numel() * moments[p] for p in mine)
+        yield Stepped(numel, state, sum(p.numel() for p in parameters)) if parameters else None
 
 
 def _group(
@@ -246,5 +243,5 @@ def _group(
         early=any(parameter in behind.last for _, parameter in draft.named),
         complete_early=all(parameter in behind.all for _, parameter in draft.named),
         placement=draft.placement,
-        whole=whole if kind.trainable else None,
+        whole=whole,
     )

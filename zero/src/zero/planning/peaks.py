@@ -184,7 +184,7 @@ def _exchanged(group: PlannedGroup, scaled: bool) -> int:
     """The most that the exchange of a group takes beside what it is stepped with: what others step of the
     slice, or gradients as they came; and of what is on the host, the slice or what comes."""
     whole, wide = group.whole, group.wide.itemsize
-    if whole is None or not whole.of_all:
+    if whole is None:
         return 0
     if any(tier != "device" for _, tier in group.placement.optimizer):
         return wide * (group.shard_numel + max(group.shard_numel, whole.numel))

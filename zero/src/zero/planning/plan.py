@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zero.config import Config
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
-from zero.optimizer.checks import check_optimizer, steps_whole
+from zero.optimizer.checks import check_optimizer, stepped_whole
 from zero.optimizer.joint import joint
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.state_size import moments_of, values_per_element
@@ -90,9 +90,10 @@ def plan(
     values = values_per_element(optimizer, config.dtype)
     rule = rule_for(optimizer)
     planner = Planner(config.tiers, values, lambda tier: tier, divisible=rule is not None)
-    drafts = draft_units(plans, config, planner, ranks, param_group_of, castable)
+    whole = stepped_whole(optimizer, config)
+    drafts = draft_units(plans, config, planner, ranks, param_group_of, castable, whole)
     policy = GradientPolicy.of(config, ranks)
-    of_whole = moments_of(optimizer, config.dtype) if steps_whole(optimizer, config) else None
+    of_whole = {p: n for p, n in moments_of(optimizer, config.dtype).items() if p in whole} if whole else {}
     units = tuple(planned(model, drafts, config, policy, ranks, autocast, of_whole))
     scaled = ranks > 1 or config.clip_norm is not None or config.scaling is not None
     memory = plan_memory(units, config, policy, values - 1, rule is not None, scaled)

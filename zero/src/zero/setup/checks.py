@@ -18,7 +18,7 @@ from zero.communication.communicator import Communicator
 from zero.config import DTYPES, Config
 from zero.deferred import deferred_init
 from zero.errors import ConfigError, ModelError
-from zero.optimizer.checks import steps_whole
+from zero.optimizer.checks import stepped_whole
 from zero.optimizer.joint import kinds_of_groups
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 from zero.sharding.units import UnitPlan
@@ -69,7 +69,7 @@ def check_equal(
     """Collective. Raise RankMismatchError where ranks bring different models, optimizers or tiers. Changes
     nothing."""
     communicator.check_equal("the model", _digest(plans, config, param_group_of, castable))
-    stepped = f"{kinds_of_groups(optimizer)} {steps_whole(optimizer, config)}"
+    stepped = f"{kinds_of_groups(optimizer)} {bool(stepped_whole(optimizer, config))}"
     communicator.check_equal("the optimizer, or Config(whole_parameters=...)", crc32(stepped.encode()))
     tiers = config.tiers.model_dump_json(exclude={"path"})  # each rank may have a directory of its own
     communicator.check_equal("Config(offload=...)", crc32(tiers.encode()))

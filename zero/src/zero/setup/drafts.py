@@ -29,6 +29,7 @@ class GroupKind:
     dtype: torch.dtype
     trainable: bool
     travel: Travel
+    stepped_whole: bool
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,14 @@ def draft_units(
     world_size: int,
     param_group_of: dict[nn.Parameter, int],
     castable: Collection[nn.Parameter],
+    whole_steps: Collection[nn.Parameter],
 ) -> list[UnitDraft]:
     """Cut units into groups, and decide where the state of each goes. castable: parameters that autocast
-    casts before each use. Changes nothing."""
+    casts before each use. whole_steps: that are stepped whole. Changes nothing."""
     whole = [config.stage < 3 or plan.persistent for plan in plans]
     ways = _Ways(config.codes if world_size > 1 else None, castable)
     parts = [
-        _partition(plan, config, _STILL if resident else ways, param_group_of)
+        _partition(plan, config, _STILL if resident else ways, param_group_of, whole_steps)
         for plan, resident in zip(plans, whole, strict=True)
     ]
     candidates = [
@@ -137,12 +139,14 @@ def _partition(
     config: Config,
     ways: _Ways,
     param_group_of: dict[nn.Parameter, int],
+    whole_steps: Collection[nn.Parameter],
 ) -> dict[GroupKind, list[Named]]:
     """Parameters by kind, each list ordered by param group so that runs are long."""
     groups: dict[GroupKind, list[Named]] = {}
     for name, parameter in plan.parameters:
         dtype = target_dtype(parameter, config)
-        kind = GroupKind(dtype, parameter.requires_grad, ways.of(parameter, dtype))
+        whole = parameter.requires_grad and parameter in whole_steps
+        kind = GroupKind(dtype, parameter.requires_grad, ways.of(parameter, dtype), whole)
         groups.setdefault(kind, []).append((name, parameter))
     last = max(param_group_of.values()) + 1  # parameters the optimizer does not know come last
     for named in groups.values():

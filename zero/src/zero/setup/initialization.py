@@ -16,7 +16,7 @@ from zero.compiled.split import split_by_use
 from zero.config import Config
 from zero.engine import Engine
 from zero.errors import ConfigError
-from zero.optimizer.checks import check_optimizer
+from zero.optimizer.checks import check_optimizer, stepped_whole
 from zero.optimizer.joint import joint
 from zero.optimizer.kernel_rules import rule_for
 from zero.pretrained import keep_promises
@@ -70,8 +70,9 @@ def initialize(
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
     check_equal(plans, config, communicator, param_group_of, castable, optimizer)
     stores = _make_stores(optimizer, config, accelerator)
+    whole_steps = stepped_whole(optimizer, config)
     planner = Planner(config.tiers, values, stores.resolve, divisible=rule_for(optimizer) is not None)
-    drafts = draft_units(plans, config, planner, group.size, param_group_of, castable)
+    drafts = draft_units(plans, config, planner, group.size, param_group_of, castable, whole_steps)
     planner.warn_of_shortfalls()
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from accelz.flat_buffer import HOST
 from zero.config import Config
 from zero.errors import ConfigError
-from zero.optimizer.checks import steps_whole
+from zero.optimizer.checks import stepped_whole
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.state_size import values_per_element
@@ -47,7 +47,7 @@ def _check_own_steps(optimizer: Optimizer, config: Config) -> None:
         )
     if config.tiers.step == "device":
         raise ConfigError(f"Offload(step='device') {serves} tensors, all at once: step='host'")
-    if config.tiers.budget("optimizer") is not None and steps_whole(optimizer, config):
+    if config.tiers.budget("optimizer") is not None and stepped_whole(optimizer, config):
         raise ConfigError(
             f"Offload(host_budget=...): {name_of(optimizer)} steps whole parameters, of which ranks "
             "have unequal bytes: give a part with fraction=..., or leave the budget out"
