@@ -42,11 +42,13 @@ def stepped_whole(optimizer: Optimizer, config: Config) -> frozenset[nn.Paramete
 def _goes_by_element(optimizer: Optimizer) -> bool:
     """Whether it is known that a step of a slice is a slice of the step."""
     bases = {base.__name__ for base in type(optimizer).__mro__}
-    return type(optimizer) is Lion or (_is_torchs(optimizer) and not LOOKS_AT_MATRICES & bases)
+    return _is_known(optimizer) and not LOOKS_AT_MATRICES & bases
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether it steps every parameter by itself."""
+    kind = type(optimizer)
+    return kind is Lion or f"{kind.__module__}.".startswith("torch.optim.")
 
 
 def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
@@ -66,8 +68,7 @@ def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
 
 
 def _warn_of_strangers(optimizer: Optimizer) -> None:
-    known = (each for each in members(optimizer) if _is_torchs(each) or type(each) is Lion)
-    strangers = [type(each).__name__ for each in {*members(optimizer)} - {*known}]
+    strangers = [type(each).__name__ for each in members(optimizer) if not _is_known(each)]
     if strangers:
         warnings.warn(
             f"{' and '.join(strangers)} will step whole parameters, each on one rank. That is exact if it "
