@@ -75,7 +75,7 @@ class Communicator:
         self._reports = Reports(group, key)
         self.in_pass = False
         self._fault = ""  # of this rank alone, that the others have not heard of
-        self._told: OffloadError | None = None  # that all ranks have heard of
+        self._told = ""  # the last one that all ranks have heard of
         self.failed = ""  # what went wrong; nothing can be exchanged after that
         self._count = 0
         self._shared = 0
@@ -169,7 +169,7 @@ class Communicator:
         try:
             yield
         except OffloadError as error:
-            if self.group.size == 1 or error is self._told:
+            if self.group.size == 1 or str(error) == self._told:
                 raise
             self._fault = self._fault or str(error)
 
@@ -187,9 +187,8 @@ class Communicator:
     def _raise_fault(self) -> NoReturn:
         causes = self.share_all(self._fault)
         self._fault = ""
-        cause = next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause)
-        self._told = OffloadError(cause)
-        raise self._told
+        self._told = next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause)
+        raise OffloadError(self._told)
 
     def fence(self, what: str) -> None:
         """Return once every rank has come here, done with all reading and writing before it."""
