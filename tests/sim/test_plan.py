@@ -100,7 +100,22 @@ class Stranger(torch.optim.SGD):
         super().__init__(params, lr, momentum=0.9, foreach=False)
 
 
-TWO_WAYS = "fp32 on the host"
+def beside_a_kernel(params: Any, lr: float) -> list[torch.optim.Optimizer]:
+    """Matrices stepped whole, and the rest by a kernel."""
+    every = list(params)
+    matrices, rest = ([p for p in every if (p.dim() == 2) is wanted] for wanted in (True, False))
+    return [Stranger(matrices, lr), torch.optim.AdamW(rest, lr)]
+
+
+def two_kernels(params: Any, lr: float) -> list[torch.optim.Optimizer]:
+    """They keep one moment for an element, and two."""
+    every = list(params)
+    return [zero.Lion(every[::2], lr), torch.optim.AdamW(every[1::2], lr)]
+
+
+WHOLE = (Stranger, beside_a_kernel)
+FP32, BESIDE = "fp32 on the host", "whole parameters beside a kernel, on the host"
+TWO_WAYS = (FP32, BESIDE)
 CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
     "tied": ({"precision": "bf16"}, torch.optim.AdamW, None),
     "tied, stage 2": ({"stage": 2}, torch.optim.AdamW, None),
@@ -140,7 +155,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
         torch.optim.AdamW,
         None,
     ),
-    TWO_WAYS: ({"offload": {"optimizer": "host", "params": "host"}}, torch.optim.AdamW, None),
+    FP32: ({"offload": {"optimizer": "host", "params": "host"}}, torch.optim.AdamW, None),
     "stepped on the device": (
         {"precision": "bf16", "offload": {"optimizer": "host", "step": "device", "sub_group_size": 1 << 15}},
         torch.optim.AdamW,
@@ -152,6 +167,18 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
     "whole parameters on the host": (
         {"precision": "bf16", "offload": {"optimizer": "host"}},
         Stranger,
+        None,
+    ),
+    "whole parameters beside a kernel": ({"precision": "bf16"}, beside_a_kernel, None),
+    BESIDE: (
+        {"precision": "bf16", "offload": {"optimizer": "host"}},
+        beside_a_kernel,
+        None,
+    ),
+    "two kernels": ({"precision": "bf16"}, two_kernels, None),
+    "two kernels, half on the host": (
+        {"precision": "bf16", "offload": {"optimizer": "host", "fraction": 0.5}},
+        two_kernels,
         None,
     ),
 }
@@ -168,7 +195,7 @@ def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str
     model, config = build(tied), zero.Config(**settings)
     plan = zero.plan(model, optimizer(model.parameters(), lr=1e-3), config, ranks=size, autocast=autocast)
     ranks = sim(size).run(measured_body, settings=settings, optimizer=optimizer, autocast=autocast, tied=tied)
-    if optimizer is Stranger:  # what is planned is the rank that has most
+    if optimizer in WHOLE:  # what is planned is the rank that has most
         ranks = [max(ranks, key=lambda found: found["rest"])]
     for found in ranks:
         assert found["traffic"] == plan.traffic.collectives, case
@@ -180,12 +207,14 @@ def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str
             scratch["forward"] = scratch["backward"] = found["scratch"]
         # Not known that well: how many small groups are on their way to the host, and when autograd's sum of
         # the gradients of a tied parameter is made, and gone. What is planned may be more by so much.
-        loose = tied or case == TWO_WAYS
+        loose = tied or case in TWO_WAYS
         spare = max(g.gradient_bytes for u in plan.units for g in u.groups) if loose else 0
-        if optimizer is Stranger:  # nor in which order groups are put together
-            spare = plan.memory.peaks["step"].optimizer - plan.memory.rest["device"].optimizer
+        if optimizer in WHOLE:  # nor in which order groups are put together
+            exchanged = plan.memory.peaks["step"].optimizer - plan.memory.rest["device"].optimizer
+            spare = max(spare, exchanged)
             scaled = [group.whole.numel for unit in plan.units for group in unit.groups if group.whole]
-            scratch["step"] = 2 * 4 * max(scaled, default=0)
+            kernels = found["scratch"] if optimizer is beside_a_kernel else 0
+            scratch["step"] = max(2 * 4 * max(scaled, default=0), kernels)
         assert all(-SCALARS - spare <= nbytes <= scratch[name] + SCALARS for name, nbytes in extra.items()), (
             extra
         )

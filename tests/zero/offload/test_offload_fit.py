@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.training import collected
-from zero.optimizer.state_size import values_per_element
+from zero.optimizer.joint import joint
+from zero.optimizer.state_size import moments_of
 
 Make = Callable[[Any], Optimizer]
 
@@ -42,6 +43,11 @@ KEPT: dict[str, tuple[Make, int]] = {
 }
 
 
+def values_per_element(optimizer: Optimizer) -> int:
+    """The master among them; the most of any parameter."""
+    return 1 + max(moments_of(optimizer).values())
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_state_is_counted_and_nothing_is_touched(name: str) -> None:
     make, expected = KEPT[name]
@@ -61,6 +67,12 @@ def test_the_most_of_any_param_group_counts() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     groups = [{"params": first.parameters()}, {"params": second.parameters(), "amsgrad": True}]
     assert values_per_element(torch.optim.AdamW(groups)) == 4
+
+
+def test_each_of_several_optimizers_is_counted() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    both = joint([torch.optim.Muon([first.weight]), torch.optim.AdamW([first.bias, *second.parameters()])])
+    assert list(moments_of(both).values()) == [1, 2, 2, 2]
 
 
 class Halves(Optimizer):
@@ -139,6 +151,46 @@ def test_a_host_budget_holds_for_any_optimizer(cluster: Clusters, device: str, d
         for name, (budget, held, groups) in found.items():
             assert held <= budget, name
             assert groups == 4, name
+
+
+def whole_body(context: Context, budget: int) -> tuple[int, list[int]]:
+    """Bytes on the host after a step, of a Muon for weights and an AdamW for biases; and those of each group,
+    of this rank, that stays on the device."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(5)))
+    weights, biases = ([p for p in model.parameters() if p.dim() == d] for d in (2, 1))
+    offload = zero.Offload(optimizer="host", host_budget=budget)
+    optimizers = [torch.optim.Muon(weights), torch.optim.AdamW(biases)]
+    config = zero.Config(precision="bf16", offload=offload, units=("Linear",), timeout=20)
+    engine = zero.initialize(model, optimizers, config)
+    engine.backward(engine(torch.ones(4, WIDTH, device=engine.accelerator.device)).float().square().mean())
+    engine.step()
+    held, rest = 0, []
+    for owned in engine._shards.subs:
+        state = [engine.optimizer.state[p.parameter] for p in owned.pieces]
+        own = [v for s in state for k, v in s.items() if k != "step"]
+        where = {v.device.type for v in own}
+        assert where <= {owned.sub.kept.opened().master.device.type}
+        nbytes = 4 * owned.sub.numel + sum(map(_nbytes, own))
+        if owned.sub.kept.tier == "host":
+            held += nbytes
+        else:
+            rest.append(nbytes)
+    return held, rest
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_host_budget_holds_for_whole_parameters(cluster: Clusters, device: str, size: int) -> None:
+    """Five matrices on two ranks, or three: one has the state of more of them than another."""
+    if device != "sim":
+        pytest.skip("needs a device beside the host")
+    matrix = 4 * WIDTH * WIDTH
+    for budget in (matrix, 3 * matrix, 4 * matrix, 6 * matrix):
+        found = cluster(size).run(whole_body, budget=budget, limit=60)
+        assert max(held for held, _ in found) <= budget
+        for index in range(len(found[0][1])):  # whatever stays, some rank would have no room for it
+            assert any(held + rest[index] > budget for held, rest in found)
+    assert not found[0][1]
 
 
 class One(nn.Module):

@@ -35,6 +35,11 @@ def adagrad(model: nn.Module) -> Optimizer:
     return torch.optim.Adagrad(model.parameters(), lr=1e-2)
 
 
+def two_kernels(model: nn.Module) -> Any:
+    every = list(model.parameters())
+    return [torch.optim.AdamW(every[::2], lr=1e-3), zero.Lion(every[1::2], lr=1e-3)]
+
+
 def tiers(path: str) -> dict[str, zero.Offload]:
     """Every tier of every kind of state, alone and together."""
     return {
@@ -185,14 +190,25 @@ def test_the_norm_does_not_depend_on_where_gradients_are(
 
 
 def optimizers_body(context: Context, path: str) -> dict[str, tuple[bool, float]]:
-    disk, host = zero.Offload(optimizer="disk", path=path), zero.Offload(optimizer="host", params="host")
+    offloads = {
+        "host": zero.Offload(optimizer="host", params="host"),
+        "disk": zero.Offload(optimizer="disk", path=path),
+        "both": zero.Offload(optimizer="disk", path=path, host_budget=1 << 14, compact=True),
+        "ahead": zero.Offload(optimizer="host", overlap=True, sub_group_size=100),
+        "visits": zero.Offload(optimizer="host", step="device", sub_group_size=100),
+    }
+    tiers_of: dict[Any, Sequence[str]] = {
+        lion: ("host", "disk"),
+        momentum: ("host", "disk"),
+        adagrad: ("host",),
+        two_kernels: tuple(offloads),
+    }
     found = {}
-    for optimizer in (lion, momentum, adagrad):
+    for optimizer, names in tiers_of.items():
         reference = run_of(context, None, optimizer, precision="bf16", clip_norm=1.0)
-        for name, offload in {"disk": disk, "host": host}.items():
-            if optimizer is not adagrad or name == "host":
-                run = run_of(context, offload, optimizer, precision="bf16", clip_norm=1.0)
-                found[f"{optimizer.__name__} {name}"] = compared(run, reference)
+        for name in names:
+            run = run_of(context, offloads[name], optimizer, precision="bf16", clip_norm=1.0)
+            found[f"{optimizer.__name__} {name}"] = compared(run, reference)
     return found
 
 
@@ -205,8 +221,8 @@ def placed(
     offload: zero.Offload, sizes: Sequence[int] = (6400,) * 20, item_bytes: int = 4, divisible: bool = True
 ) -> list[Placement]:
     """Of groups whose shards are of these sizes."""
-    planner = Planner(offload, 3, lambda tier: tier, divisible)
-    return planner.place([Candidate(n, item_bytes, 2, trainable=True, resident=False) for n in sizes])
+    planner = Planner(offload, lambda tier: tier)
+    return planner.place([Candidate(n, item_bytes, 2, True, False, 2, divisible) for n in sizes])
 
 
 def elements(placements: Sequence[Placement]) -> dict[str, int]:
@@ -252,6 +268,19 @@ def test_what_no_kernel_steps_is_not_cut() -> None:
     offload = zero.Offload(optimizer="host", fraction=0.5, sub_group_size=64)
     there = placed(offload, (6400, 6400, 6400), divisible=False)
     assert {p.optimizer for p in there} == {((6400, "host"),), ((6400, "device"),)}
+
+
+@pytest.mark.parametrize(("spare", "whole"), [(0, 2), (-1, 1)])
+def test_what_one_rank_alone_keeps_counts_for_the_budget(spare: int, whole: int) -> None:
+    """Two groups stepped whole by different ranks, then records that a kernel steps, for what is left."""
+    own = [(4000, 0, 800), (0, 4000, 800)]
+    mine = [Candidate(1000, 2, 2, True, False, 0, False, each) for each in own]
+    budget = 2 * 4000 + 4000 + spare
+    offload = zero.Offload(optimizer="host", host_budget=budget)
+    *wholes, last = Planner(offload, lambda tier: tier).place([*mine, Candidate(6400, 2, 2, True, False, 2)])
+    assert [p.optimizer for p in wholes].count(((1000, "host"),)) == whole
+    free = budget - 8000 if whole == 1 else 0
+    assert elements([last]).get("host", 0) == free // 12 // 64 * 64
 
 
 def test_gradients_go_with_their_optimizer_state() -> None:

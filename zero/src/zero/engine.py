@@ -26,9 +26,9 @@ from zero.gradients.loss_scale import LossScale
 from zero.offload.balance import Balancer
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.parking import Parking
-from zero.optimizer.checks import stepped_whole
 from zero.optimizer.optimizer_state import OptimizerState
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.stepping import Stepping
 from zero.passes import Passes
 from zero.pretrained import Request, fill_engine
 from zero.sharding import model_state
@@ -59,6 +59,7 @@ class Engine:
         communicator: Communicator,
         units: list[ShardedUnit],
         param_group_of: dict[nn.Parameter, int],
+        stepping: dict[nn.Parameter, Stepping],
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -71,8 +72,7 @@ class Engine:
         self._micro_steps = 0
         self._interrupted = False  # in the middle of an optimizer step or a load
         trainable = [g for u in units for g in u.groups if g.trainable]
-        whole = stepped_whole(optimizer, config)
-        self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores, communicator, whole)
+        self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores, communicator, stepping)
         visits = self._shards.visits
         self._parking = Parking(self.units, self._shards)
         self._loss_scale = LossScale.of(config, accelerator)

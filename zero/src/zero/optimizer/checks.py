@@ -1,4 +1,4 @@
-"""Which optimizers the engine takes, and whether they step slices of parameters or whole ones."""
+"""Which optimizers the engine takes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from zero.config import Config
 from zero.errors import OptimizerError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
-from zero.optimizer.lion import Lion
+from zero.optimizer.stepping import LOOKS_AT_MATRICES, is_known
 
 NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
-LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> dict[nn.Parameter, int]:
@@ -31,26 +30,6 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> d
     return _param_groups(optimizer, model)
 
 
-def stepped_whole(optimizer: Optimizer, config: Config) -> frozenset[nn.Parameter]:
-    """Parameters that are stepped whole even where ranks have slices of them."""
-    if config.stage == 0 or config.whole_parameters is False:
-        return frozenset()
-    chosen = (each for each in members(optimizer) if config.whole_parameters or not _goes_by_element(each))
-    return frozenset(p for each in chosen for group in each.param_groups for p in group["params"])
-
-
-def _goes_by_element(optimizer: Optimizer) -> bool:
-    """Whether it is known that a step of a slice is a slice of the step."""
-    bases = {base.__name__ for base in type(optimizer).__mro__}
-    return _is_known(optimizer) and not LOOKS_AT_MATRICES & bases
-
-
-def _is_known(optimizer: Optimizer) -> bool:
-    """Whether it steps every parameter by itself."""
-    kind = type(optimizer)
-    return kind is Lion or f"{kind.__module__}.".startswith("torch.optim.")
-
-
 def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
     if config.stage == 0:
         return
@@ -58,7 +37,7 @@ def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
     kind = ", ".join(bases & LOOKS_AT_MATRICES)
     if config.whole_parameters is False and kind:
         raise OptimizerError(f"{kind} looks at whole matrices: leave Config(whole_parameters=False) out")
-    if config.whole_parameters and rule_for(optimizer) is not None:
+    if config.whole_parameters and all(rule_for(each) is not None for each in members(optimizer)):
         raise OptimizerError(
             f"{name_of(optimizer)} works element by element, and slices are stepped by a kernel: leave "
             "Config(whole_parameters=True) out"
@@ -68,7 +47,7 @@ def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
 
 
 def _warn_of_strangers(optimizer: Optimizer) -> None:
-    strangers = [type(each).__name__ for each in members(optimizer) if not _is_known(each)]
+    strangers = [type(each).__name__ for each in members(optimizer) if not is_known(each)]
     if strangers:
         warnings.warn(
             f"{' and '.join(strangers)} will step whole parameters, each on one rank. That is exact if it "

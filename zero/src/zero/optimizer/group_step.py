@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from accelz.kernels import Kernels
 from zero.optimizer.kernel_rules import Rule
@@ -92,14 +92,16 @@ class GroupStep:
         steps.add_(mask.to(steps.device) * increment)
 
 
-def plan_step(rule: Rule, optimizer: Optimizer, owned: OwnedSubGroup, used: set[int]) -> GroupStep:
+def plan_step(
+    rule: Rule, param_groups: Sequence[dict[str, Any]], owned: OwnedSubGroup, used: set[int]
+) -> GroupStep:
     """The step of a sub-group whose parameters `used` have gradients, with the hyper-parameters of now."""
     missed = owned.missing(used)
     calls = []
     for first, window in owned.runs(missed):
-        group = optimizer.param_groups[owned.pieces[first].param_group]
+        group = param_groups[owned.pieces[first].param_group]
         options = {
-            **rule.options(optimizer, group),
+            **rule.options(group),
             "lr": float(group["lr"]),
             "weight_decay": group["weight_decay"],
             "maximize": group["maximize"],

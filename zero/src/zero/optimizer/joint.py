@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from zero.errors import OptimizerError
 
 
 class JointOptimizer(Optimizer):
-    """Has the param_groups of all, the same objects, and steps them in turn.
+    """Has the param_groups of all, the same objects. The engine steps them.
 
     The optimizers stay the user's: schedulers and hooks of each keep working. state: of all of them, once it
     is shared; until then what they have had before, and theirs stay their own.
@@ -31,13 +30,6 @@ class JointOptimizer(Optimizer):
         """From now on the optimizers keep their state here."""
         for optimizer in self.optimizers:
             optimizer.state = self.state
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One step of each."""
-        assert closure is None
-        for optimizer in self.optimizers:
-            optimizer.step()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.optimizers))})"

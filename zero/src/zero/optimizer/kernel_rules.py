@@ -29,7 +29,7 @@ class Rule:
     kernel: str
     moments: tuple[str, ...]
     counts: bool
-    options: Callable[[Optimizer, Options], dict[str, Any]]
+    options: Callable[[Options], dict[str, Any]]
 
     def function(self, kernels: Kernels, dtype: torch.dtype) -> Callable[..., None]:
         """The backend's kernel; for fp64 masters, which no kernel has to know, the torch reference."""
@@ -54,26 +54,21 @@ def rule_for(optimizer: Optimizer) -> Rule | None:
     return LION if type(optimizer) is Lion else None
 
 
-def _adam(optimizer: Optimizer, group: Options) -> dict[str, Any]:
-    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
-    return {**_betas(group), "eps": group["eps"], "decoupled": bool(decoupled)}
+def _adam(group: Options) -> dict[str, Any]:
+    return {**_betas(group), "eps": group["eps"], "decoupled": bool(group["decoupled_weight_decay"])}
 
 
-def _momentum(optimizer: Optimizer, group: Options) -> dict[str, Any]:
+def _momentum(group: Options) -> dict[str, Any]:
     return {"momentum": float(group["momentum"]), "nesterov": group["nesterov"]}
 
 
-def _plain(optimizer: Optimizer, group: Options) -> dict[str, Any]:
+def _plain(group: Options) -> dict[str, Any]:
     if group["momentum"]:
         raise OptimizerError(
             "SGD got momentum after zero.initialize, where no group had any and no buffer was made: "
             "set it before"
         )
     return {"momentum_buffer": None, "momentum": 0.0}
-
-
-def _lion(optimizer: Optimizer, group: Options) -> dict[str, Any]:
-    return _betas(group)
 
 
 def _betas(group: Options) -> dict[str, Any]:
@@ -84,4 +79,4 @@ def _betas(group: Options) -> dict[str, Any]:
 ADAM = Rule("adamw", ("exp_avg", "exp_avg_sq"), True, _adam)
 MOMENTUM = Rule("sgd", ("momentum_buffer",), False, _momentum)
 SGD = Rule("sgd", (), False, _plain)
-LION = Rule("lion", ("exp_avg",), False, _lion)
+LION = Rule("lion", ("exp_avg",), False, _betas)

@@ -17,7 +17,6 @@ from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.exchange import Exchange
-from zero.optimizer.joint import name_of
 from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.pieces import piece_of_master, shaped
 from zero.tiers.room import room_for
@@ -28,12 +27,14 @@ Turn = tuple[OwnedSubGroup, GroupGradients]
 
 
 class OwnStep:
-    """gradient_bytes, value_bytes: of the device, in use for fp32 gradients and for whole parameters."""
+    """optimizers: those that step themselves. gradient_bytes, value_bytes: of the device, in use for fp32
+    gradients and for whole parameters."""
 
-    def __init__(self, optimizer: Optimizer, stores: Stores, communicator: Communicator) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], stores: Stores, communicator: Communicator) -> None:
         self.gradient_bytes = 0
         self.value_bytes = 0
-        self._optimizer = optimizer
+        self._optimizers = tuple(optimizers)
+        self._names = " and ".join(type(each).__name__ for each in optimizers)
         self._stores = stores
         self._communicator = communicator
         self._accelerator = stores.accelerator
@@ -106,11 +107,12 @@ class OwnStep:
         return wide
 
     def _step_together(self, nbytes: int) -> None:
-        """The optimizer's step. Where it fails, no other rank waits for the parameters of this one."""
+        """The optimizers' steps. Where one fails, no other rank waits for the parameters of this one."""
         error: Exception | None = None
         try:
-            with room_for(self._accelerator, f"for the step of {name_of(self._optimizer)}", None, nbytes):
-                self._optimizer.step()
+            with room_for(self._accelerator, f"for the step of {self._names}", None, nbytes):
+                for optimizer in self._optimizers:
+                    optimizer.step()
         except Exception as problem:
             error = problem
         elsewhere = bool(self._whole) and self._communicator.agree(error is not None)
@@ -118,7 +120,7 @@ class OwnStep:
             raise error
         if elsewhere:
             raise OptimizerError(
-                f"the step of {name_of(self._optimizer)} has failed on another rank, whose error says why"
+                f"the step of {self._names} has failed on another rank, whose error says why"
             )
 
     def _leave(self, owned: OwnedSubGroup) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.routes import Routes
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import Piece
@@ -36,11 +37,15 @@ class StepCount:
 
 @dataclass(eq=False)
 class OwnedSubGroup:
-    """A sub-group of `group` with this rank's pieces. routes: where pieces are whole parameters, put together
-    for a step; the sub-group is the whole shard then. count: where a kernel serves."""
+    """A sub-group of `group` with this rank's pieces.
+
+    rule: of the kernel that steps it, None where the user's optimizer does. routes: where pieces are whole
+    parameters, put together for a step; the sub-group is the whole shard then. count: where a kernel serves.
+    """
 
     group: FlatGroup
     sub: SubGroup
+    rule: Rule | None
     routes: Routes | None = None
     pieces: list[OwnedPiece] = field(default_factory=list)
     count: StepCount | None = None

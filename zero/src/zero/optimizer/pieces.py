@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import moved
 from zero.optimizer.routes import Routes, route, share_out
+from zero.optimizer.stepping import Stepping
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import Piece
 from zero.tiers.stored import Stored
 
 
 def route_groups(
-    groups: Sequence[FlatGroup], whole: Container[nn.Parameter], rank: int
+    groups: Sequence[FlatGroup], stepping: Mapping[FlatGroup, Stepping], rank: int
 ) -> dict[FlatGroup, Routes]:
     """Of groups that ranks have slices of and whose parameters are stepped whole, each by one rank, which all
     agree on."""
-    split = [group for group in groups if group.shards > 1 and group.parameters[0] in whole]
+    split = [group for group in groups if group.shards > 1 and stepping[group].whole]
     sizes = [(parameter, parameter.numel()) for group in split for parameter in group.parameters]
     rank_of = share_out(sizes, max((group.shards for group in split), default=1))
     return {group: route(group.layout, [rank_of.get(p) for p in group.parameters], rank) for group in split}
 
 
 def own(
-    group: FlatGroup, param_group_of: dict[nn.Parameter, int], routes: Routes | None
+    group: FlatGroup, param_group_of: dict[nn.Parameter, int], rule: Rule | None, routes: Routes | None
 ) -> tuple[OwnedSubGroup, ...]:
     """The group's pieces that an optimizer steps. param_group_of: index of each parameter's param group.
-    routes: where it steps whole parameters."""
-    return tuple(_own(OwnedSubGroup(group, sub, routes), param_group_of) for sub in group.subs)
+    rule: of the kernel, if one serves. routes: where whole parameters are stepped."""
+    return tuple(_own(OwnedSubGroup(group, sub, rule, routes), param_group_of) for sub in group.subs)
 
 
 def _own(owned: OwnedSubGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedSubGroup:

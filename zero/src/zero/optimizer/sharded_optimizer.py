@@ -11,8 +11,9 @@ where it looks at more than single elements whole parameters, each on one rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ from zero.optimizer.ahead import StepsAhead
 from zero.optimizer.group_step import Factors, GroupStep, plan_step
 from zero.optimizer.joint import JointOptimizer, members
 from zero.optimizer.kernel_rules import Rule, rule_for
-from zero.optimizer.own_step import OwnStep
+from zero.optimizer.own_step import OwnStep, Turn
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount
 from zero.optimizer.piece_state import kept_tensors, moved
 from zero.optimizer.pieces import own, piece_of_master, route_groups, shaped, sliced
 from zero.optimizer.state_dicts import refuse_state_dicts
+from zero.optimizer.stepping import Stepping, of_strangers
 from zero.optimizer.visits import Visits
 from zero.settings.offload import Tier
 from zero.sharding.flat_group import FlatGroup
@@ -47,8 +49,8 @@ class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
     owned, subs: the sub-groups, by group and all in order. on_sub_group(unit): called when one is stepped, or
-    has the gradients that the user's optimizer steps it with, and with "" when that has. whole:
-    parameters that the optimizer steps whole.
+    has the gradients that the user's optimizer steps it with, and with "" when that has. stepping: of the
+    parameters that an optimizer knows.
     """
 
     def __init__(
@@ -58,15 +60,20 @@ class ShardedOptimizer:
         param_group_of: dict[nn.Parameter, int],
         stores: Stores,
         communicator: Communicator,
-        whole: Collection[nn.Parameter],
+        stepping: dict[nn.Parameter, Stepping],
     ) -> None:
         self.optimizer = optimizer
         self._stores = stores
         self._accelerator = stores.accelerator
-        self._rule = rule_for(optimizer)
-        self._own_step = OwnStep(optimizer, stores, communicator)
-        routes = route_groups(groups, whole, communicator.group.rank)
-        self.owned = {group: own(group, param_group_of, routes.get(group)) for group in groups}
+        own_steps = [each for each in members(optimizer) if rule_for(each) is None]
+        self._served = [each for each in members(optimizer) if each not in own_steps]
+        self._own_step = OwnStep(own_steps, stores, communicator) if own_steps else None
+        strangers = of_strangers(stepping)
+        ways = {group: stepping.get(group.parameters[0], strangers) for group in groups}
+        routes = route_groups(groups, ways, communicator.group.rank)
+        self.owned = {
+            group: own(group, param_group_of, way.rule, routes.get(group)) for group, way in ways.items()
+        }
         self.subs = [owned for subs in self.owned.values() for owned in subs]
         self.visits = Visits(stores, self.subs, self._show)
         self.on_sub_group: Callable[[str], None] = lambda unit: None
@@ -84,12 +91,17 @@ class ShardedOptimizer:
         """One optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim, 1.0 changes nothing."""
         self._stepping = True
         try:
-            if self._rule is not None:
-                _hooked_kernel_step(self.optimizer, self, gradients, scale, skip)
-                setattr(self.optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
-            elif skip is None or not bool(skip):  # this optimizer decides on the host
-                present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
-                self._own_step.run(present, scale, self.on_sub_group)
+            present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
+            if self._own_step is not None:
+                if skip is not None and bool(skip):  # torch's optimizers decide on the host
+                    return
+                mine = [turn for turn in present if turn[0].rule is None]
+                self._own_step.run(mine, scale, self.on_sub_group)
+            served = [turn for turn in present if turn[0].rule is not None]
+            step = partial(self._kernel_step, served, Factors(scale, skip))
+            for each in reversed(self._served):
+                step = partial(_between_hooks, each, step)
+            step()
         finally:
             self._stepping = False
 
@@ -99,11 +111,7 @@ class ShardedOptimizer:
         self._ahead = StepsAhead(self._stores, self.owned, self._plan, expected)
         return self._ahead
 
-    def kernel_step(
-        self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None
-    ) -> None:
-        factors = Factors(scale, skip)
-        present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
+    def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
         away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
         if self._ahead is not None:
             self._ahead.judge(away)
@@ -134,7 +142,8 @@ class ShardedOptimizer:
                 raise AssertionError("a record that no sub-group has")
 
     def _is_stepped_by_host(self, owned: OwnedSubGroup) -> bool:
-        return owned.sub.kept.tier != "device" and owned.sub not in self.visits
+        away = owned.sub.kept.tier != "device" and owned.sub not in self.visits
+        return away and owned.rule is not None
 
     def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
         return room_for(self._accelerator, purpose, owned.group.unit, 4 * owned.sub.numel)
@@ -184,7 +193,8 @@ class ShardedOptimizer:
             there = new.opened().master.device
             device = self._accelerator.device if visits else there
             steps = None if owned.count is None else owned.count.steps.to(device)
-            kept = [(p.parameter, self._own_state_on(there, p)) for p in owned.pieces]
+            pieces = owned.pieces if owned.rule is None else ()
+            kept = [(p.parameter, self._own_state_on(there, p)) for p in pieces]
         sub.record = new  # nothing of it before there is room for all of it
         if owned.count is not None and steps is not None:
             owned.count.steps = steps
@@ -197,45 +207,42 @@ class ShardedOptimizer:
         """Make the optimizer's pieces and their state views of the record as it is now."""
         for index, piece in enumerate(owned.pieces):
             rebind(piece.parameter, piece_of_master(owned, piece.piece))
-            if self._rule is not None:
-                self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, self._rule))
+            if owned.rule is not None:
+                self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, owned.rule))
 
     def moments_bytes(self, owned: OwnedSubGroup) -> int:
         """Bytes of a sub-group's state beside the master, wherever it is."""
-        if self._rule is not None:
-            return sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
-        return sum(value.nbytes for value in self._kept(owned))
+        moments = sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
+        return moments + sum(value.nbytes for value in self._kept(owned))
 
     def step_bytes(self, owned: OwnedSubGroup) -> int:
         """Bytes that a record on the device is stepped with, until all are stepped; where kernels serve, see
         `scratch_bytes`."""
-        return 0 if self._rule is not None else self._own_step.bytes_for(owned)
+        return 0 if self._own_step is None or owned.rule is not None else self._own_step.bytes_for(owned)
 
     def _kept(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
         """What the user's optimizer itself keeps beside the pieces."""
-        for piece in owned.pieces if self._rule is None else ():
+        for piece in owned.pieces if owned.rule is None else ():
             yield from kept_tensors(self.optimizer.state.get(piece.parameter, {}), piece.parameter)
 
     def _own_state_on(self, device: torch.device, piece: OwnedPiece) -> dict[str, Any]:
         """What the user's optimizer itself keeps of a piece, in another memory."""
-        if self._rule is not None:
-            return {}
         state = self.optimizer.state.get(piece.parameter, {})
         return {key: moved(key, value, piece.parameter, device) for key, value in state.items()}
 
     def own_state_bytes(self) -> int:
         """Bytes of the device in use for state beside the groups' records: for visits, and for what the
         user's optimizer itself keeps, or steps."""
-        if self._rule is not None:
+        if self._own_step is None:
             return self.visits.device_bytes()
         values = [value for owned in self.subs for value in self._kept(owned)]
         near = sum(value.nbytes for value in values if value.device == self._accelerator.device)
-        return near + self._own_step.value_bytes
+        return self.visits.device_bytes() + near + self._own_step.value_bytes
 
     @property
     def wide_bytes(self) -> int:
         """Bytes of the device in use for fp32 gradients that the user's optimizer steps with."""
-        return self._own_step.gradient_bytes
+        return 0 if self._own_step is None else self._own_step.gradient_bytes
 
     def _install(self) -> None:
         """Put the pieces in the places of the parameters they are parts of."""
@@ -250,14 +257,14 @@ class ShardedOptimizer:
                     self.optimizer.state[piece.parameter] = sliced(initial[original], owned, piece.piece)
         for group, parameters in zip(self.optimizer.param_groups, lists, strict=True):
             group["params"] = parameters
-        if self._rule is not None:
-            for owned in self.subs:
+        for owned in self.subs:
+            if owned.rule is not None:
                 with self._room("for the optimizer state of", owned):
-                    self._make_state(owned, self._rule)
+                    self._make_state(owned, owned.rule)
 
     def _make_state(self, owned: OwnedSubGroup, rule: Rule) -> None:
         record = owned.sub.kept
-        self._stores.make_moments(record)
+        self._stores.make_moments(record, len(rule.moments))
         device = record.master.device if isinstance(record.master, Tensor) else HOST
         device = self._accelerator.device if owned.sub in self.visits else device
         owned.count = StepCount(torch.zeros(len(owned.pieces), dtype=torch.float32, device=device))
@@ -295,19 +302,14 @@ class ShardedOptimizer:
         outlet.deliver(step.written, factors.skip)
 
     def _plan(self, owned: OwnedSubGroup, used: set[int]) -> GroupStep:
-        assert self._rule is not None
-        return plan_step(self._rule, self.optimizer, owned, used)
+        assert owned.rule is not None
+        return plan_step(owned.rule, self.optimizer.param_groups, owned, used)
 
 
-def _hooked(
-    optimizer: Optimizer,
-    shards: ShardedOptimizer,
-    gradients: Sequence[GroupGradients],
-    scale: Tensor | None,
-    skip: Tensor | None,
-) -> None:
-    shards.kernel_step(gradients, scale, skip)
+def _run(optimizer: Optimizer, step: Callable[[], None]) -> None:
+    step()
+    setattr(optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
 
 
 # torch's own wrapper runs the optimizer's step hooks and profiler range around the kernel step.
-_hooked_kernel_step = Optimizer.profile_hook_step(_hooked)
+_between_hooks = Optimizer.profile_hook_step(_run)

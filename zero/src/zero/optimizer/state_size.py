@@ -1,4 +1,4 @@
-"""How much state an optimizer keeps; of one that no kernel serves, found out by stepping a copy of it."""
+"""How much state optimizers keep; of one that no kernel serves, found out by stepping a copy of it."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ SIDE = 2  # elements of a stand-in's every dimension: more than the one that cou
 FOR_DEVICES = ("capturable", "differentiable", "foreach", "fused")  # options that change no state
 
 
-def values_per_element(optimizer: Optimizer, dtype: torch.dtype | None = None) -> int:
-    """Values of the master's size that training keeps for an element of a parameter, the master among them.
-
-    The most of any param group. dtype: that parameters are cast to before; None leaves them theirs. Raises
-    OptimizerError where a copy of the optimizer cannot be stepped.
-    """
-    rule = rule_for(optimizer)
-    return 1 + (len(rule.moments) if rule is not None else max(moments_of(optimizer, dtype).values()))
-
-
 def moments_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> dict[nn.Parameter, int]:
-    """Values of the master's size that the optimizer itself keeps for an element of each parameter. Raises
-    OptimizerError as above."""
+    """Values of the master's size that are kept beside it for an element of each parameter.
+
+    dtype: that parameters are cast to before; None leaves them theirs. Raises OptimizerError where a copy of
+    an optimizer cannot be stepped.
+    """
     found: dict[nn.Parameter, int] = {}
+    for each in members(optimizer):
+        rule = rule_for(each)
+        if rule is None:
+            found.update(_moments_after_a_step(each, dtype))
+        else:
+            kept = len(rule.moments)
+            found.update((p, kept) for group in each.param_groups for p in group["params"])
+    return found
+
+
+def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
     try:
         with torch.random.fork_rng(devices=[]):
-            for each in members(optimizer):
-                found.update(_moments_after_a_step(each, dtype))
+            return _step_a_copy(optimizer, dtype)
     except Exception as error:
         raise OptimizerError(
             f"how much state {name_of(optimizer)} keeps is not known, and a copy of it does not step "
             f"({type(error).__name__}: {error}). So it can neither be planned nor held to a host_budget"
         ) from error
-    return found
 
 
-def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
+def _step_a_copy(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
     stand_ins = {
         p: _stand_in(p, dtype or p.dtype) for group in optimizer.param_groups for p in group["params"]
     }

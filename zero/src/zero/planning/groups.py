@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -40,8 +40,9 @@ class PlannedGroup:
     parameters. given: that they have before `zero.initialize`, where it is wider. gathered: that they are
     computed in. coded: whether they travel in 8 bits. resident: the whole buffer stays. reduced: dtype that
     gradients travel in. slice: that their reduced sum has. early, complete_early: whether its first gradient,
-    or all of them, come before those of the blocks, as a head's do. whole: of parameters that are stepped
-    whole; None where slices are.
+    or all of them, come before those of the blocks, as a head's do. kernel: whether one steps it. moments:
+    values that are kept for an element beside the master. whole: of parameters that are stepped whole; None
+    where slices are.
     """
 
     numel: int
@@ -57,6 +58,8 @@ class PlannedGroup:
     early: bool
     complete_early: bool
     placement: Placement
+    kernel: bool
+    moments: int
     whole: Stepped | None
 
     @property
@@ -103,9 +106,15 @@ class PlannedGroup:
         together = tier == params != "disk" or (self.placement.visits and params == "device")
         return self.dtype.itemsize >= 4 and together
 
-    def record_bytes(self, numel: int, tier: Tier, moments: int) -> int:
+    @property
+    def before_steps(self) -> PlannedGroup:
+        """Torch's optimizers make their state in the first step."""
+        whole = self.whole and replace(self.whole, state=0)
+        return self if self.kernel else replace(self, moments=0, whole=whole)
+
+    def record_bytes(self, numel: int, tier: Tier) -> int:
         """Of master and moments in memory, for `numel` elements in `tier`."""
-        state = numel * moments if self.whole is None else self.whole.state
+        state = numel * self.moments if self.whole is None else self.whole.state
         return self.wide.itemsize * (state + numel * (not self.is_master(tier)))
 
 
@@ -145,17 +154,18 @@ def planned(
     autocast: Dtype,
     moments: Mapping[nn.Parameter, int],
 ) -> Iterator[PlannedUnit]:
-    """Of each draft. autocast: dtype that forwards run under, None for none. moments: of parameters that the
-    optimizer steps whole, what it keeps for an element."""
+    """Of each draft. autocast: dtype that forwards run under, None for none. moments: values that optimizers
+    keep for an element of each parameter."""
     shards = ranks if config.stage > 0 else 1
     behind = _Behind.blocks(model, drafts)
-    stepped = _stepped(drafts, moments if shards > 1 else {}, shards)
+    stepped = _stepped(drafts, moments, shards)
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for draft in drafts:
         near = all(group.placement.params == "device" for group in draft.groups)
         resident = draft.whole or (ranks == 1 and near)
         groups = [
-            _group(group, shards, resident, policy, autocast, behind, next(stepped)) for group in draft.groups
+            _group(group, shards, resident, policy, autocast, behind, moments, next(stepped))
+            for group in draft.groups
         ]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
         sizes = [
@@ -196,9 +206,9 @@ class _Behind:
 def _stepped(
     drafts: Sequence[UnitDraft], moments: Mapping[nn.Parameter, int], ranks: int
 ) -> Iterator[Stepped | None]:
-    """Of each group."""
+    """Of each group that ranks have slices of and that is stepped whole."""
     groups = [
-        [parameter for _, parameter in group.named if group.kind.stepped_whole and parameter in moments]
+        [parameter for _, parameter in group.named if group.kind.stepping.whole and ranks > 1]
         for draft in drafts
         for group in draft.groups
     ]
@@ -220,6 +230,7 @@ def _group(
     policy: GradientPolicy,
     autocast: Dtype,
     behind: _Behind,
+    moments: Mapping[nn.Parameter, int],
     whole: Stepped | None,
 ) -> PlannedGroup:
     kind = draft.kind
@@ -243,5 +254,7 @@ def _group(
         early=any(parameter in behind.last for _, parameter in draft.named),
         complete_early=all(parameter in behind.all for _, parameter in draft.named),
         placement=draft.placement,
+        kernel=kind.stepping.rule is not None,
+        moments=max(moments.get(parameter, 0) for _, parameter in draft.named) if kind.trainable else 0,
         whole=whole,
     )

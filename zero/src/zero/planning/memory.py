@@ -50,56 +50,51 @@ def plan_memory(
     units: Sequence[PlannedUnit],
     config: Config,
     policy: GradientPolicy,
-    moments: int,
-    kernels: bool,
     scaled: bool,
 ) -> MemoryPlan:
-    """moments: values that the optimizer keeps beside the master. kernels: whether one of them steps it;
-    torch's own make their moments in the first step. scaled: whether gradients are averaged, unscaled or
-    clipped."""
+    """scaled: whether gradients are averaged, unscaled or clipped."""
     sums: Sums = "none" if policy.steps == 1 else "whole" if policy.local else "slices"
-    format = DiskFormat(moments, config.tiers.compact)
     groups = [group for unit in units for group in unit.groups]
-    rest = {tier: sum((_rest(g, tier, format, config) for g in groups), Held()) for tier in TIERS}
+    rest = {tier: sum((_rest(g, tier, config) for g in groups), Held()) for tier in TIERS}
+    made = sum((_rest(g.before_steps, "device", config) for g in groups), Held())
     gradients = {
         tier: sum(g.slice_bytes for g in groups if g.trainable and g.placement.gradients == tier)
         for tier in TIERS
     }
     peaks = {
-        "init": max(building(units), key=lambda held: held.total),
+        "init": max(*building(units), made, key=lambda held: held.total),
         "forward": max(forward(units, config.prefetch, sums), key=lambda held: held.total),
         "backward": max(backward(units, config, sums), key=lambda held: held.total),
-        "step": step(units, moments, kernels, scaled),
+        "step": step(units, scaled),
     }
     peaks = {phase: rest["device"] + held if phase != "init" else held for phase, held in peaks.items()}
-    if kernels:
-        peaks["init"] = max(peaks["init"], rest["device"], key=lambda held: held.total)
-    return MemoryPlan(rest, gradients, _buffers(groups, format), peaks)
+    return MemoryPlan(rest, gradients, _buffers(groups, config.tiers.compact), peaks)
 
 
-def _rest(group: PlannedGroup, tier: Tier, format: DiskFormat, config: Config) -> Held:
+def _rest(group: PlannedGroup, tier: Tier, config: Config) -> Held:
     """Of a group, in one tier."""
     parameters = group.own_bytes if group.resident else group.shard_bytes
     records = [numel for numel, where in group.placement.optimizer if where == tier]
     if tier == "disk":
+        format = DiskFormat(group.moments, config.tiers.compact)
         sections = format.record(group.wide, group.dtype is torch.bfloat16) if records else []
         optimizer = sum(section_bytes(numel, dtype) for numel in records for dtype in sections)
     else:
-        optimizer = sum(group.record_bytes(numel, tier, format.moments) for numel in records)
+        optimizer = sum(group.record_bytes(numel, tier) for numel in records)
     if tier == "host" and config.tiers.overlap:
         weights = 0 if group.is_master("host") else group.dtype.itemsize
-        optimizer += sum(numel * (group.wide.itemsize * (1 + format.moments) + weights) for numel in records)
+        optimizer += sum(numel * (group.wide.itemsize * (1 + group.moments) + weights) for numel in records)
     return Held(parameters=parameters if group.placement.params == tier else 0, optimizer=optimizer)
 
 
-def _buffers(groups: Sequence[PlannedGroup], format: DiskFormat) -> int:
+def _buffers(groups: Sequence[PlannedGroup], compact: bool) -> int:
     """Host memory for records on their way from the disk and back."""
     largest = scratch = 0
     for group in groups:
-        splits = group.dtype is torch.bfloat16
+        splits, format = group.dtype is torch.bfloat16, DiskFormat(group.moments, compact)
         for numel, tier in group.placement.optimizer:
             if tier == "disk":
                 sections = format.record(group.wide, splits)
                 largest = max(largest, sum(section_bytes(numel, dtype) for dtype in sections))
-                scratch = max(scratch, 4 * numel if splits and format.compact else 0)
+                scratch = max(scratch, 4 * numel if splits and compact else 0)
     return BUFFERS * largest + scratch

@@ -148,29 +148,38 @@ class _Moment:
         return group.gradient_bytes if begun and (near or age <= TRAVELLING) else 0
 
 
-def step(units: Sequence[PlannedUnit], moments: int, kernels: bool, scaled: bool) -> Held:
-    """Kernels step from the gradients as they are, and visiting records come a few at a time. The last
-    gradients may be on their way to the host yet. scaled: whether gradients are multiplied by something."""
+def step(units: Sequence[PlannedUnit], scaled: bool) -> Held:
+    """Kernels step from the gradients as they are, and visiting records come a few at a time; torch's
+    optimizers have all that they step with at once. The last gradients may be on their way to the host yet.
+    scaled: whether gradients are multiplied by something."""
     turns = _turns(units)
     groups = [(g, age) for age, unit in enumerate(reversed(turns)) for g in unit.groups if g.trainable]
     near = [group for group, _ in groups if group.placement.gradients == "device"]
     travelling = [g for g, age in groups if g.placement.gradients != "device" and age < TRAVELLING]
     gradients = sum(group.slice_bytes for group in (*near, *travelling))
-    if not kernels:  # torch's optimizer has all it steps with at once
-        gradients += sum(
-            _stepped_with(group, numel, scaled)
-            for group, _ in groups
-            for numel, tier in group.placement.optimizer
-            if tier == "device"
-        )
+    gradients += sum(
+        _stepped_with(group, numel, scaled)
+        for group, _ in groups
+        for numel, tier in group.placement.optimizer
+        if tier == "device" and not group.kernel
+    )
     visiting = [
-        group.record_bytes(numel, tier, moments)
+        group.record_bytes(numel, tier)
         for group, _ in groups
         for numel, tier in group.placement.optimizer
         if group.placement.visits and tier == "host"
     ]
+    gradients += max((_fetched(group) for group, _ in groups if group.kernel), default=0)
     on_the_way = max((_exchanged(group, scaled) for group, _ in groups), default=0)
     return Held(gradients=gradients, optimizer=max(WINDOW * max(visiting, default=0), on_the_way))
+
+
+def _fetched(group: PlannedGroup) -> int:
+    """The most that comes back for one record of gradients that are not on the device, where this is."""
+    if group.placement.gradients == "device":
+        return 0
+    there = (n for n, tier in group.placement.optimizer if tier == "device" or group.placement.visits)
+    return group.slice.itemsize * max(there, default=0)
 
 
 def _stepped_with(group: PlannedGroup, numel: int, scaled: bool) -> int:

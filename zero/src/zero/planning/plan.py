@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from zero.config import Config
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
-from zero.optimizer.checks import check_optimizer, stepped_whole
+from zero.optimizer.checks import check_optimizer
 from zero.optimizer.joint import joint
-from zero.optimizer.kernel_rules import rule_for
-from zero.optimizer.state_size import moments_of, values_per_element
+from zero.optimizer.state_size import moments_of
+from zero.optimizer.stepping import steppings
 from zero.planning.groups import PlannedUnit, planned
 from zero.planning.memory import MemoryPlan, plan_memory
 from zero.planning.text import describe
@@ -87,17 +87,15 @@ def plan(
     optimizer = joint(optimizer)
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config, ANY_DEVICE)
-    values = values_per_element(optimizer, config.dtype)
-    rule = rule_for(optimizer)
-    planner = Planner(config.tiers, values, lambda tier: tier, divisible=rule is not None)
-    whole = stepped_whole(optimizer, config)
-    drafts = draft_units(plans, config, planner, ranks, param_group_of, castable, whole)
+    moments = moments_of(optimizer, config.dtype)
+    planner = Planner(config.tiers, lambda tier: tier)
+    stepping = steppings(optimizer, config)
+    drafts = draft_units(plans, config, planner, ranks, param_group_of, castable, stepping, moments)
     policy = GradientPolicy.of(config, ranks)
-    of_whole = {p: n for p, n in moments_of(optimizer, config.dtype).items() if p in whole} if whole else {}
-    units = tuple(planned(model, drafts, config, policy, ranks, autocast, of_whole))
+    units = tuple(planned(model, drafts, config, policy, ranks, autocast, moments))
     scaled = ranks > 1 or config.clip_norm is not None or config.scaling is not None
-    memory = plan_memory(units, config, policy, values - 1, rule is not None, scaled)
-    traffic = plan_traffic(units, config, policy, ranks, values - 1)
+    memory = plan_memory(units, config, policy, scaled)
+    traffic = plan_traffic(units, config, policy, ranks)
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     return Plan(config, ranks, sum(p.numel() for p in parameters), trainable, units, memory, traffic)

@@ -30,11 +30,10 @@ class TrafficPlan:
 
 
 def plan_traffic(
-    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int, moments: int
+    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int
 ) -> TrafficPlan:
     """Each unit is used once in a forward."""
     reductions = 1 if policy.local else policy.steps
-    format = DiskFormat(moments, config.tiers.compact)
     collectives: dict[str, int] = {}
     moved = _Moved()
     kept = _kept_between(units, config.prefetch)
@@ -46,7 +45,7 @@ def plan_traffic(
                 collectives[kind] = collectives.get(kind, 0) + nbytes
             moved += _of_parameters(group, gathers)
             moved += _of_gradients(group, reductions)
-            moved += _of_records(group, format)
+            moved += _of_records(group, config.tiers.compact)
             moved += _of_exchange(group)
     whole = sum(nbytes * _passes(kind, ranks) for kind, nbytes in collectives.items())
     link = int(whole * (ranks - 1) / ranks)
@@ -127,20 +126,20 @@ def _of_gradients(group: PlannedGroup, reductions: int) -> _Moved:
     )
 
 
-def _of_records(group: PlannedGroup, format: DiskFormat) -> _Moved:
+def _of_records(group: PlannedGroup, compact: bool) -> _Moved:
     """Master and moments, there and back; and the weights of those that the host has stepped."""
-    moved = _Moved()
+    moved, format = _Moved(), DiskFormat(group.moments, compact)
     for numel, tier in group.placement.optimizer:
         if tier == "device":
             continue
         if group.placement.visits:
-            nbytes = group.record_bytes(numel, tier, format.moments)
+            nbytes = group.record_bytes(numel, tier)
             moved += _Moved(to_host=nbytes, to_device=nbytes)
             continue
         if tier == "disk":
             sections = format.record(group.wide, group.dtype is torch.bfloat16)
             nbytes = numel * sum(dtype.itemsize for dtype in sections)
-            upper = 2 * numel if format.compact and group.dtype is torch.bfloat16 else 0
+            upper = 2 * numel if compact and group.dtype is torch.bfloat16 else 0
             there = group.placement.params == "disk"  # the weights, which are the masters' upper halves
             moved += _Moved(read=nbytes + (upper if there else 0), written=nbytes)
         if group.placement.params == "device":

@@ -50,7 +50,8 @@ class Offload(Validated):
     host_budget: host memory per rank in bytes, or e.g. "8GiB". A number is for optimizer state, the second
         copies of `overlap` included; {"optimizer": "8GiB", "params": "2GiB"} is for each kind. What it cannot
         hold stays on the device where the kind is set to "host", and is on disk with "disk". Kinds that are
-        not named: no limit with "host", and none of it with "disk".
+        not named: no limit with "host", and none of it with "disk". It holds on every rank, where ranks step
+        whole parameters also; what a step needs for a moment beside state is not counted.
     sub_group_size: elements, rounded up to a multiple of 64, of the largest record of optimizer state that is
         away from the device and stepped by a kernel. A few records at a time are on their way, so this bounds
         the buffers: three records in host memory for "disk", on the device for step="device". On disk a

@@ -18,8 +18,8 @@ from zero.communication.communicator import Communicator
 from zero.config import DTYPES, Config
 from zero.deferred import deferred_init
 from zero.errors import ConfigError, ModelError
-from zero.optimizer.checks import stepped_whole
 from zero.optimizer.joint import kinds_of_groups
+from zero.optimizer.stepping import steppings
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 from zero.sharding.units import UnitPlan
 
@@ -69,10 +69,17 @@ def check_equal(
     """Collective. Raise RankMismatchError where ranks bring different models, optimizers or tiers. Changes
     nothing."""
     communicator.check_equal("the model", _digest(plans, config, param_group_of, castable))
-    stepped = f"{kinds_of_groups(optimizer)} {bool(stepped_whole(optimizer, config))}"
-    communicator.check_equal("the optimizer, or Config(whole_parameters=...)", crc32(stepped.encode()))
+    communicator.check_equal(
+        "the optimizer, or Config(whole_parameters=...)", crc32(_how_stepped(optimizer, config).encode())
+    )
     tiers = config.tiers.model_dump_json(exclude={"path"})  # each rank may have a directory of its own
     communicator.check_equal("Config(offload=...)", crc32(tiers.encode()))
+
+
+def _how_stepped(optimizer: Optimizer, config: Config) -> str:
+    ways = dict.fromkeys(steppings(optimizer, config).values())
+    told = [(way.whole, way.rule and (way.rule.kernel, way.rule.moments)) for way in ways]
+    return f"{kinds_of_groups(optimizer)} {told}"
 
 
 def _digest(

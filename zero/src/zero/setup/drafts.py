@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from zero.communication.communicator import Communicator
 from zero.communication.quantised import block_of
 from zero.config import Config
 from zero.gradients.group_gradients import GradientPolicy
+from zero.optimizer.routes import share_out
+from zero.optimizer.stepping import Stepping, of_strangers
 from zero.sharding import layout
 from zero.sharding.cast import Travel
 from zero.sharding.layout import ParameterSpec
@@ -29,7 +31,7 @@ class GroupKind:
     dtype: torch.dtype
     trainable: bool
     travel: Travel
-    stepped_whole: bool
+    stepping: Stepping
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,22 @@ def draft_units(
     world_size: int,
     param_group_of: dict[nn.Parameter, int],
     castable: Collection[nn.Parameter],
-    whole_steps: Collection[nn.Parameter],
+    stepping: dict[nn.Parameter, Stepping],
+    moments: Mapping[nn.Parameter, int],
 ) -> list[UnitDraft]:
     """Cut units into groups, and decide where the state of each goes. castable: parameters that autocast
-    casts before each use. whole_steps: that are stepped whole. Changes nothing."""
+    casts before each use. moments: values that optimizers keep for an element of each parameter; empty where
+    nobody asks. Changes nothing."""
     whole = [config.stage < 3 or plan.persistent for plan in plans]
     ways = _Ways(config.codes if world_size > 1 else None, castable)
     parts = [
-        _partition(plan, config, _STILL if resident else ways, param_group_of, whole_steps)
+        _partition(plan, config, _STILL if resident else ways, param_group_of, stepping)
         for plan, resident in zip(plans, whole, strict=True)
     ]
+    own_state = _OwnState(parts, moments, world_size if config.stage > 0 else 1)
+    policy = GradientPolicy.of(config, world_size)
     candidates = [
-        _candidate(kind, named, config, world_size, resident)
+        _candidate(kind, named, policy, own_state, resident)
         for groups, resident in zip(parts, whole, strict=True)
         for kind, named in groups.items()
     ]
@@ -125,13 +131,55 @@ def target_dtype(parameter: nn.Parameter, config: Config) -> torch.dtype:
 
 
 def _candidate(
-    kind: GroupKind, named: Sequence[Named], config: Config, world_size: int, resident: bool
+    kind: GroupKind, named: Sequence[Named], policy: GradientPolicy, own_state: _OwnState, resident: bool
 ) -> Candidate:
     specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
-    shards, item = world_size if config.stage > 0 else 1, kind.dtype.itemsize
-    numel = layout.plan(specs, shards, item, block_of(kind.travel.codes)).shard_numel
-    gradient = GradientPolicy.of(config, world_size).slice_dtype(kind.dtype)
-    return Candidate(numel, item, gradient.itemsize, kind.trainable, resident)
+    item, rule = kind.dtype.itemsize, kind.stepping.rule
+    numel = layout.plan(specs, own_state.ranks, item, block_of(kind.travel.codes)).shard_numel
+    return Candidate(
+        numel,
+        item,
+        policy.slice_dtype(kind.dtype).itemsize,
+        kind.trainable,
+        resident,
+        moments=0 if rule is None else len(rule.moments),
+        divisible=rule is not None,
+        own_bytes=own_state.of(kind, named, numel),
+    )
+
+
+class _OwnState:
+    """What optimizers that no kernel serves keep. moments: as above. ranks: that have slices."""
+
+    def __init__(
+        self,
+        parts: Sequence[Mapping[GroupKind, list[Named]]],
+        moments: Mapping[nn.Parameter, int],
+        ranks: int,
+    ) -> None:
+        whole = (
+            (parameter, parameter.numel())
+            for groups in parts
+            for kind, named in groups.items()
+            for _, parameter in named
+            if kind.stepping.whole
+        )
+        self._moments = moments
+        self.ranks = ranks
+        self._rank_of = share_out(whole, ranks)
+
+    def of(self, kind: GroupKind, named: Sequence[Named], shard_numel: int) -> tuple[int, ...]:
+        """Bytes of a group's, by rank; empty where there are none."""
+        if kind.stepping.rule is not None or not kind.trainable or not self._moments:
+            return ()
+        wide = max(kind.dtype.itemsize, 4)
+        kept = {parameter: self._moments.get(parameter, 0) for _, parameter in named}
+        if not kind.stepping.whole:
+            return (shard_numel * max(kept.values()) * wide,) * self.ranks
+        found = [0] * self.ranks
+        for parameter, values in kept.items():
+            found[self._rank_of[parameter]] += parameter.numel() * values * wide
+        return tuple(found)
 
 
 def _partition(
@@ -139,14 +187,15 @@ def _partition(
     config: Config,
     ways: _Ways,
     param_group_of: dict[nn.Parameter, int],
-    whole_steps: Collection[nn.Parameter],
+    stepping: dict[nn.Parameter, Stepping],
 ) -> dict[GroupKind, list[Named]]:
     """Parameters by kind, each list ordered by param group so that runs are long."""
     groups: dict[GroupKind, list[Named]] = {}
+    strangers = of_strangers(stepping)
     for name, parameter in plan.parameters:
         dtype = target_dtype(parameter, config)
-        whole = parameter.requires_grad and parameter in whole_steps
-        kind = GroupKind(dtype, parameter.requires_grad, ways.of(parameter, dtype), whole)
+        stepped = stepping.get(parameter, strangers) if parameter.requires_grad else Stepping()
+        kind = GroupKind(dtype, parameter.requires_grad, ways.of(parameter, dtype), stepped)
         groups.setdefault(kind, []).append((name, parameter))
     last = max(param_group_of.values()) + 1  # parameters the optimizer does not know come last
     for named in groups.values():

@@ -16,9 +16,10 @@ from zero.compiled.split import split_by_use
 from zero.config import Config
 from zero.engine import Engine
 from zero.errors import ConfigError
-from zero.optimizer.checks import check_optimizer, stepped_whole
+from zero.optimizer.checks import check_optimizer
 from zero.optimizer.joint import joint
-from zero.optimizer.kernel_rules import rule_for
+from zero.optimizer.state_size import moments_of
+from zero.optimizer.stepping import steppings
 from zero.pretrained import keep_promises
 from zero.setup.build import build_units
 from zero.setup.checks import check_dtypes, check_equal, check_model
@@ -64,22 +65,25 @@ def initialize(
     castable = cast_before_use(model, config)
     optimizer = joint(optimizer)
     param_group_of = check_optimizer(optimizer, model, config)
-    values = check_offload(model, optimizer, config, accelerator.device)
+    check_offload(model, optimizer, config, accelerator.device)
+    budgeted = config.tiers.budget("optimizer") is not None
+    moments = moments_of(optimizer, config.dtype) if budgeted else {}
 
     group, control = join(accelerator, config.timeout)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
     check_equal(plans, config, communicator, param_group_of, castable, optimizer)
-    stores = _make_stores(optimizer, config, accelerator)
-    whole_steps = stepped_whole(optimizer, config)
-    planner = Planner(config.tiers, values, stores.resolve, divisible=rule_for(optimizer) is not None)
-    drafts = draft_units(plans, config, planner, group.size, param_group_of, castable, whole_steps)
+    tiers = config.tiers
+    stores = Stores(accelerator, tiers.folder, tiers.compact, visits=tiers.step == "device")
+    stepping = steppings(optimizer, config)
+    planner = Planner(tiers, stores.resolve)
+    drafts = draft_units(plans, config, planner, group.size, param_group_of, castable, stepping, moments)
     planner.warn_of_shortfalls()
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)
     with _taking_over(model):
         units = build_units(drafts, config, stores, communicator)
         keep_promises(model, units, communicator)
-        return Engine(model, optimizer, config, stores, communicator, units, param_group_of)
+        return Engine(model, optimizer, config, stores, communicator, units, param_group_of, stepping)
 
 
 @contextmanager
@@ -93,12 +97,6 @@ def _taking_over(model: nn.Module) -> Iterator[None]:
         if isinstance(error, OutOfMemoryError):
             raise OutOfMemoryError(f"{error}. The model is in pieces now: {ANEW}") from error
         raise
-
-
-def _make_stores(optimizer: Optimizer, config: Config, accelerator: accelz.Accelerator) -> Stores:
-    rule = rule_for(optimizer)
-    tiers, moments = config.tiers, len(rule.moments) if rule else 0
-    return Stores(accelerator, moments, tiers.folder, tiers.compact, visits=tiers.step == "device")
 
 
 def _move_buffers(

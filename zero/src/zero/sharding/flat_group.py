@@ -146,7 +146,9 @@ class FlatGroup:
     def _make_record(self, sub: SubGroup) -> None:
         dtype = torch.promote_types(self.dtype, torch.float32)
         upper = (lambda: sub.shard) if self.dtype is torch.bfloat16 else None
-        sub.record = self._stores.record(self._mine[sub.window], dtype, sub.tier, upper)
+        sub.record = self._stores.record(
+            self._mine[sub.window], dtype, sub.tier, self.placement.moments, upper
+        )
 
     def park(self) -> None:
         """Keep the shard on the host and give all memory of the device back, until `unpark`."""

@@ -15,25 +15,35 @@ ALIGN = 64  # elements: every sub-group begins on a cache line
 
 @dataclass(frozen=True)
 class Candidate:
-    """A group to be placed. item_bytes, gradient_bytes: of a parameter's element, and of its reduced
-    gradient's. resident: the group's whole buffer stays on the device, and its shard is part of it."""
+    """A group to be placed.
+
+    item_bytes, gradient_bytes: of a parameter's element, and of its reduced gradient's. resident: the group's
+    whole buffer stays on the device, and its shard is part of it. moments: values that a record has for each
+    element beside the master. divisible: whether it may be stepped in parts, as a kernel does it. own_bytes:
+    that the user's optimizer keeps beside records, by rank; empty where it keeps none, or nobody asks.
+    """
 
     shard_numel: int
     item_bytes: int
     gradient_bytes: int
     trainable: bool
     resident: bool
+    moments: int = 0
+    divisible: bool = True
+    own_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Placement:
     """The tiers of one group. It says nothing of whole buffers, which are on the device while in use.
 
-    optimizer: (elements, tier) of each sub-group, in the order of the shard; of a frozen group none. visits:
-    records on the host are on the device for the step.
+    optimizer: (elements, tier) of each sub-group, in the order of the shard; of a frozen group none. moments:
+    values that records have for each element beside the master. visits: records on the host are on the device
+    for the step.
     """
 
     optimizer: tuple[tuple[int, Tier], ...] = ()
+    moments: int = 0
     params: Tier = "device"
     gradients: Tier = "device"
     visits: bool = False
@@ -76,30 +86,47 @@ class _Share:
         return f"asked for {self._part:.0%}, {away:.0%} leaves; the largest group has {largest:.0%}"
 
 
-class Planner:
-    """Places groups, the same on every rank: shards are of equal sizes.
+class _HostRoom:
+    """Of one kind of state. budget: bytes of each rank, None for no limit."""
 
-    values: of the master's size that a record has for each element; where there is a host budget. resolve:
-    what a tier is on this device; where the host is the device, nothing has a second copy. divisible: whether
-    a record may be stepped in parts, as a kernel does it.
+    def __init__(self, budget: int | None) -> None:
+        self._budget = budget
+        self._taken: tuple[int, ...] = (0,)  # by rank; one number where all have the same
+
+    def fits(self, each: int) -> int:
+        """How many elements of `each` bytes every rank has room for. Of a budget."""
+        assert self._budget is not None
+        return max(self._budget - max(self._taken), 0) // each
+
+    def take(self, nbytes: int, own: Sequence[int] = ()) -> bool:
+        """Of every rank, and beside it `own` of each, if all of them have the room."""
+        before = self._taken if len(self._taken) >= len(own) else self._taken * len(own)
+        beside = own or (0,) * len(before)
+        after = tuple(taken + nbytes + mine for taken, mine in zip(before, beside, strict=True))
+        if self._budget is not None and max(after) > self._budget:
+            return False
+        self._taken = after
+        return True
+
+
+class Planner:
+    """Places groups, the same on every rank: shards are of equal sizes, and each knows what the others keep.
+
+    resolve: what a tier is on this device; where the host is the device, nothing has a second copy.
     """
 
-    def __init__(
-        self, offload: Offload, values: int, resolve: Callable[[Tier], Tier], divisible: bool
-    ) -> None:
+    def __init__(self, offload: Offload, resolve: Callable[[Tier], Tier]) -> None:
         self._offload = offload
         self._resolve = resolve
-        self._values = values
-        self._divisible = divisible
         self._size = -(-offload.sub_group_size // ALIGN) * ALIGN
         self._twins = offload.overlap and resolve("host") == "host"
         self._visits = offload.step == "device"
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
-        self._on_host: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
+        self._host = {kind: _HostRoom(offload.budget(kind)) for kind in get_args(Kind)}
 
     def place(self, groups: Sequence[Candidate]) -> list[Placement]:
         """All groups of a model, in its order."""
-        leaving = self._leaving([group.shard_numel if group.trainable else 0 for group in groups])
+        leaving = self._leaving(groups)
         return [self._place(group, away) for group, away in zip(groups, leaving, strict=True)]
 
     def warn_of_shortfalls(self) -> None:
@@ -119,16 +146,17 @@ class Planner:
         params = self._tier("params", wanted, group.shard_numel, group.item_bytes)
         if not group.trainable:
             return Placement(params=params)
-        records = tuple(self._cut(self._divide(group, params, away)))
+        records = tuple(self._cut(self._divide(group, params, away), group.divisible))
         near = {"device", "host"} if self._visits else {"device"}
         stepped_there = {tier for _, tier in records} <= near
         gradients = self._gradient_tier(group, stepped_there)
-        return Placement(records, params, gradients, self._visits)
+        return Placement(records, group.moments, params, gradients, self._visits)
 
-    def _leaving(self, sizes: Sequence[int]) -> list[int]:
+    def _leaving(self, groups: Sequence[Candidate]) -> list[int]:
         """How much optimizer state of each group leaves the device: of all but one or two all or nothing, so
         that gradients go one way."""
         share = self._shares["optimizer"]
+        sizes = [group.shard_numel if group.trainable else 0 for group in groups]
         if self._offload.optimizer == "device":
             return [0] * len(sizes)
         away = []
@@ -136,15 +164,16 @@ class Planner:
             leaves = share.see(numel)
             share.leave(numel if leaves else 0)
             away.append(numel if leaves else 0)
-        home = [index for index, numel in enumerate(sizes) if away[index] < numel]
-        for index in sorted(home, key=lambda i: -sizes[i]) if self._divisible else ():
+        home = [i for i, group in enumerate(groups) if away[i] < sizes[i] and group.divisible]
+        for index in sorted(home, key=lambda i: -sizes[i]):
             away[index] = _rounded(min(share.rest, sizes[index]))
             share.leave(away[index])
         return away
 
     def _divide(self, group: Candidate, params: Tier, away: int) -> Iterator[tuple[int, Tier]]:
         """The shard from its beginning: what the host has, what the disk has, what stays."""
-        host = self._take_host("optimizer", away, self._host_bytes(group.item_bytes, params), self._divisible)
+        each = self._host_bytes(group, params)
+        host = self._take_host("optimizer", away, each, group.divisible, group.own_bytes)
         on_disk = self._offload.optimizer == "disk"
         if host < away and not on_disk:
             self._shares["optimizer"].limited = True
@@ -153,7 +182,7 @@ class Planner:
         yield disk, "disk"
         yield group.shard_numel - host - disk, "device"
 
-    def _cut(self, stretches: Iterator[tuple[int, Tier]]) -> Iterator[tuple[int, Tier]]:
+    def _cut(self, stretches: Iterator[tuple[int, Tier]], divisible: bool) -> Iterator[tuple[int, Tier]]:
         """In sub-groups of the size that is asked for; what is on the device is one."""
         near = 0
         for numel, tier in stretches:
@@ -161,21 +190,21 @@ class Planner:
                 near += numel
                 continue
             while numel > 0:
-                size = min(numel, self._size) if self._divisible else numel
+                size = min(numel, self._size) if divisible else numel
                 yield size, tier
                 numel -= size
         if near:
             yield near, "device"
 
-    def _take_host(self, kind: Kind, numel: int, each: int, divisible: bool) -> int:
-        """How many elements of `each` bytes the host takes."""
-        budget = self._offload.budget(kind)
-        if budget is None:
+    def _take_host(self, kind: Kind, numel: int, each: int, divisible: bool, own: Sequence[int] = ()) -> int:
+        """How many elements of `each` bytes the host takes; and `own` of each rank, which come with all."""
+        if self._offload.budget(kind) is None:
             return numel if getattr(self._offload, kind) == "host" else 0
-        fits = max(budget - self._on_host[kind], 0) // each if each else numel
-        taken = numel if fits >= numel else (_rounded(fits) if divisible else 0)
-        self._on_host[kind] += taken * each
-        return taken
+        if not numel or self._host[kind].take(numel * each, own):
+            return numel
+        some = _rounded(self._host[kind].fits(each)) if divisible else 0
+        self._host[kind].take(some * each)
+        return some
 
     def _leaves(self, kind: Kind) -> bool:
         wanted: Tier | None = getattr(self._offload, kind)
@@ -200,9 +229,10 @@ class Planner:
             return self._tier("gradients", wanted, group.shard_numel, group.gradient_bytes)
         return "device" if stepped_there else self._resolve("host")
 
-    def _host_bytes(self, item_bytes: int, params: Tier) -> int:
+    def _host_bytes(self, group: Candidate, params: Tier) -> int:
         """What an element's optimizer state takes on the host; see `Twin`, and `FlatGroup.settle`."""
-        record = self._values * max(item_bytes, 4)
+        item_bytes = group.item_bytes
+        record = (1 + group.moments) * max(item_bytes, 4)
         if self._visits and item_bytes >= 4 and params == "device":
             return record - item_bytes
         if not self._twins:

@@ -29,25 +29,23 @@ from zero.tiers.values import Values
 class Stores:
     """Where the device is the host, the host tier is the device's memory: nothing is there twice.
 
-    folder: for what is on disk. moments: of the engine's optimizer, for each element of a record. compact:
-    keep of masters on disk what bf16 weights lack. visits: records on the host are page-locked, to be stepped
-    on the device. relieve: frees about so many bytes of the device if it can; returns how many.
+    folder: for what is on disk. compact: keep of masters on disk what bf16 weights lack. visits: records on
+    the host are page-locked, to be stepped on the device. relieve: frees about so many bytes of the device if
+    it can; returns how many.
     """
 
     def __init__(
         self,
         accelerator: Accelerator,
-        moments: int = 0,
         folder: Path | None = None,
         compact: bool = False,
         visits: bool = False,
     ) -> None:
         self.accelerator = accelerator
-        self.moments = moments
         self.relieve: Callable[[int], int] = lambda nbytes: 0
         self.pipeline = Pipeline(accelerator.memory)
         self._folder = folder
-        self._format = DiskFormat(moments, compact)
+        self._compact = compact
         self._visits = visits
 
     @cached_property
@@ -85,7 +83,7 @@ class Stores:
 
     def disk_bytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
         """What a group of `numel` elements in `dtype` keeps on disk. gradient: dtype of its reduced slice."""
-        return self._format.nbytes(numel, dtype, placement, gradient)
+        return DiskFormat(placement.moments, self._compact).nbytes(numel, dtype, placement, gradient)
 
     def reserve(self, nbytes: int) -> None:
         """Take the space on disk for all of this engine's state. Raises OffloadError on a full disk."""
@@ -96,19 +94,25 @@ class Stores:
         return self._stored([dtype], numel)[0]
 
     def record(
-        self, values: Tensor, dtype: torch.dtype, tier: Tier, weights: Callable[[], Values] | None
+        self,
+        values: Tensor,
+        dtype: torch.dtype,
+        tier: Tier,
+        moments: int,
+        weights: Callable[[], Values] | None,
     ) -> Record:
         """A record whose master is a copy of `values` in `dtype`; `make_moments` completes it.
 
-        weights: gives the bf16 weights, where that may serve as the upper half of a master on disk.
+        moments: how many there will be, which on disk have their places from the beginning. weights: gives
+        the bf16 weights, where these may serve as the upper half of a master on disk.
         """
         if tier == "disk":
-            dtypes = self._format.record(dtype, weights is not None)
-            first, *moments = self._stored(dtypes, values.numel())
-            split = self._format.compact and weights is not None
-            stored = SplitMaster(weights, first) if split and weights is not None else first
+            format = DiskFormat(moments, self._compact)
+            dtypes = format.record(dtype, weights is not None)
+            first, *rest = self._stored(dtypes, values.numel())
+            stored = SplitMaster(weights, first) if format.compact and weights is not None else first
             stored.write(values)
-            return Record(tier, stored, tuple(moments))
+            return Record(tier, stored, tuple(rest))
         if tier == "host":
             master = self._empty_on_host(values.numel(), dtype).copy_(values.to(HOST))
         else:
@@ -134,11 +138,11 @@ class Stores:
         if "carrier" in self.__dict__:
             self.carrier.join()
 
-    def make_moments(self, record: Record) -> None:
+    def make_moments(self, record: Record, moments: int) -> None:
         """Zeros; on disk they are there already, as the file begins with them."""
         master = record.master
         if isinstance(master, Tensor):
-            record.moments = tuple(self._zeros(master, record.tier) for _ in range(self.moments))
+            record.moments = tuple(self._zeros(master, record.tier) for _ in range(moments))
 
     def _zeros(self, like: Tensor, tier: Tier) -> Tensor:
         if tier == "host":

@@ -1,0 +1,57 @@
+"""How each parameter is stepped: by a kernel, or by the user's optimizer itself, in slices or whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.config import Config
+from zero.optimizer.joint import members
+from zero.optimizer.kernel_rules import Rule, rule_for
+from zero.optimizer.lion import Lion
+
+LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """Of a parameter. rule: of the kernel; None where its optimizer steps it. whole: the whole parameter is
+    stepped, even where ranks have slices of it."""
+
+    rule: Rule | None = None
+    whole: bool = False
+
+
+def steppings(optimizer: Optimizer, config: Config) -> dict[nn.Parameter, Stepping]:
+    """Of the parameters that the optimizer, or each of several, knows."""
+    found: dict[nn.Parameter, Stepping] = {}
+    for each in members(optimizer):
+        stepping = _of(each, config)
+        found.update((p, stepping) for group in each.param_groups for p in group["params"])
+    return found
+
+
+def of_strangers(known: dict[nn.Parameter, Stepping]) -> Stepping:
+    """Of parameters that no optimizer knows: as others, so that they need no buffers of their own."""
+    return next((stepping for stepping in known.values() if not stepping.whole), Stepping())
+
+
+def _of(optimizer: Optimizer, config: Config) -> Stepping:
+    rule = rule_for(optimizer)
+    if rule is not None or config.stage == 0 or config.whole_parameters is False:
+        return Stepping(rule)
+    return Stepping(whole=bool(config.whole_parameters) or not goes_by_element(optimizer))
+
+
+def goes_by_element(optimizer: Optimizer) -> bool:
+    """Whether it is known that a step of a slice is a slice of the step."""
+    bases = {base.__name__ for base in type(optimizer).__mro__}
+    return is_known(optimizer) and not LOOKS_AT_MATRICES & bases
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether it is known to step every parameter by itself."""
+    kind = type(optimizer)
+    return kind is Lion or f"{kind.__module__}.".startswith("torch.optim.")
