@@ -16,12 +16,12 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature or a meaning below does; the Python side refuses another. */
-enum { ACCELZ_ABI = 4 };
+enum { ACCELZ_ABI = 5 };
 
 enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8,
        ACCELZ_INT8, ACCELZ_FLOAT8_E4M3 };
 enum { ACCELZ_SUM, ACCELZ_MAX, ACCELZ_MIN };
-enum { ACCELZ_ALL_GATHER, ACCELZ_BROADCAST, ACCELZ_REDUCE_SCATTER, ACCELZ_ALL_REDUCE };
+enum { ACCELZ_ALL_GATHER, ACCELZ_BROADCAST, ACCELZ_REDUCE_SCATTER, ACCELZ_ALL_REDUCE, ACCELZ_ALL_TO_ALL };
 
 ACCELZ_API int accelz_abi(void);
 
@@ -103,7 +103,7 @@ ACCELZ_API void accelz_reduce(void *output, const void *rows, int count, int dty
 /* ---- collectives between the processes of one host ----
  *
  * A channel is one rank's end of a group. Ranks create channels, tell each other their process and
- * descriptor (any way they like), and connect. Movements (all_gather, broadcast) and reductions
+ * descriptor (any way they like), and connect. Movements (all_gather, all_to_all, broadcast) and reductions
  * (reduce_scatter, all_reduce) are two sequences; within each, all ranks issue the same collectives in the
  * same order. Functions that can fail return a negative number and leave the reason in accelz_last_error().
  */
@@ -129,6 +129,13 @@ ACCELZ_API int accelz_channel_connect(accelz_channel *channel, const int64_t *pr
  */
 ACCELZ_API int64_t accelz_start(accelz_channel *channel, int op, int reduce, int dtype, size_t count, int source,
                                 void *output, const void *input, double timeout_seconds, int threads);
+
+/* The same for ACCELZ_ALL_TO_ALL. sent[r], received[r]: elements of input for rank r, and of output from it, in the
+ * order of the ranks; one of each for every rank. This rank's own part is written at once. Whoever expects another
+ * number than is sent fails, and all ranks with it. */
+ACCELZ_API int64_t accelz_start_all_to_all(accelz_channel *channel, int dtype, void *output, const uint64_t *received,
+                                           const void *input, const uint64_t *sent, double timeout_seconds,
+                                           int threads);
 
 /* Wait for the other ranks' parts and write the output, unless that was done already: once many collectives are
  * under way, accelz_start completes the oldest. After a failure the group is of no further use. */

@@ -7,7 +7,7 @@
 namespace accelz {
 namespace {
 
-constexpr const char *OPERATIONS[] = {"all_gather", "broadcast", "reduce_scatter", "all_reduce"};
+constexpr const char *OPERATIONS[] = {"all_gather", "broadcast", "reduce_scatter", "all_reduce", "all_to_all"};
 constexpr const char *REDUCTIONS[] = {"sum", "max", "min"};
 constexpr const char *DTYPES[] = {"float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8"};
 constexpr const char *SEQUENCES[STREAMS] = {"movement", "reduction"};
@@ -15,10 +15,6 @@ constexpr const char *SEQUENCES[STREAMS] = {"movement", "reduction"};
 }  // namespace
 
 size_t Call::bytes() const { return count * element_size(dtype); }
-
-size_t Call::published_bytes(int ranks) const {
-    return bytes() * (op == ACCELZ_REDUCE_SCATTER ? size_t(ranks - 1) : 1);
-}
 
 int Call::stream() const { return op == ACCELZ_REDUCE_SCATTER || op == ACCELZ_ALL_REDUCE; }
 
@@ -28,6 +24,7 @@ bool Call::operator==(const Call &other) const {
 }
 
 std::string Call::words(int ranks) const {
+    if (op == ACCELZ_ALL_TO_ALL) return text(OPERATIONS[op], " (", DTYPES[dtype], ")");
     const bool sharded = op == ACCELZ_ALL_GATHER || op == ACCELZ_REDUCE_SCATTER;
     std::string words = text(OPERATIONS[op], " of ", bytes() * size_t(sharded ? ranks : 1), " bytes (", DTYPES[dtype]);
     if (stream() == 1) words += text(", ", REDUCTIONS[reduce]);

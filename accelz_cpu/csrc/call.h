@@ -10,13 +10,12 @@ namespace accelz {
 constexpr int STREAMS = 2;  // movements and reductions: two sequences that do not wait for each other
 
 struct Call {
-    uint64_t count = 0;  // elements, as in accelz_start
+    uint64_t count = 0;  // elements, as in accelz_start; of an all-to-all each rank has its own
     int32_t source = 0;  // broadcasts only
     uint8_t op = 0, reduce = 0, dtype = 0;
     bool common = false;  // an all-gather in memory that all ranks have in common: nothing is copied
 
     size_t bytes() const;
-    size_t published_bytes(int ranks) const;  // by a rank that publishes anything: without its own slice
     int stream() const;
     bool operator==(const Call &other) const;
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <numeric>
 #include <thread>
 #include <utility>
 
@@ -48,6 +49,13 @@ Clock::duration spin_time(int ranks) {
     return known && CPU_COUNT(&processors) >= ranks ? SPIN : SPIN_WHEN_CROWDED;
 }
 
+size_t bytes_of(const Call &call, uint64_t elements) { return size_t(elements) * element_size(call.dtype); }
+
+// Of the first `count`.
+uint64_t sum(const std::vector<uint64_t> &values, int count) {
+    return std::accumulate(values.begin(), values.begin() + count, uint64_t(0));
+}
+
 void pause() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -87,6 +95,7 @@ int64_t Channel::start(const Request &request, int threads) {
     std::unique_lock<std::mutex> lock(mutex_);
     return or_fail([&] {
         check_usable();
+        check_own(request);
         make_room(lock, request, threads);
         const int stream = request.call.stream();
         const uint64_t number = next_[stream];
@@ -169,11 +178,13 @@ void Channel::publish(const Request &request, uint64_t number, int threads) {
     const int stream = request.call.stream();
     Post &post = mine_.posts[stream][number % RING];
     post.call = request.call;
-    const size_t bytes = published_bytes(request.call);
+    const size_t bytes = post.bytes = published_bytes(request);
     if (bytes > SMALL) post.block = blocks_.acquire(bytes, stream, number);
     char *const part = bytes > SMALL ? blocks_.data(post.block) : post.small;
     if (request.call.op == ACCELZ_ALL_GATHER)
         copy_shard(request, bytes ? part : nullptr, threads);
+    else if (request.call.op == ACCELZ_ALL_TO_ALL)
+        copy_parcels(request, bytes ? part : nullptr, threads);
     else if (bytes)
         copy_part(request, part, threads);
     post.number.store(number, std::memory_order_release);
@@ -181,9 +192,30 @@ void Channel::publish(const Request &request, uint64_t number, int threads) {
     ring_others();
 }
 
-size_t Channel::published_bytes(const Call &call) const {
-    const bool nothing = size_ == 1 || call.common || (call.op == ACCELZ_BROADCAST && call.source != rank_);
-    return nothing ? 0 : call.published_bytes(size_);
+// Without this rank's own slice or parcel.
+size_t Channel::published_bytes(const Request &request) const {
+    const Call &call = request.call;
+    if (size_ == 1 || call.common || (call.op == ACCELZ_BROADCAST && call.source != rank_)) return 0;
+    if (call.op == ACCELZ_ALL_TO_ALL)
+        return head_bytes() + bytes_of(call, sum(request.sent, size_) - request.sent[size_t(rank_)]);
+    return call.bytes() * (call.op == ACCELZ_REDUCE_SCATTER ? size_t(size_ - 1) : 1);
+}
+
+// What a rank sends to each comes before the parcels, in whole cache lines.
+size_t Channel::head_bytes() const { return (sizeof(uint64_t) * size_t(size_) + 63) / 64 * 64; }
+
+// The parcels for the others go to them, unless `to` is null, and this rank's own to its place in the output.
+void Channel::copy_parcels(const Request &request, char *to, int threads) const {
+    const Call &call = request.call;
+    const size_t before = bytes_of(call, sum(request.sent, rank_));
+    const size_t own = bytes_of(call, request.sent[size_t(rank_)]);
+    const size_t after = bytes_of(call, sum(request.sent, size_)) - before - own;
+    copy(request.output + bytes_of(call, sum(request.received, rank_)), request.input + before, own, threads);
+    if (!to) return;
+    std::memcpy(to, request.sent.data(), sizeof(uint64_t) * size_t(size_));
+    to += head_bytes();
+    copy(to, request.input, before, threads);
+    copy(to + before, request.input + before + own, after, threads);
 }
 
 // The shard goes to the others, unless `to` is null, and to its own place in the output: it is read once.
@@ -276,6 +308,7 @@ std::runtime_error Channel::timeout_error(const Request &request, uint64_t numbe
 
 void Channel::collect(const Request &request, uint64_t number, int threads) {
     const Call &call = request.call;
+    if (call.op == ACCELZ_ALL_TO_ALL) return collect_parcels(request, number, threads);
     if (call.count == 0 || call.common) return;
     if (call.op == ACCELZ_ALL_GATHER) return collect_shards(request, number, threads);
     if (call.op != ACCELZ_BROADCAST) return collect_sum(request, number, threads);
@@ -288,6 +321,23 @@ void Channel::collect_shards(const Request &request, uint64_t number, int thread
     for (int r = 0; r < size_; r++) {
         if (r == rank_) continue;  // written when it was published
         copy(request.output + bytes * size_t(r), data_of(r, request.call.stream(), number), bytes, threads);
+    }
+}
+
+void Channel::collect_parcels(const Request &request, uint64_t number, int threads) {
+    const Call &call = request.call;
+    std::vector<uint64_t> sent(static_cast<size_t>(size_));
+    for (int r = 0; r < size_; r++) {
+        if (r == rank_) continue;  // written when it was published
+        const char *const block = data_of(r, call.stream(), number);
+        std::memcpy(sent.data(), block, sizeof(uint64_t) * size_t(size_));
+        const uint64_t expected = request.received[size_t(r)], came = sent[size_t(rank_)];
+        if (came != expected)
+            throw std::runtime_error(text(place(call.stream(), number), ", ", call.words(size_), ": rank ", r, " sends ",
+                                          came, " elements to rank ", rank_, ", which expects ", expected));
+        sent[size_t(r)] = 0;  // it has left out its own
+        const char *const parcel = block + head_bytes() + bytes_of(call, sum(sent, rank_));
+        copy(request.output + bytes_of(call, sum(request.received, r)), parcel, bytes_of(call, came), threads);
     }
 }
 
@@ -308,7 +358,7 @@ const char *Channel::data_of(int rank, int stream, uint64_t number) {
     Peer &peer = *peers_[size_t(rank)];
     const Post &post = *peer.post(stream, number);
     try {
-        return peer.data(post, size_);
+        return peer.data(post);
     } catch (const std::runtime_error &) {
         if (peer.gone()) throw gone_error(post.call, number, peer);
         throw;
@@ -361,6 +411,14 @@ void Channel::ring_others() {
         if (peer) ring(peer->mailbox());
 }
 
+void Channel::check_own(const Request &request) const {
+    if (request.call.op != ACCELZ_ALL_TO_ALL) return;
+    const uint64_t sent = request.sent[size_t(rank_)], received = request.received[size_t(rank_)];
+    if (sent != received)
+        throw std::runtime_error(text(request.call.words(size_), ": rank ", rank_, " sends itself ", sent,
+                                      " elements and expects ", received));
+}
+
 void Channel::check_usable() const {
     if (mine_.failed.load())
         throw std::runtime_error(text("no collective is possible after an earlier failure: ", mine_.reason));
@@ -408,8 +466,25 @@ int64_t accelz_start(accelz_channel *channel, int op, int reduce, int dtype, siz
     if (op == ACCELZ_BROADCAST) call.source = source;
     call.common = op == ACCELZ_ALL_GATHER && !input && count;
     const accelz::Request request{call, static_cast<char *>(output), static_cast<const char *>(input),
-                                  timeout_seconds};
+                                  timeout_seconds, {}, {}};
     return accelz::guarded<int64_t>(-1, [&] { return channel->channel.start(request, threads); });
+}
+
+int64_t accelz_start_all_to_all(accelz_channel *channel, int dtype, void *output, const uint64_t *received,
+                                const void *input, const uint64_t *sent, double timeout_seconds, int threads) {
+    const size_t size = size_t(channel->channel.size());
+    accelz::Call call;
+    call.op = ACCELZ_ALL_TO_ALL;
+    call.dtype = uint8_t(dtype);
+    return accelz::guarded<int64_t>(-1, [&] {
+        const accelz::Request request{call,
+                                      static_cast<char *>(output),
+                                      static_cast<const char *>(input),
+                                      timeout_seconds,
+                                      {received, received + size},
+                                      {sent, sent + size}};
+        return channel->channel.start(request, threads);
+    });
 }
 
 int accelz_finish(accelz_channel *channel, int64_t ticket, int threads) {

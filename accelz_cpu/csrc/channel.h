@@ -29,6 +29,7 @@ struct Request {
     char *output = nullptr;
     const char *input = nullptr;
     double timeout = 0;  // seconds
+    std::vector<uint64_t> received, sent;  // elements by rank, of an all-to-all
 };
 
 // Functions throw std::runtime_error; a failed collective ends the group, and the other ranks are told.
@@ -36,6 +37,7 @@ class Channel {
    public:
     Channel(int rank, int size);
 
+    int size() const { return size_; }
     int descriptor() const { return own_.descriptor(); }
     void connect(const int64_t *processes, const int *descriptors);
     int64_t start(const Request &request, int threads);
@@ -54,7 +56,9 @@ class Channel {
 
     void make_room(std::unique_lock<std::mutex> &lock, const Request &request, int threads);
     void publish(const Request &request, uint64_t number, int threads);
-    size_t published_bytes(const Call &call) const;
+    size_t published_bytes(const Request &request) const;
+    size_t head_bytes() const;
+    void copy_parcels(const Request &request, char *to, int threads) const;
     void copy_shard(const Request &request, char *to, int threads) const;
     void copy_part(const Request &request, char *to, int threads) const;
 
@@ -67,6 +71,7 @@ class Channel {
 
     void collect(const Request &request, uint64_t number, int threads);
     void collect_shards(const Request &request, uint64_t number, int threads);
+    void collect_parcels(const Request &request, uint64_t number, int threads);
     void collect_sum(const Request &request, uint64_t number, int threads);
     const char *data_of(int rank, int stream, uint64_t number);
 
@@ -77,6 +82,7 @@ class Channel {
     bool all_read() const;
     void ring_others();
     void check_usable() const;
+    void check_own(const Request &request) const;
     template <class Body>
     auto or_fail(Body &&body) -> decltype(body());
 

@@ -15,13 +15,14 @@ namespace accelz {
 constexpr uint64_t RING = 128;                 // collectives of a stream that can be under way
 constexpr uint32_t BLOCKS = STREAMS * RING;    // one for each of them
 constexpr size_t SMALL = 448;                  // bytes that a note carries itself
-constexpr uint64_t MAGIC = 0x616363656c7a0001;  // changes with what follows
+constexpr uint64_t MAGIC = 0x616363656c7a0002;  // changes with what follows
 
 // One collective, as a rank announces it.
 struct alignas(64) Post {
     std::atomic<uint64_t> number;  // place in its stream, from 1; 0: never used
     Call call;
-    uint32_t block;                // where this rank's data are, as an index into blocks
+    uint64_t bytes;                // of the owner's data
+    uint32_t block;                // where they are, as an index into blocks
     // Data of up to SMALL bytes. Who has a mailbox mapped can read them even when the owner has just ended: ranks
     // may leave after a barrier without looking back.
     alignas(64) char small[SMALL];

@@ -42,8 +42,8 @@ const Post *Peer::post(int stream, uint64_t number) const {
     return post.number.load(std::memory_order_acquire) == number ? &post : nullptr;
 }
 
-const char *Peer::data(const Post &post, int ranks) {
-    if (post.call.published_bytes(ranks) <= SMALL) return post.small;
+const char *Peer::data(const Post &post) {
+    if (post.bytes <= SMALL) return post.small;
     const BlockEntry &entry = mailbox_->blocks[post.block];
     std::lock_guard<std::mutex> lock(mutex_);
     Mapped &mapped = blocks_[post.block];

@@ -38,8 +38,8 @@ class Peer {
     // Its note of a collective, or nullptr while there is none.
     const Post *post(int stream, uint64_t number) const;
 
-    // What it published for a collective of `ranks` ranks that it has posted. Throws std::runtime_error.
-    const char *data(const Post &post, int ranks);
+    // What it published for a collective that it has posted. Throws std::runtime_error.
+    const char *data(const Post &post);
 
     // Whether it will post nothing any more. Asks the kernel.
     bool gone() const { return mailbox_->leaving.load() || process_.ended(); }

@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,11 @@ def movements_body(context: Context) -> None:
     value = torch.full((3,), complex(context.rank, 1))
     calls.broadcast(value, 1, context.group)
     assert torch.equal(value, torch.full((3,), complex(1, 1)))
+    parts, swapped = torch.full((5,), complex(0, context.rank)), torch.zeros(5, dtype=torch.complex64)
+    counts = [2, 3] if context.rank == 0 else [3, 2]
+    calls.all_to_all(swapped, parts, counts, counts, context.group)
+    assert swapped.imag.tolist() == [0] * counts[0] + [1] * counts[1]
+    assert not calls._lanes  # nothing has gone over gloo
     small = torch.ones(4, dtype=torch.int8)
     calls.all_reduce(small, context.group)
     assert torch.equal(small, torch.full((4,), 2, dtype=torch.int8))
@@ -158,6 +164,24 @@ def test_ranks_that_differ_are_both_told_what_the_other_did(disposable: Clusters
         assert "all_gather of 80 bytes (float32) on rank 0" in message
         assert "broadcast of 56 bytes (float64, from rank 0) on rank 1" in message
     assert time.monotonic() - start < 30
+
+
+def unequal_body(context: Context) -> str:
+    """Rank 1 expects one element more than rank 0 sends."""
+    calls = collectives(context)
+    received = [2, 2] if context.rank == 0 else [3, 2]
+    output, parts = torch.zeros(sum(received)), torch.zeros(4)
+    exchange = partial(calls.all_to_all, output, parts, received, [2, 2], context.group)
+    if context.rank == 0:  # it has what it expects
+        exchange()
+    with pytest.raises(CollectiveError) as caught:
+        calls.barrier(context.group) if context.rank == 0 else exchange()
+    return str(caught.value)
+
+
+def test_ranks_that_expect_what_is_not_sent(disposable: Clusters) -> None:
+    for said in disposable(2).run(unequal_body):
+        assert "rank 0 sends 2 elements to rank 1, which expects 3" in said
 
 
 def victim_body(context: Context) -> tuple[str, float, set[str], list[str]]:

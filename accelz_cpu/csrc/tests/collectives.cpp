@@ -103,6 +103,26 @@ void reduce(const Rank &r, size_t n) {
     for (size_t i = 0; i < n; i++) CHECK(values[i] == sum_at(i, r.size));
 }
 
+// How many elements go from one rank to another: to some none.
+uint64_t parcel(size_t n, int from, int to) { return uint64_t(n) * uint64_t((from + 2 * to) % 3); }
+
+void exchange(const Rank &r, size_t n) {
+    std::vector<uint64_t> sent, received;
+    std::vector<float> mine, expected;
+    for (int q = 0; q < r.size; q++) {
+        sent.push_back(parcel(n, r.rank, q));
+        received.push_back(parcel(n, q, r.rank));
+        for (uint64_t i = 0; i < sent.back(); i++) mine.push_back(float(100 * r.rank + 10 * q + int(i % 7)));
+        for (uint64_t i = 0; i < received.back(); i++) expected.push_back(float(100 * q + 10 * r.rank + int(i % 7)));
+    }
+    std::vector<float> output(expected.size(), -1);
+    const int64_t ticket = accelz_start_all_to_all(r.channel, ACCELZ_FLOAT32, output.data(), received.data(),
+                                                   mine.data(), sent.data(), r.timeout, r.threads);
+    CHECK(ticket >= 0);
+    r.finish(ticket);
+    CHECK(output == expected);
+}
+
 void broadcast(const Rank &r, size_t n, int source) {
     std::vector<float> values = pattern(n, r.rank);
     const std::vector<float> expected = pattern(n, source);
@@ -120,6 +140,7 @@ TEST(all_operations_many_times) {
                     gather(r, n);
                     scatter(r, n);
                     reduce(r, n);
+                    exchange(r, n);
                     broadcast(r, n, round % r.size);
                 }
         });
@@ -134,6 +155,7 @@ TEST(large_messages_on_several_threads) {
                 gather(r, n);
                 scatter(r, n);
                 reduce(r, n);
+                exchange(r, n);
             }
         },
         2);
@@ -225,6 +247,25 @@ TEST(different_calls_are_named_on_both_sides) {
         told++;
     });
     CHECK(told == 2);
+}
+
+TEST(an_exchange_that_ranks_see_differently) {
+    for (const uint64_t expected : {uint64_t(63), uint64_t(65)})
+        on_threads(2, [&](const Rank &r) {
+            std::vector<float> output(1000, -1), mine(1000, 1);
+            const uint64_t other = r.rank == 0 ? expected : 64;
+            const uint64_t counts[] = {r.rank == 0 ? 3 : other, r.rank == 0 ? other : 3}, even[] = {3, 64};
+            const uint64_t *const sent = r.rank == 0 ? even : counts;
+            const int64_t ticket =
+                accelz_start_all_to_all(r.channel, ACCELZ_FLOAT32, output.data(), counts, mine.data(), sent, 30, 1);
+            CHECK(ticket < 0 || accelz_finish(r.channel, ticket, 1) < 0 || r.rank == 1);
+            if (r.rank == 0)
+                CHECK(std::string(accelz_last_error()).find("rank 1 sends 64 elements to rank 0, which expects ") !=
+                      std::string::npos);
+            for (size_t i = 67; i < output.size(); i++) CHECK(output[i] == -1);
+            const uint64_t own[] = {1, 2};
+            CHECK(accelz_start_all_to_all(r.channel, ACCELZ_FLOAT32, output.data(), own, mine.data(), counts, 1, 1) < 0);
+        });
 }
 
 TEST(a_rank_that_stays_away) {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from ctypes import CDLL, c_int, c_int64
+from collections.abc import Sequence
+from ctypes import CDLL, c_int, c_int64, c_uint64
 from typing import Any
 
 import torch
@@ -51,6 +52,25 @@ class Channel(Transport):
     def all_reduce(self, tensor: Tensor, timeout: float, op: int) -> SharedWork:
         return self._start(_ALL_REDUCE, tensor, tensor, tensor.numel(), timeout, op)
 
+    def all_to_all(
+        self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], timeout: float
+    ) -> SharedWork:
+        """received[r], sent[r]: elements from rank r, and for it."""
+        code, factor = _code_and_factor(output.dtype)
+        counts = c_uint64 * len(sent)
+        ticket = self._library.accelz_start_all_to_all(
+            self._open(),
+            code,
+            output.data_ptr(),
+            counts(*(n * factor for n in received)),
+            parts.data_ptr(),
+            counts(*(n * factor for n in sent)),
+            timeout,
+            torch.get_num_threads(),
+        )
+        self._check(ticket)
+        return SharedWork(self, ticket)
+
     def finish(self, ticket: int) -> None:
         """Wait for the others and write the output."""
         self._check(self._library.accelz_finish(self._open(), ticket, torch.get_num_threads()))
@@ -83,16 +103,14 @@ class Channel(Transport):
         op: int = SUM,
         root: int = 0,
     ) -> SharedWork:
-        code = DTYPES.get(output.dtype)
-        if code is None:  # only copied, never summed
-            code, count = DTYPES[torch.uint8], count * output.element_size()
+        code, factor = _code_and_factor(output.dtype)
         address = None if source is None else source.data_ptr()
         ticket = self._library.accelz_start(
             self._open(),
             operation,
             op,
             code,
-            count,
+            count * factor,
             root,
             output.data_ptr(),
             address,
@@ -115,6 +133,12 @@ class Channel(Transport):
     def _check(self, result: int) -> None:
         if result < 0:
             raise RuntimeError(last_error(self._library))
+
+
+def _code_and_factor(dtype: torch.dtype) -> tuple[int, int]:
+    """The library's number of a dtype, and how many elements one is there: what it cannot sum is bytes."""
+    code = DTYPES.get(dtype)
+    return (DTYPES[torch.uint8], dtype.itemsize) if code is None else (code, 1)
 
 
 class SharedWork(dist.Work):

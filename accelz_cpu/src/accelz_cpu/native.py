@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from ctypes import CDLL, POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_size_t, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 import accelz_cpu
 
-ABI = 4
+ABI = 5
 LIBRARY = "libaccelz_cpu.so"
 DTYPES = {
     torch.float32: 0,
@@ -94,6 +94,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "accelz_channel_descriptor": (_I, (_P,)),
     "accelz_channel_connect": (_I, (_P, POINTER(c_int64), POINTER(c_int))),
     "accelz_start": (c_int64, (_P, _I, _I, _I, _N, _I, _P, _P, c_double, _I)),
+    "accelz_start_all_to_all": (
+        c_int64,
+        (_P, _I, _P, POINTER(c_uint64), _P, POINTER(c_uint64), c_double, _I),
+    ),
     "accelz_finish": (_I, (_P, c_int64, _I)),
     "accelz_abandon": (None, (_P, c_int64)),
     "accelz_channel_fail": (None, (_P, c_char_p)),

@@ -2,13 +2,14 @@
 
 Sums of 16-bit values are made in fp32, in rank order, and rounded once (on several hosts: see hierarchy.py).
 max and min keep NaN. Results are the same bits on all ranks and in all runs. Movements (all_gather,
-broadcast) and reductions (reduce_scatter, all_reduce) are two sequences: in each, ranks of a host that issue
-different collectives get an error that names both.
+all_to_all, broadcast) and reductions (reduce_scatter, all_reduce) are two sequences: in each, ranks of a
+host that issue different collectives get an error that names both.
 """
 
 from __future__ import annotations
 
 import atexit
+from collections.abc import Sequence
 from ctypes import CDLL
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from accelz.collectives import Group
 from accelz.gloo_lanes import GlooLanes, unused_key
-from accelz_cpu.channel import MAX, MIN, SUM
+from accelz_cpu.channel import MAX, MIN, SUM, Channel
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.native import DTYPES
 from accelz_cpu.rendezvous import open_transport
@@ -28,7 +29,7 @@ _REDUCTIONS = {dist.ReduceOp.SUM: SUM, dist.ReduceOp.MAX: MAX, dist.ReduceOp.MIN
 
 class SharedMemoryCollectives(GlooLanes):
     """gloo serves the whole group where hosts differ in their number of ranks or have one each, where memory
-    cannot be shared, for dtypes that the library cannot sum, and for all_to_all."""
+    cannot be shared, for dtypes that the library cannot sum, and for all_to_all between hosts."""
 
     def __init__(self, library: CDLL, memory: CommonMemory) -> None:
         super().__init__()
@@ -78,6 +79,15 @@ class SharedMemoryCollectives(GlooLanes):
             return super()._start_reduce_scatter(output, full, group, op)
         _check_dense(output, full)
         return transport.reduce_scatter(output, full, group.timeout, _REDUCTIONS[op])
+
+    def _start_all_to_all(
+        self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
+    ) -> dist.Work:
+        transport = self.transport(group)
+        if not isinstance(transport, Channel):
+            return super()._start_all_to_all(output, parts, received, sent, group)
+        _check_dense(output, parts)
+        return transport.all_to_all(output, parts, received, sent, group.timeout)
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
         transport = self.transport(group)
