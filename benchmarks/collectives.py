@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of bf16 through accelz, against plain gloo and a memory copy."""
+"""All-gather, reduce-scatter and all-to-all of bf16 through accelz, against plain gloo and a memory copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.result import Result
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-OPERATIONS = ("all_gather", "reduce_scatter")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all")
 MEGABYTE = 1_000_000
 TURN_BYTES = 64 * MEGABYTE  # small operations are repeated until a turn moves this much
 
@@ -60,25 +60,33 @@ class CollectivesRank:
         return {name: self._time(call, repeats) for name, call in self._calls.items()}
 
     def _make_calls(self, operation: str, other: Tensor) -> dict[str, Callable[[], object]]:
-        full, shard = self._full, self._shard
-        if operation == "all_gather":
-            return {
-                "accelz": lambda: self._accelz.all_gather(full, shard, self._group),
-                "gloo": lambda: _gather(full, shard, group=self._gloo),
-                "copy": lambda: full.copy_(other),
-            }
-        return {
-            "accelz": lambda: self._accelz.reduce_scatter(shard, full, self._group),
-            "gloo": lambda: _scatter(shard, full, group=self._gloo),
-            "copy": lambda: full.copy_(other),
+        full, shard, accelz, group, gloo = self._full, self._shard, self._accelz, self._group, self._gloo
+        self._parts, even = torch.zeros_like(full), [shard.numel()] * self._size
+        parts = self._parts
+        calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "all_gather": (
+                lambda: accelz.all_gather(full, shard, group),
+                lambda: _gather(full, shard, group=gloo),
+            ),
+            "reduce_scatter": (
+                lambda: accelz.reduce_scatter(shard, full, group),
+                lambda: _scatter(shard, full, group=gloo),
+            ),
+            "all_to_all": (
+                lambda: accelz.all_to_all(full, parts, even, even, group),
+                lambda: dist.all_to_all_single(full, parts, group=gloo),
+            ),
         }
+        mine, theirs = calls[operation]
+        return {"accelz": mine, "gloo": theirs, "copy": lambda: full.copy_(other)}
 
     def _is_right(self, operation: str, call: Callable[[], object]) -> bool:
         ranks = torch.arange(1, self._size + 1, dtype=torch.bfloat16)
         whole = ranks.repeat_interleave(self._shard.numel())
-        if operation == "all_gather":
+        if operation != "reduce_scatter":
             self._full.zero_()
             self._shard.fill_(self._rank + 1)
+            self._parts.fill_(self._rank + 1)
             call()
             return torch.equal(self._full, whole)
         self._full.copy_(whole)
