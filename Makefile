@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 SIM := examples/sim_backend
 SIM_STAMP := $(VENV)/.sim-installed
 RANKS ?= 2
+WORKERS ?= 2
 ARGS ?=
 
 
@@ -31,8 +32,8 @@ train: setup  ## a byte-level language model on Python's own sources, sharded ov
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
 
 test: setup sim  ## everything on the CPU, then the engine's tests once more on the simulated accelerator
-	$(BIN)/python -m pytest $(ARGS)
-	$(BIN)/python -m pytest tests/zero --device sim $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/zero --device sim $(ARGS)
 
 check: setup  ## formatting, lint, types, no device names inside the engine, imports one way only
 	$(BIN)/ruff format --check .

@@ -210,12 +210,12 @@ void Channel::copy_parcels(const Request &request, char *to, int threads) const 
     const size_t before = bytes_of(call, sum(request.sent, rank_));
     const size_t own = bytes_of(call, request.sent[size_t(rank_)]);
     const size_t after = bytes_of(call, sum(request.sent, size_)) - before - own;
+    if (to) {
+        std::memcpy(to, request.sent.data(), sizeof(uint64_t) * size_t(size_));
+        copy(to + head_bytes(), request.input, before, threads);
+        copy(to + head_bytes() + before, request.input + before + own, after, threads);
+    }
     copy(request.output + bytes_of(call, sum(request.received, rank_)), request.input + before, own, threads);
-    if (!to) return;
-    std::memcpy(to, request.sent.data(), sizeof(uint64_t) * size_t(size_));
-    to += head_bytes();
-    copy(to, request.input, before, threads);
-    copy(to + before, request.input + before + own, after, threads);
 }
 
 // The shard goes to the others, unless `to` is null, and to its own place in the output: it is read once.
@@ -413,6 +413,8 @@ void Channel::ring_others() {
 
 void Channel::check_own(const Request &request) const {
     if (request.call.op != ACCELZ_ALL_TO_ALL) return;
+    if (request.sent.size() != size_t(size_) || request.received.size() != size_t(size_))
+        throw std::runtime_error("an all_to_all begins with accelz_start_all_to_all");
     const uint64_t sent = request.sent[size_t(rank_)], received = request.received[size_t(rank_)];
     if (sent != received)
         throw std::runtime_error(text(request.call.words(size_), ": rank ", rank_, " sends itself ", sent,

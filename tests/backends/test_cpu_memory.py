@@ -36,13 +36,13 @@ def test_without_a_kernel_peak_the_largest_value_seen_counts(
     monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "absent")
     counters = ProcessMemory()
     before = counters.stats().allocated
-    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    block = torch.ones(512 * MIB, dtype=torch.uint8)
     counters.stats()
     del block
     counters.trim()
-    assert counters.stats().peak >= before + 60 * MIB
+    assert counters.stats().peak >= before + 256 * MIB  # the kernel may take back what others have left cold
     counters.reset_peak()
-    assert counters.stats().peak < before + 32 * MIB
+    assert counters.stats().peak < before + 128 * MIB
 
 
 _REUSE = """

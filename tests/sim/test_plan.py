@@ -113,6 +113,11 @@ def two_kernels(params: Any, lr: float) -> list[torch.optim.Optimizer]:
     return [zero.Lion(every[::2], lr), torch.optim.AdamW(every[1::2], lr)]
 
 
+def only_some(params: Any, lr: float) -> torch.optim.Optimizer:
+    """Knows no parameter of one unit, and some of others."""
+    return torch.optim.AdamW(list(params)[4:-2], lr)
+
+
 WHOLE = (Stranger, beside_a_kernel)
 FP32, BESIDE = "fp32 on the host", "whole parameters beside a kernel, on the host"
 TWO_WAYS = (FP32, BESIDE)
@@ -175,6 +180,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
         beside_a_kernel,
         None,
     ),
+    "unknown to the optimizer": ({"precision": "bf16"}, only_some, None),
     "two kernels": ({"precision": "bf16"}, two_kernels, None),
     "two kernels, half on the host": (
         {"precision": "bf16", "offload": {"optimizer": "host", "fraction": 0.5}},

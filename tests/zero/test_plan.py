@@ -116,7 +116,29 @@ def test_optimizers_of_whole_parameters() -> None:
     assert plan.memory.peaks["step"].gradients == 2 * 4 * MATRIX // 2 + 2 * 4 * most
     assert plan.traffic.collectives["all_to_all"] == (2 + 4 + 4) * 3 * MATRIX
     factored = zero.plan(model, torch.optim.Adafactor(model.parameters()), zero.Config(), ranks=2)
-    assert factored.memory.rest["device"].optimizer == 0  # rows and columns alone
+    assert factored.memory.rest["device"].optimizer == 2 * 4 * (128 + 128)  # rows and columns alone
+
+
+class Holder(nn.Module):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(torch.zeros(size) for size in sizes)
+
+
+def test_each_memory_is_that_of_the_rank_that_has_most_there() -> None:
+    """One rank steps 100 elements, the other 60 and 50; the host has room for the first unit's state."""
+
+    class Own(torch.optim.SGD):
+        pass
+
+    model = nn.Sequential(Holder(100, 50), Holder(60))
+    offload = zero.Offload(optimizer="host", host_budget=800)
+    config = zero.Config(precision="bf16", units=("Holder",), offload=offload, whole_parameters=True)
+    plan = zero.plan(model, Own(model.parameters(), momentum=0.9), config, ranks=2)
+    tiers = {unit.name: unit.groups[0].placement.optimizer[0][1] for unit in plan.units}
+    assert tiers == {"0": "host", "1": "device"}
+    assert plan.memory.rest["host"].optimizer == 4 * 100 + 4 * plan.units[0].groups[0].shard_numel
+    assert plan.memory.rest["device"].optimizer == 4 * 60 + 4 * plan.units[1].groups[0].shard_numel
 
 
 def test_what_does_not_fit_is_refused() -> None:

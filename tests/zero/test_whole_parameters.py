@@ -299,16 +299,21 @@ def face_body(context: Context) -> dict[str, Any]:
     engine = zero.initialize(model, optimizers, zero.Config(timeout=20))
     engine.backward(language_loss(model, 0, context.rank))
     hooked: list[str] = []
-    for each in optimizers:
+    schedulers.append(torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, gamma=1.0))
+    for each in (*optimizers, engine.optimizer):
+        each.register_step_pre_hook(lambda o, args, kwargs: ((*args,), kwargs))
         each.register_step_post_hook(lambda o, *_: hooked.append(type(o).__name__))
+    for each in optimizers:
         with pytest.raises(zero.UsageError, match=r"call engine\.step"):
             each.step()
         with pytest.raises(zero.UsageError, match=r"engine\.save_checkpoint"):
             each.state_dict()
     engine.traffic.clear()
     engine.step()
-    for scheduler in schedulers:
-        scheduler.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a scheduler that has seen no step
+        for scheduler in schedulers:
+            scheduler.step()
     sizes = [p.numel() for group in engine.optimizer.param_groups for p in group["params"]]
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         engine.optimizer.param_groups[0]["params"][0].tolist()
@@ -326,7 +331,7 @@ def face_body(context: Context) -> dict[str, Any]:
 def test_the_optimizers_stay_the_users(cluster: Clusters) -> None:
     found = cluster(2).run(face_body)
     for each in found:
-        assert each["hooked"] == ["Muon", "AdamW"]
+        assert each["hooked"] == ["Muon", "AdamW", "JointOptimizer"]
         assert each["rates"] == [5e-3, 5e-3]
         assert each["bytes"] == 3 * 4 * each["whole"]  # gradients, masters, and these back
     assert sum(each["mine"] for each in found) == found[0]["stepped"]
@@ -356,8 +361,8 @@ def refusals_body(context: Context) -> list[str]:
 REFUSED = (
     "OptimizerError: Muon looks at whole matrices",
     "OptimizerError: AdamW works element by element",
-    "ConfigError: Offload(optimizer='disk') serves Adam, AdamW, SGD and Lion; Muon with",
-    "ConfigError: Offload(overlap=True) serves Adam, AdamW, SGD and Lion; Muon with",
+    "ConfigError: Offload(optimizer='disk') serves what kernels step: Adam, AdamW, SGD, Lion. This Muon",
+    "ConfigError: Offload(overlap=True) serves what kernels step: Adam, AdamW, SGD, Lion. This Muon",
     "OptimizerError: the list of optimizers is empty",
     "OptimizerError: expected a torch.optim.Optimizer or a list of them, got NoneType",
     "OptimizerError: a parameter of shape () is in two optimizers, AdamW and SGD",
@@ -529,11 +534,14 @@ def mismatch_body(context: Context, path: str) -> list[str]:
     extended.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     late.backward(late(torch.ones(2, 8, device=context.accelerator.device)).sum())
     ranks_differ = lambda p: [torch.optim.NAdam(p) if context.rank else torch.optim.RAdam(p)]  # noqa: E731
+    momenta = (0.9, 0.0, 0.0) if context.rank else (0.9, 0.9, 0.0)
+    options_differ = lambda p: [torch.optim.SGD([q], momentum=m) for q, m in zip(p, momenta, strict=True)]  # noqa: E731
     return [
         raised(lambda: other.load_checkpoint(path)),
         raised(lambda: grouped.load_checkpoint(path)),
         raised(late.step),
         raised(lambda: built(ranks_differ)),
+        raised(lambda: built(options_differ)),
     ]
 
 
@@ -544,7 +552,8 @@ def test_optimizers_that_do_not_fit_are_found(cluster: Clusters, tmp_path: Path)
         )
         assert messages[1].startswith("StateError: the checkpoint's optimizer has 2 param_groups")
         assert messages[2].startswith("OptimizerError: the optimizer's param_groups have other parameters")
-        assert messages[3].startswith("RankMismatchError: the ranks disagree about the optimizer")
+        for differing in messages[3:]:
+            assert differing.startswith("RankMismatchError: the ranks disagree about the optimizer")
 
 
 def strides_body(context: Context, path: str) -> bool:

@@ -166,6 +166,7 @@ class Collectives:
         _check_counts(output, received, "received", group)
         _check_counts(parts, sent, "sent", group)
         _check_dtypes(output, parts)
+        _check_own_part(received[group.rank], sent[group.rank])
         return _handle(
             lambda: self._start_all_to_all(output, parts, received, sent, group), (output, parts), async_op
         )
@@ -241,6 +242,14 @@ def _check_counts(buffer: Tensor, counts: Sequence[int], what: str, group: Group
         raise CollectiveError(
             f"all_to_all: {what} must have a number of elements, at least 0, for each of {group.size} ranks, "
             f"and {buffer.numel()} in all, which the buffer has; got {list(counts)}"
+        )
+
+
+def _check_own_part(received: int, sent: int) -> None:
+    if received != sent:
+        raise CollectiveError(
+            f"all_to_all: this rank has {sent} elements for itself and expects {received}: make both numbers "
+            "of its own place equal"
         )
 
 

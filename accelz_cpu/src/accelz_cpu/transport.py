@@ -12,8 +12,9 @@ class Transport(ABC):
     """Each method begins one collective on dense tensors in host memory and returns its handle.
 
     timeout: seconds that `wait` of the handle may take. op: SUM, MAX or MIN of channel.py. All ranks issue
-    the same movements (all_gather, broadcast) in the same order, and likewise the same reductions; between
-    the two sequences there is no order. Raises RuntimeError; of no further use after a failed collective.
+    the same movements (all_gather, all_to_all, broadcast) in the same order, and likewise the same
+    reductions; between the two sequences there is no order. Raises RuntimeError; of no further use after a
+    failed collective.
     """
 
     @abstractmethod

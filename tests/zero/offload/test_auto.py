@@ -29,6 +29,12 @@ class Stranger(torch.optim.SGD):
         super().__init__(params, lr, momentum=0.9, foreach=False)
 
 
+def beside_a_kernel(params: Any, lr: float) -> list[torch.optim.Optimizer]:
+    """Every other layer whole, the one that is measured first among them."""
+    every = list(params)
+    return [Stranger([*every[0::4], *every[1::4]], lr), torch.optim.AdamW([*every[2::4], *every[3::4]], lr)]
+
+
 def train(
     context: Context,
     steps: int = 6,
@@ -93,11 +99,14 @@ def test_auto_trains_in_less_memory(cluster: Clusters, device: str, size: int, s
     assert len(placements) == 1  # the same on every rank
 
 
+@pytest.mark.parametrize("optimizer_of", [Stranger, beside_a_kernel])
 @pytest.mark.parametrize("size", [1, 2])
-def test_auto_knows_what_whole_parameters_take(cluster: Clusters, device: str, size: int) -> None:
+def test_auto_knows_what_whole_parameters_take(
+    cluster: Clusters, device: str, size: int, optimizer_of: Any
+) -> None:
     if device != "sim":
         pytest.skip("needs a device whose capacity can be set and is counted exactly")
-    for found in cluster(size).run(auto_body, share=0.8, optimizer_of=Stranger, limit=120):
+    for found in cluster(size).run(auto_body, share=0.8, optimizer_of=optimizer_of, limit=120):
         auto, plain = found["auto"], found["plain"]
         assert auto["losses"] == pytest.approx(plain["losses"], rel=1e-3)
         assert max(auto["peaks"]) <= found["capacity"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,7 @@ KEPT: dict[str, tuple[Make, int]] = {
 
 def values_per_element(optimizer: Optimizer) -> int:
     """The master among them; the most of any parameter."""
-    return 1 + max(moments_of(optimizer).values())
+    return 1 + math.ceil(max(moments_of(optimizer).values()))
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -73,6 +74,37 @@ def test_each_of_several_optimizers_is_counted() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     both = joint([torch.optim.Muon([first.weight]), torch.optim.AdamW([first.bias, *second.parameters()])])
     assert list(moments_of(both).values()) == [1, 2, 2, 2]
+
+
+class Shapes(Optimizer):
+    """Keeps state of every shape, some of it in a list."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            rows, columns = parameter.shape
+            left, right = parameter.new_zeros(rows, rows), parameter.new_zeros(columns, columns)
+            self.state[parameter] = {
+                "sides": [left, right],
+                "row": parameter.new_zeros(rows, 1),
+                "flat": parameter.new_zeros(rows * columns),
+                "three": parameter.new_zeros(3),
+                "half": parameter.to(torch.bfloat16),
+                "mean": parameter.mean(),
+            }
+
+
+def test_state_of_any_shape_is_counted_as_it_grows() -> None:
+    for rows, columns in ((1024, 16), (16, 1024), (7, 5), (35, 0)):
+        weight = nn.Parameter(torch.zeros(rows, columns))
+        numel = rows * columns
+        elements = rows * rows + columns * columns + rows + numel + 3 + numel / 2 if numel else 0
+        (found,) = moments_of(Shapes([weight])).values()
+        assert found * numel == pytest.approx(elements)
+    factored = torch.optim.Adafactor([nn.Parameter(torch.zeros(40, 60))])
+    assert [round(n * 2400) for n in moments_of(factored).values()] == [40 + 60]
 
 
 class Halves(Optimizer):

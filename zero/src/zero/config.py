@@ -41,6 +41,7 @@ class Config(Validated):
     whole_parameters: whether the optimizer steps whole parameters, each on one rank, where ranks have slices
         of them. None does that for all that are not known to work element by element: Muon, Adafactor, and
         optimizers that are not torch's. Set False for one of your own that does, which saves the exchange.
+        What a kernel steps, it steps in slices.
     units: what is gathered together. "auto" finds repeated blocks; or module classes (or their names);
         or a function (name, module) -> bool that picks the modules.
     persistent_below: parameters with fewer elements than this stay gathered all the time (stage 3).

@@ -26,7 +26,7 @@ from zero.settings.sizes import human
 from zero.tiers.stores import Stores
 from zero.tiers.trace import MemoryReport
 
-WARM_UP = 2  # steps measured: the second one is the first to gather ahead, and steps one record on the device
+WARM_UP = 2  # steps measured: the second is the first to gather ahead, and steps one record of each kind near
 SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted to the byte
 SAFETY = 0.1  # elsewhere: caches, fragments, and what others take
 
@@ -109,11 +109,13 @@ class Balancer:
     def _fitting(
         self, report: MemoryReport, candidates: Sequence[OwnedSubGroup], probes: int
     ) -> list[OwnedSubGroup]:
-        """Up to `probes` sub-groups that the device of every rank has room for."""
+        """Up to `probes` sub-groups that kernels step, and as many others, which the device of every rank has
+        room for."""
         limit, places = usable(self._accelerator), self._optimizer.subs
         found: list[OwnedSubGroup] = []
         for owned in candidates:
-            if len(found) < probes and self._peak_with(report, [*found, owned]) <= limit:
+            alike = [each for each in found if (each.rule is None) == (owned.rule is None)]
+            if len(alike) < probes and self._peak_with(report, [*found, owned]) <= limit:
                 found.append(owned)
         mine = [places.index(owned) for owned in found]
         agreed = set.intersection(*(set(theirs) for theirs in self._communicator.share_all(mine)))
@@ -135,7 +137,7 @@ class Balancer:
         come = [owned for owned in near if owned not in now]
         gone = [owned for owned in self._near if owned not in then]
         records = sum(map(self._record_bytes, come)) - sum(map(self._record_bytes, gone))
-        scratch = 0 if self._near else max(map(self._scratch_bytes, come), default=0)
+        scratch = self._unmeasured(come)
         step_bytes = self._optimizer.step_bytes
         scratch += sum(map(step_bytes, come)) - sum(map(step_bytes, gone))
         slices = [
@@ -152,9 +154,14 @@ class Balancer:
         """Whether all of a group is in `near`: its gradient stays on the device then."""
         return all(owned in near for owned in self._optimizer.owned[have.group])
 
+    def _unmeasured(self, come: Sequence[OwnedSubGroup]) -> int:
+        """The most that stepping one of `come` may take, where none of its kind has been stepped there yet,
+        by a kernel or by the user's optimizer."""
+        kinds = {owned.rule is None for owned in self._near}
+        return max((self._scratch_bytes(o) for o in come if (o.rule is None) not in kinds), default=0)
+
     def _scratch_bytes(self, owned: OwnedSubGroup) -> int:
-        """The most that stepping a record may take, for as long as that has not been measured: a gradient
-        that comes for it from the host, and what the kernel needs."""
+        """A gradient that comes for the step from the host, and what the kernel needs."""
         have = self._gradients[owned.group]
         parts = len(self._optimizer.owned[owned.group]) > 1
         gradient = have.slice_bytes * owned.sub.numel // owned.group.layout.shard_numel if parts else 0
@@ -186,7 +193,7 @@ class Balancer:
         """`peak`, were the first `count` of the agreed records on the device."""
         here = len(self._near)
         come = self._agreed[here:count]
-        scratch = 0 if self._near else max(map(self._scratch_bytes, come), default=0)
+        scratch = self._unmeasured(come)
         groups = dict.fromkeys(owned.group for owned in come)
         slices = sum(self._gradients[group].slice_bytes for group in groups)
         come_bytes = sum(map(self._record_bytes, come)) + slices + scratch

@@ -55,9 +55,9 @@ def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
-def name_of(optimizer: Optimizer) -> str:
+def name_of(*optimizers: Optimizer) -> str:
     """For messages."""
-    return " and ".join(type(each).__name__ for each in members(optimizer))
+    return " and ".join(type(each).__name__ for optimizer in optimizers for each in members(optimizer))
 
 
 def kind_of(optimizer: Optimizer) -> str:

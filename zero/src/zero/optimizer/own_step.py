@@ -17,6 +17,7 @@ from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.exchange import Exchange
+from zero.optimizer.joint import name_of
 from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.pieces import piece_of_master, shaped
 from zero.tiers.room import room_for
@@ -34,7 +35,7 @@ class OwnStep:
         self.gradient_bytes = 0
         self.value_bytes = 0
         self._optimizers = tuple(optimizers)
-        self._names = " and ".join(type(each).__name__ for each in optimizers)
+        self._names = name_of(*optimizers)
         self._stores = stores
         self._communicator = communicator
         self._accelerator = stores.accelerator

@@ -66,7 +66,7 @@ class ShardedOptimizer:
         self._stores = stores
         self._accelerator = stores.accelerator
         own_steps = [each for each in members(optimizer) if rule_for(each) is None]
-        self._served = [each for each in members(optimizer) if each not in own_steps]
+        self._served = [each for each in members(optimizer) if rule_for(each) is not None]
         self._own_step = OwnStep(own_steps, stores, communicator) if own_steps else None
         strangers = of_strangers(stepping)
         ways = {group: stepping.get(group.parameters[0], strangers) for group in groups}
@@ -89,21 +89,23 @@ class ShardedOptimizer:
 
     def step(self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None) -> None:
         """One optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim, 1.0 changes nothing."""
+        turns = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
+        step = partial(self._step, turns, scale, skip)
         self._stepping = True
         try:
-            present = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
-            if self._own_step is not None:
-                if skip is not None and bool(skip):  # torch's optimizers decide on the host
-                    return
-                mine = [turn for turn in present if turn[0].rule is None]
-                self._own_step.run(mine, scale, self.on_sub_group)
-            served = [turn for turn in present if turn[0].rule is not None]
-            step = partial(self._kernel_step, served, Factors(scale, skip))
-            for each in reversed(self._served):
-                step = partial(_between_hooks, each, step)
-            step()
+            if isinstance(self.optimizer, JointOptimizer):
+                _between_hooks([self.optimizer], step)
+            else:
+                step()
         finally:
             self._stepping = False
+
+    def _step(self, turns: Sequence[Turn], scale: Tensor | None, skip: Tensor | None) -> None:
+        if self._own_step is not None and (skip is None or not bool(skip)):  # these decide on the host
+            mine = [(owned, have) for owned, have in turns if owned.rule is None]
+            self._own_step.run(mine, scale, self.on_sub_group)
+        served = [(owned, have) for owned, have in turns if owned.rule is not None]
+        _between_hooks(self._served, partial(self._kernel_step, served, Factors(scale, skip)))
 
     def step_ahead(self, expected: Callable[[], tuple[Tensor | None, Tensor | None]]) -> Follower:
         """Step what is on the host as gradients arrive. expected(): factor and skip of gradients that are
@@ -306,10 +308,15 @@ class ShardedOptimizer:
         return plan_step(owned.rule, self.optimizer.param_groups, owned, used)
 
 
-def _run(optimizer: Optimizer, step: Callable[[], None]) -> None:
-    step()
-    setattr(optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
+def _between_hooks(optimizers: Sequence[Optimizer], step: Callable[[], None]) -> None:
+    """In torch's own wrapper, which runs step hooks and the profiler's range around it, of each."""
+    if not optimizers:
+        step()
+        return
+    first, *others = optimizers
 
+    def inside(optimizer: Optimizer) -> None:
+        _between_hooks(others, step)
+        setattr(optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
 
-# torch's own wrapper runs the optimizer's step hooks and profiler range around the kernel step.
-_between_hooks = Optimizer.profile_hook_step(_run)
+    Optimizer.profile_hook_step(inside)(first)

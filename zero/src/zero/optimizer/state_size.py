@@ -1,11 +1,14 @@
-"""How much state optimizers keep; of one that no kernel serves, found out by stepping a copy of it."""
+"""How much state optimizers keep; of one that no kernel serves, found out by stepping a copy of it.
+
+The copy steps small stand-ins of the parameters, whose dimensions are different primes: so the shape of what
+it keeps tells how that grows with a parameter, whether by elements, rows, columns or squares of these.
+"""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +19,25 @@ from accelz.flat_buffer import HOST
 from zero.errors import OptimizerError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
-from zero.optimizer.piece_state import is_elementwise
+from zero.optimizer.piece_state import is_elementwise, kept_tensors
 
-SIDE = 2  # elements of a stand-in's every dimension: more than the one that counts and averages have
+SIDES = (
+    5,
+    7,
+    11,
+    13,
+    17,
+)  # of a stand-in; larger than the sizes that state has of itself. Further ones are 1
 FOR_DEVICES = ("capturable", "differentiable", "foreach", "fused")  # options that change no state
 
 
-def moments_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> dict[nn.Parameter, int]:
-    """Values of the master's size that are kept beside it for an element of each parameter.
+def moments_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> dict[nn.Parameter, float]:
+    """Values of the master's size that are kept beside it for an element of each parameter, on average.
 
     dtype: that parameters are cast to before; None leaves them theirs. Raises OptimizerError where a copy of
     an optimizer cannot be stepped.
     """
-    found: dict[nn.Parameter, int] = {}
+    found: dict[nn.Parameter, float] = {}
     for each in members(optimizer):
         rule = rule_for(each)
         if rule is None:
@@ -39,30 +48,28 @@ def moments_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> dict[n
     return found
 
 
-def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
+def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, float]:
+    stand_ins = {
+        p: _stand_in(p, dtype or p.dtype) for group in optimizer.param_groups for p in group["params"]
+    }
+    probe = _copy_of(optimizer, stand_ins)
     try:
         with torch.random.fork_rng(devices=[]):
-            return _step_a_copy(optimizer, dtype)
+            type(optimizer).step(probe)
     except Exception as error:
         raise OptimizerError(
             f"how much state {name_of(optimizer)} keeps is not known, and a copy of it does not step "
             f"({type(error).__name__}: {error}). So it can neither be planned nor held to a host_budget"
         ) from error
-
-
-def _step_a_copy(optimizer: Optimizer, dtype: torch.dtype | None) -> dict[nn.Parameter, int]:
-    stand_ins = {
-        p: _stand_in(p, dtype or p.dtype) for group in optimizer.param_groups for p in group["params"]
-    }
-    probe = _copy_of(optimizer, stand_ins)
-    type(optimizer).step(probe)
-    return {p: _elementwise_values(probe.state[small], small) for p, small in stand_ins.items()}
+    return {p: _values_per_element(probe.state[small], p, small) for p, small in stand_ins.items()}
 
 
 def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """Of a parameter's master: small, of as many dimensions, on the host, with a gradient."""
     wide = torch.promote_types(dtype, torch.float32)
-    small = nn.Parameter(torch.zeros((SIDE,) * max(parameter.dim(), 1), dtype=wide, device=HOST))
+    further = max(parameter.dim(), 1) - len(SIDES)
+    sides = (*SIDES, *(1 for _ in range(further)))[: max(parameter.dim(), 1)]
+    small = nn.Parameter(torch.zeros(sides, dtype=wide, device=HOST))
     small.grad = torch.zeros_like(small)
     return small
 
@@ -89,6 +96,23 @@ def _shrunk(state: Mapping[str, Any], parameter: nn.Parameter, small: nn.Paramet
     }
 
 
-def _elementwise_values(state: Mapping[str, Any], parameter: nn.Parameter) -> int:
-    kept = [v for k, v in state.items() if isinstance(v, Tensor) and is_elementwise(k, v, parameter)]
-    return math.ceil(sum(v.nbytes for v in kept) / parameter.nbytes)
+def _values_per_element(state: dict[str, Any], parameter: nn.Parameter, small: nn.Parameter) -> float:
+    nbytes = sum(
+        value.element_size() * _numel(value.shape, parameter.shape)
+        if value.shape != small.shape
+        else value.element_size() * parameter.numel()
+        for value in kept_tensors(state, small)
+    )
+    return nbytes / max(parameter.numel(), 1) / small.element_size()
+
+
+def _numel(shape: Sequence[int], real: Sequence[int]) -> int:
+    """Elements of a state of `shape`, of a stand-in, for a parameter of the shape `real`."""
+    numel = 1
+    for length in shape:
+        rest = length
+        for side, size in zip(SIDES, real, strict=False):
+            while rest and rest % side == 0:
+                rest, numel = rest // side, numel * size
+        numel *= rest
+    return numel

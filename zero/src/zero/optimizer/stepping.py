@@ -26,11 +26,14 @@ class Stepping:
 
 def steppings(optimizer: Optimizer, config: Config) -> dict[nn.Parameter, Stepping]:
     """Of the parameters that the optimizer, or each of several, knows."""
-    found: dict[nn.Parameter, Stepping] = {}
-    for each in members(optimizer):
-        stepping = _of(each, config)
-        found.update((p, stepping) for group in each.param_groups for p in group["params"])
-    return found
+    ways = zip(optimizer.param_groups, of_param_groups(optimizer, config), strict=True)
+    return {parameter: way for group, way in ways for parameter in group["params"]}
+
+
+def of_param_groups(optimizer: Optimizer, config: Config) -> list[Stepping]:
+    """How each param group is stepped, which ranks have to agree on."""
+    ways = ((_of(each, config), each.param_groups) for each in members(optimizer))
+    return [way for way, groups in ways for _ in groups]
 
 
 def of_strangers(known: dict[nn.Parameter, Stepping]) -> Stepping:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,8 +25,8 @@ Dtype = torch.dtype | None
 
 @dataclass(frozen=True)
 class Stepped:
-    """What the rank that steps most elements has of a group. numel: elements. state: values that the
-    optimizer keeps for them. of_all: elements that all ranks step."""
+    """What the rank that steps most elements of a memory has of a group there. numel: elements. state: values
+    that the optimizer keeps for them. of_all: elements that all ranks step."""
 
     numel: int
     state: int
@@ -152,7 +153,7 @@ def planned(
     policy: GradientPolicy,
     ranks: int,
     autocast: Dtype,
-    moments: Mapping[nn.Parameter, int],
+    moments: Mapping[nn.Parameter, float],
 ) -> Iterator[PlannedUnit]:
     """Of each draft. autocast: dtype that forwards run under, None for none. moments: values that optimizers
     keep for an element of each parameter."""
@@ -204,23 +205,31 @@ class _Behind:
 
 
 def _stepped(
-    drafts: Sequence[UnitDraft], moments: Mapping[nn.Parameter, int], ranks: int
+    drafts: Sequence[UnitDraft], moments: Mapping[nn.Parameter, float], ranks: int
 ) -> Iterator[Stepped | None]:
     """Of each group that ranks have slices of and that is stepped whole."""
     groups = [
-        [parameter for _, parameter in group.named if group.kind.stepping.whole and ranks > 1]
+        ([p for _, p in group.named if group.kind.stepping.whole and ranks > 1], group.placement.optimizer)
         for draft in drafts
         for group in draft.groups
     ]
-    rank_of = share_out([(p, p.numel()) for parameters in groups for p in parameters], ranks)
-    loads: Counter[int] = Counter()
-    for parameter, rank in rank_of.items():
-        loads[rank] += parameter.numel()
-    most = max(loads, key=lambda rank: loads[rank], default=0)
-    for parameters in groups:
-        mine = [p for p in parameters if rank_of[p] == most]
-        numel, state = sum(p.numel() for p in mine), sum(p.numel() * moments[p] for p in mine)
+    rank_of = share_out([(p, p.numel()) for parameters, _ in groups for p in parameters], ranks)
+    loads: dict[Tier, Counter[int]] = defaultdict(Counter)
+    for parameters, records in groups:
+        for parameter in parameters:
+            loads[records[0][1]][rank_of[parameter]] += parameter.numel()
+    most = {tier: max(load, key=lambda rank: load[rank]) for tier, load in loads.items()}
+    for parameters, records in groups:
+        mine = [p for p in parameters if rank_of[p] == most[records[0][1]]]
+        numel, state = sum(p.numel() for p in mine), sum(math.ceil(p.numel() * moments[p]) for p in mine)
         yield Stepped(numel, state, sum(p.numel() for p in parameters)) if parameters else None
+
+
+def _moments_of(draft: GroupDraft, moments: Mapping[nn.Parameter, float]) -> int:
+    """Records that a kernel steps have theirs also for parameters that no optimizer knows."""
+    if draft.kind.stepping.rule is not None or not draft.kind.trainable:
+        return draft.placement.moments
+    return math.ceil(max(moments.get(parameter, 0) for _, parameter in draft.named))
 
 
 def _group(
@@ -230,7 +239,7 @@ def _group(
     policy: GradientPolicy,
     autocast: Dtype,
     behind: _Behind,
-    moments: Mapping[nn.Parameter, int],
+    moments: Mapping[nn.Parameter, float],
     whole: Stepped | None,
 ) -> PlannedGroup:
     kind = draft.kind
@@ -255,6 +264,6 @@ def _group(
         complete_early=all(parameter in behind.all for _, parameter in draft.named),
         placement=draft.placement,
         kernel=kind.stepping.rule is not None,
-        moments=max(moments.get(parameter, 0) for _, parameter in draft.named) if kind.trainable else 0,
+        moments=_moments_of(draft, moments),
         whole=whole,
     )

@@ -46,7 +46,7 @@ class Offload(Validated):
     fraction: part of the state, by elements, that leaves the device; the rest stays. A number is of optimizer
         state; {"params": 0.5, "gradients": 0.25} of each kind, those that are not named leaving whole. Of
         parameters and gradients, and of optimizer state that no kernel steps, what a unit has in one dtype
-        stays together: a warning tells where that is too coarse to come near.
+        and one optimizer steps stays together: a warning tells where that is too coarse to come near.
     host_budget: host memory per rank in bytes, or e.g. "8GiB". A number is for optimizer state, the second
         copies of `overlap` included; {"optimizer": "8GiB", "params": "2GiB"} is for each kind. What it cannot
         hold stays on the device where the kind is set to "host", and is on disk with "disk". Kinds that are

@@ -19,7 +19,7 @@ from zero.config import DTYPES, Config
 from zero.deferred import deferred_init
 from zero.errors import ConfigError, ModelError
 from zero.optimizer.joint import kinds_of_groups
-from zero.optimizer.stepping import steppings
+from zero.optimizer.stepping import of_param_groups
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 from zero.sharding.units import UnitPlan
 
@@ -77,7 +77,7 @@ def check_equal(
 
 
 def _how_stepped(optimizer: Optimizer, config: Config) -> str:
-    ways = dict.fromkeys(steppings(optimizer, config).values())
+    ways = of_param_groups(optimizer, config)
     told = [(way.whole, way.rule and (way.rule.kernel, way.rule.moments)) for way in ways]
     return f"{kinds_of_groups(optimizer)} {told}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,7 +80,7 @@ def draft_units(
     param_group_of: dict[nn.Parameter, int],
     castable: Collection[nn.Parameter],
     stepping: dict[nn.Parameter, Stepping],
-    moments: Mapping[nn.Parameter, int],
+    moments: Mapping[nn.Parameter, float],
 ) -> list[UnitDraft]:
     """Cut units into groups, and decide where the state of each goes. castable: parameters that autocast
     casts before each use. moments: values that optimizers keep for an element of each parameter; empty where
@@ -154,7 +155,7 @@ class _OwnState:
     def __init__(
         self,
         parts: Sequence[Mapping[GroupKind, list[Named]]],
-        moments: Mapping[nn.Parameter, int],
+        moments: Mapping[nn.Parameter, float],
         ranks: int,
     ) -> None:
         whole = (
@@ -175,10 +176,10 @@ class _OwnState:
         wide = max(kind.dtype.itemsize, 4)
         kept = {parameter: self._moments.get(parameter, 0) for _, parameter in named}
         if not kind.stepping.whole:
-            return (shard_numel * max(kept.values()) * wide,) * self.ranks
+            return (shard_numel * math.ceil(max(kept.values())) * wide,) * self.ranks
         found = [0] * self.ranks
         for parameter, values in kept.items():
-            found[self._rank_of[parameter]] += parameter.numel() * values * wide
+            found[self._rank_of[parameter]] += math.ceil(parameter.numel() * values) * wide
         return tuple(found)
 
 

@@ -34,7 +34,7 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device
 
 def _check_own_steps(optimizer: Optimizer, config: Config) -> None:
     """Where state would be stepped from a disk or ahead, and the optimizer cannot be."""
-    serves = f"serves Adam, AdamW, SGD and Lion; {name_of(optimizer)} with these options steps its own"
+    serves = f"serves what kernels step: Adam, AdamW, SGD, Lion. This {name_of(optimizer)} steps its own"
     if config.tiers.optimizer == "disk":
         raise ConfigError(
             f"Offload(optimizer='disk') {serves} tensors, which have to be in memory: optimizer='host'"

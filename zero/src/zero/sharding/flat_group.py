@@ -1,4 +1,4 @@
-"""Parameters of one unit that have one dtype, travel alike, and are all trainable or frozen: one flat buffer.
+"""Parameters of one unit that have one dtype, travel and are stepped alike, or are frozen: one flat buffer.
 
 Glossary
 --------

@@ -87,15 +87,14 @@ class _Share:
 
 
 class _HostRoom:
-    """Of one kind of state. budget: bytes of each rank, None for no limit."""
+    """Of one kind of state. budget: bytes of each rank."""
 
-    def __init__(self, budget: int | None) -> None:
+    def __init__(self, budget: int) -> None:
         self._budget = budget
         self._taken: tuple[int, ...] = (0,)  # by rank; one number where all have the same
 
     def fits(self, each: int) -> int:
-        """How many elements of `each` bytes every rank has room for. Of a budget."""
-        assert self._budget is not None
+        """How many elements of `each` bytes every rank has room for."""
         return max(self._budget - max(self._taken), 0) // each
 
     def take(self, nbytes: int, own: Sequence[int] = ()) -> bool:
@@ -103,7 +102,7 @@ class _HostRoom:
         before = self._taken if len(self._taken) >= len(own) else self._taken * len(own)
         beside = own or (0,) * len(before)
         after = tuple(taken + nbytes + mine for taken, mine in zip(before, beside, strict=True))
-        if self._budget is not None and max(after) > self._budget:
+        if max(after) > self._budget:
             return False
         self._taken = after
         return True
@@ -122,7 +121,8 @@ class Planner:
         self._twins = offload.overlap and resolve("host") == "host"
         self._visits = offload.step == "device"
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
-        self._host = {kind: _HostRoom(offload.budget(kind)) for kind in get_args(Kind)}
+        budgets: dict[Kind, int | None] = {kind: offload.budget(kind) for kind in get_args(Kind)}
+        self._host = {kind: _HostRoom(limit) for kind, limit in budgets.items() if limit is not None}
 
     def place(self, groups: Sequence[Candidate]) -> list[Placement]:
         """All groups of a model, in its order."""
@@ -198,7 +198,7 @@ class Planner:
 
     def _take_host(self, kind: Kind, numel: int, each: int, divisible: bool, own: Sequence[int] = ()) -> int:
         """How many elements of `each` bytes the host takes; and `own` of each rank, which come with all."""
-        if self._offload.budget(kind) is None:
+        if kind not in self._host:
             return numel if getattr(self._offload, kind) == "host" else 0
         if not numel or self._host[kind].take(numel * each, own):
             return numel
