@@ -32,8 +32,8 @@ train: setup  ## a byte-level language model on Python's own sources, sharded ov
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
 
 test: setup sim  ## everything on the CPU, then the engine's tests once more on the simulated accelerator
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/zero --device sim $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/zero --device sim $(ARGS)
 
 check: setup  ## formatting, lint, types, no device names inside the engine, imports one way only
 	$(BIN)/ruff format --check .

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -287,6 +289,32 @@ def architectures_body(context: Context) -> dict[str, float]:
 def test_architectures(cluster: Clusters) -> None:
     for found in cluster(2).run(architectures_body):
         assert max(found.values()) < 1e-5, found
+
+
+def kept_output_body(context: Context, compile: bool) -> list[bool]:
+    """Whether engine and model are freed although the model keeps a tensor of its last forward."""
+
+    def trained(backward: bool) -> tuple[weakref.ref[Any], weakref.ref[Any]]:
+        torch.manual_seed(2)
+        model = Mixture()
+        compiling = zero.Compile(inner="aot_eager") if compile else None
+        engine = zero.initialize(model, decaying(model), zero.Config(timeout=10, compile=compiling))
+        engine.backward(plain_loss(model, 0, context.rank))
+        engine.step()
+        loss = plain_loss(model, 1, context.rank)
+        if backward:
+            engine.backward(loss)
+        return weakref.ref(engine), weakref.ref(model)
+
+    gone = [trained(backward) for backward in (True, False)]
+    gc.collect()
+    return [left() is None for pair in gone for left in pair]
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_model_that_keeps_an_output_is_freed(cluster: Clusters, compile: bool) -> None:
+    for gone in cluster(2).run(kept_output_body, compile=compile):
+        assert all(gone), gone
 
 
 def rank_dependent(model: nn.Module, step: int, rank: int) -> Tensor:

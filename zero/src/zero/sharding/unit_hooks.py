@@ -11,6 +11,7 @@ Recomputation under activation checkpointing is a forward inside a backward: it 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero.errors import UsageError
 from zero.sharding import autocast
 from zero.sharding.cast import Cast
 from zero.sharding.copies import Uncopied
@@ -103,9 +105,9 @@ class UnitHooks(Uncopied):
         self._call = None
         if torch.is_grad_enabled():
             newest = _newest_input((args, kwargs))
-            self._call = _Call(self._unit, self._schedule, self._phase, cast, has_input=newest is not None)
+            self._call = _Call(self, cast, has_input=newest is not None)
             if newest is not None:
-                _when_ready(newest, partial(self._end, self._call))
+                _when_ready(newest, self._call.end)
 
     def _release_after(self, output: Any) -> None:
         if self._depth == 0:
@@ -122,8 +124,15 @@ class UnitHooks(Uncopied):
         if not (needed and (self._phase.in_backward or self._schedule.needed_soon(self._unit))):
             self._unit.release()
 
-    def _end(self, call: _Call) -> None:
-        """The gradient of the call's newest input is ready: its backward is over."""
+    def begin_backward(self, call: _Call) -> None:
+        """A gradient has reached an output of the call."""
+        if call not in self._unit.calls_in_backward:
+            self._unit.calls_in_backward.add(call)
+            self._schedule.acquire(self._unit, call.cast)
+            self._phase.mark(self._unit.name)
+
+    def end_backward(self, call: _Call) -> None:
+        """The gradient of the call's newest input is ready."""
         self._awaited.discard(call)
         self._phase.mark(self._unit.name)
         if call in self._unit.calls_in_backward:
@@ -134,21 +143,16 @@ class UnitHooks(Uncopied):
 
 
 class _Call:
-    """One forward call of a unit, as its backward will see it."""
+    """One forward call of a unit, as its backward will see it.
 
-    def __init__(
-        self,
-        unit: ShardedUnit,
-        schedule: Schedule,
-        phase: Phase,
-        cast: Cast,
-        has_input: bool,
-    ) -> None:
+    Autograd's graph holds it, where Python's collector does not see, and a model may keep an output of its
+    own. So it does not hold the unit: a cycle would never be freed.
+    """
+
+    def __init__(self, hooks: UnitHooks, cast: Cast, has_input: bool) -> None:
+        self.cast = cast
         self.has_input = has_input
-        self._unit = unit
-        self._schedule = schedule
-        self._phase = phase
-        self._cast = cast
+        self._hooks = weakref.ref(hooks)
 
     def watch(self, output: Any) -> bool:
         """Hook the outputs that gradients can reach; whether there are any."""
@@ -158,10 +162,16 @@ class _Call:
         return bool(tensors)
 
     def begin(self) -> None:
-        if self not in self._unit.calls_in_backward:
-            self._unit.calls_in_backward.add(self)
-            self._schedule.acquire(self._unit, self._cast)
-            self._phase.mark(self._unit.name)
+        self._alive().begin_backward(self)
+
+    def end(self) -> None:
+        self._alive().end_backward(self)
+
+    def _alive(self) -> UnitHooks:
+        hooks = self._hooks()
+        if hooks is None:
+            raise UsageError("the model and its engine are gone: keep them until engine.backward(loss)")
+        return hooks
 
 
 _CALLS = "_zero_when_ready"  # on a tensor: what to call when its gradient is ready, in order
