@@ -317,6 +317,37 @@ def test_a_model_that_keeps_an_output_is_freed(cluster: Clusters, compile: bool)
         assert all(gone), gone
 
 
+def left_over_body(context: Context) -> dict[str, Any]:
+    """What outlives engine and model: an input they shared with another engine, and a module of theirs."""
+
+    def built() -> tuple[Mixture, zero.Engine]:
+        torch.manual_seed(2)
+        model = Mixture()
+        return model, zero.initialize(model, decaying(model), zero.Config(timeout=10))
+
+    gone, engine = built()
+    router, bias = gone.layers[0].router, gone.layers[1].router.bias
+    other, other_engine = built()
+    encoded = features(0, context.rank, other).requires_grad_() * 1.0
+    engine(encoded)
+    del gone, engine
+    gc.collect()
+    other_engine.backward(other_engine(encoded))
+    with zero.gathered(router):
+        whole = tuple(router.weight.shape), bool(router.weight.any())
+    del router
+    gc.collect()
+    with pytest.raises(zero.UsageError) as told, zero.gathered(bias):
+        pass
+    return {"whole": whole, "told": str(told.value)}
+
+
+def test_what_outlives_an_engine(cluster: Clusters) -> None:
+    for found in cluster(2).run(left_over_body):
+        assert found["whole"] == ((4, WIDTH), True)
+        assert "are gone" in found["told"]
+
+
 def rank_dependent(model: nn.Module, step: int, rank: int) -> Tensor:
     """Each rank leaves out other blocks."""
     return model(features(step, rank, model), (0, 1, 3) if (step + rank) % 2 else (2, 1)).loss

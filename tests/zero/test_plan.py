@@ -117,6 +117,8 @@ def test_optimizers_of_whole_parameters() -> None:
     assert plan.traffic.collectives["all_to_all"] == (2 + 4 + 4) * 3 * MATRIX
     factored = zero.plan(model, torch.optim.Adafactor(model.parameters()), zero.Config(), ranks=2)
     assert factored.memory.rest["device"].optimizer == 2 * 4 * (128 + 128)  # rows and columns alone
+    alone = zero.plan(model, torch.optim.Adafactor(model.parameters()), zero.Config(), ranks=1)
+    assert alone.memory.rest["device"].optimizer == 4 * 4 * (128 + 128)
 
 
 class Holder(nn.Module):

@@ -107,6 +107,28 @@ def test_state_of_any_shape_is_counted_as_it_grows() -> None:
     assert [round(n * 2400) for n in moments_of(factored).values()] == [40 + 60]
 
 
+class Early(Optimizer):
+    """Has state before its first step, and then a square of the shorter side and a history."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rows"] = parameter.new_zeros(parameter.shape[0])
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            short = min(parameter.shape)
+            self.state[parameter]["short"] = parameter.new_zeros(short, short)
+            self.state[parameter]["history"] = parameter.new_zeros(100)
+
+
+@pytest.mark.parametrize("shape", [(1000, 16), (16, 1000), (1, 1000), (50000, 512)])
+def test_state_that_does_not_grow_is_counted_as_it_is(shape: tuple[int, int]) -> None:
+    weight = nn.Parameter(torch.zeros(shape))
+    (found,) = moments_of(Early([weight])).values()
+    assert found * weight.numel() == pytest.approx(shape[0] + min(shape) ** 2 + 100)
+
+
 class Halves(Optimizer):
     """Keeps 16-bit state, a number that is not elementwise, and a list of its parameters."""
 

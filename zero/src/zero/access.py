@@ -12,36 +12,33 @@ from torch import nn
 from zero.deferred import deferred_init
 from zero.errors import UsageError
 from zero.sharding.copies import Uncopied
-from zero.sharding.guard import NAME_ATTRIBUTE
+from zero.sharding.guard import NAME_ATTRIBUTE, ShardedParameter
 from zero.sharding.whole import WholeValues
 
-WHOLE_ATTRIBUTE = (
-    "_zero_whole"  # in a model's __dict__: its engine's WholeValues; in a parameter's: an _Owner
-)
+WHOLE_ATTRIBUTE = "_zero_whole"
+"""In a module's __dict__ its engine's WholeValues; in a parameter's an _Owner."""
 
 
 class _Owner(Uncopied):
-    """An engine's WholeValues, which the model holds. Autograd's graphs hold parameters, where Python's
+    """An engine's WholeValues, which modules hold. Autograd's graphs hold parameters, where Python's
     collector does not see, and a model may keep an output of its own: a cycle would never be freed."""
 
     def __init__(self, whole: WholeValues) -> None:
         self._whole = weakref.ref(whole)
 
-    def alive(self) -> WholeValues:
-        whole = self._whole()
-        if whole is None:
-            raise UsageError("the model of these parameters, and its engine, are gone: they have no values")
-        return whole
+    def alive(self) -> WholeValues | None:
+        return self._whole()
 
 
 def own(model: nn.Module, whole: WholeValues) -> None:
     """Say that an engine has the model's parameters. Its `load_state_dict()` raises UsageError from now on,
     except inside `gathered`: at 16 bits the masters would bring the old values back in the next step."""
-    model.__dict__[WHOLE_ATTRIBUTE], owner = whole, _Owner(whole)
+    owner = _Owner(whole)
     for parameter in model.parameters():
         parameter.__dict__[WHOLE_ATTRIBUTE] = owner
     for module in model.modules():
         if module._parameters:
+            module.__dict__[WHOLE_ATTRIBUTE] = whole
             module.register_load_state_dict_pre_hook(_refuse_to_load)
 
 
@@ -87,15 +84,19 @@ def _by_owner(
         if deferred_init.is_deferred(parameter):
             raise UsageError("parameters made under zero.init() have no values before zero.initialize")
         owner = parameter.__dict__.get(WHOLE_ATTRIBUTE)
-        if owner is not None:
-            owners.setdefault(owner.alive(), []).append(parameter)
+        whole = None if owner is None else owner.alive()
+        if whole is not None:
+            owners.setdefault(whole, []).append(parameter)
+        elif isinstance(parameter, ShardedParameter):
+            raise UsageError("the module of a sharded parameter, and its engine, are gone: it has no values")
     return owners
 
 
 def _refuse_to_load(module: nn.Module, *_: Any) -> None:
     for parameter in module._parameters.values():
         own = {} if parameter is None else parameter.__dict__
-        if WHOLE_ATTRIBUTE in own and not own[WHOLE_ATTRIBUTE].alive().locate(own[NAME_ATTRIBUTE])[0].shown:
+        whole = own[WHOLE_ATTRIBUTE].alive() if WHOLE_ATTRIBUTE in own else None
+        if whole is not None and not whole.locate(own[NAME_ATTRIBUTE])[0].shown:
             raise UsageError(
                 "model.load_state_dict() changes this rank's whole values at most, and not what the engine "
                 "steps: call engine.load_state_dict(state), which takes rank 0's, or load inside "

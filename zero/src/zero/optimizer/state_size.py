@@ -21,13 +21,14 @@ from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.piece_state import is_elementwise, kept_tensors
 
-SIDES = (
-    5,
-    7,
-    11,
-    13,
-    17,
-)  # of a stand-in; larger than the sizes that state has of itself. Further ones are 1
+SIDES = {  # of a stand-in, by its dimensions; larger than most sizes that state has of itself
+    1: (101,),
+    2: (101, 103),
+    3: (31, 37, 41),
+    4: (11, 13, 17, 19),
+    5: (7, 11, 13, 17, 19),
+}
+MOST = max(SIDES)  # dimensions; further ones are 1
 FOR_DEVICES = ("capturable", "differentiable", "foreach", "fused")  # options that change no state
 
 
@@ -61,17 +62,28 @@ def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> di
             f"how much state {name_of(optimizer)} keeps is not known, and a copy of it does not step "
             f"({type(error).__name__}: {error}). So it can neither be planned nor held to a host_budget"
         ) from error
-    return {p: _values_per_element(probe.state[small], p, small) for p, small in stand_ins.items()}
+    return {
+        p: _values_per_element(probe.state[small], optimizer.state.get(p, {}), p, small)
+        for p, small in stand_ins.items()
+    }
 
 
 def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """Of a parameter's master: small, of as many dimensions, on the host, with a gradient."""
     wide = torch.promote_types(dtype, torch.float32)
-    further = max(parameter.dim(), 1) - len(SIDES)
-    sides = (*SIDES, *(1 for _ in range(further)))[: max(parameter.dim(), 1)]
-    small = nn.Parameter(torch.zeros(sides, dtype=wide, device=HOST))
+    small = nn.Parameter(torch.zeros(_sides(parameter.shape), dtype=wide, device=HOST))
     small.grad = torch.zeros_like(small)
     return small
+
+
+def _sides(shape: Sequence[int]) -> list[int]:
+    """In the order of the sizes, so that what goes by the shorter one does here too; what is 1 stays."""
+    real = tuple(shape) or (2,)
+    found = [1] * len(real)
+    long = sorted((place for place, size in enumerate(real) if size != 1), key=lambda place: real[place])
+    for place, side in zip(long, SIDES[min(len(real), MOST)], strict=False):
+        found[place] = side
+    return found
 
 
 def _copy_of(optimizer: Optimizer, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Optimizer:
@@ -96,23 +108,31 @@ def _shrunk(state: Mapping[str, Any], parameter: nn.Parameter, small: nn.Paramet
     }
 
 
-def _values_per_element(state: dict[str, Any], parameter: nn.Parameter, small: nn.Parameter) -> float:
-    nbytes = sum(
-        value.element_size() * _numel(value.shape, parameter.shape)
-        if value.shape != small.shape
-        else value.element_size() * parameter.numel()
-        for value in kept_tensors(state, small)
-    )
+def _values_per_element(
+    state: dict[str, Any], first: dict[str, Any], parameter: nn.Parameter, small: nn.Parameter
+) -> float:
+    """first: the parameter's state before any step, of which what is not elementwise is as large as it is."""
+    fixed = {value.shape for value in kept_tensors(first, parameter)} - {parameter.shape}
+    nbytes = 0
+    for value in kept_tensors(state, small):
+        if value.shape == small.shape:
+            numel = parameter.numel()
+        else:
+            numel = (
+                value.numel() if value.shape in fixed else _numel(value.shape, small.shape, parameter.shape)
+            )
+        nbytes += value.element_size() * numel
     return nbytes / max(parameter.numel(), 1) / small.element_size()
 
 
-def _numel(shape: Sequence[int], real: Sequence[int]) -> int:
-    """Elements of a state of `shape`, of a stand-in, for a parameter of the shape `real`."""
+def _numel(shape: Sequence[int], sides: Sequence[int], real: Sequence[int]) -> int:
+    """Elements of a stand-in's state of `shape`, for the parameter itself. A length may hold a side twice."""
     numel = 1
     for length in shape:
         rest = length
-        for side, size in zip(SIDES, real, strict=False):
-            while rest and rest % side == 0:
-                rest, numel = rest // side, numel * size
+        for side, size in zip(sides, real, strict=False):
+            for _ in range(2):
+                if side > 1 and rest and rest % side == 0:
+                    rest, numel = rest // side, numel * size
         numel *= rest
     return numel

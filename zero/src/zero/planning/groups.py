@@ -21,12 +21,13 @@ from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
 
 Dtype = torch.dtype | None
+IN_A_STEP = 2  # values for each element of a parameter that is stepped whole: itself, and its gradient
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What the rank that steps most elements of a memory has of a group there. numel: elements. state: values
-    that the optimizer keeps for them. of_all: elements that all ranks step."""
+    """What the rank that keeps and steps most in a memory has of a group there. numel: elements. state:
+    values that the optimizer keeps for them. of_all: elements that all ranks step."""
 
     numel: int
     state: int
@@ -60,7 +61,7 @@ class PlannedGroup:
     complete_early: bool
     placement: Placement
     kernel: bool
-    moments: int
+    moments: float
     whole: Stepped | None
 
     @property
@@ -115,7 +116,7 @@ class PlannedGroup:
 
     def record_bytes(self, numel: int, tier: Tier) -> int:
         """Of master and moments in memory, for `numel` elements in `tier`."""
-        state = numel * self.moments if self.whole is None else self.whole.state
+        state = math.ceil(numel * self.moments) if self.whole is None else self.whole.state
         return self.wide.itemsize * (state + numel * (not self.is_master(tier)))
 
 
@@ -214,10 +215,10 @@ def _stepped(
         for group in draft.groups
     ]
     rank_of = share_out([(p, p.numel()) for parameters, _ in groups for p in parameters], ranks)
-    loads: dict[Tier, Counter[int]] = defaultdict(Counter)
+    loads: dict[Tier, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for parameters, records in groups:
         for parameter in parameters:
-            loads[records[0][1]][rank_of[parameter]] += parameter.numel()
+            loads[records[0][1]][rank_of[parameter]] += parameter.numel() * (IN_A_STEP + moments[parameter])
     most = {tier: max(load, key=lambda rank: load[rank]) for tier, load in loads.items()}
     for parameters, records in groups:
         mine = [p for p in parameters if rank_of[p] == most[records[0][1]]]
@@ -225,11 +226,14 @@ def _stepped(
         yield Stepped(numel, state, sum(p.numel() for p in parameters)) if parameters else None
 
 
-def _moments_of(draft: GroupDraft, moments: Mapping[nn.Parameter, float]) -> int:
+def _moments_of(draft: GroupDraft, moments: Mapping[nn.Parameter, float], shards: int) -> float:
     """Records that a kernel steps have theirs also for parameters that no optimizer knows."""
     if draft.kind.stepping.rule is not None or not draft.kind.trainable:
         return draft.placement.moments
-    return math.ceil(max(moments.get(parameter, 0) for _, parameter in draft.named))
+    kept = [(parameter.numel(), moments.get(parameter, 0)) for _, parameter in draft.named]
+    if shards > 1:
+        return max(each for _, each in kept)
+    return sum(numel * each for numel, each in kept) / max(draft.shard_numel, 1)
 
 
 def _group(
@@ -264,6 +268,6 @@ def _group(
         complete_early=all(parameter in behind.all for _, parameter in draft.named),
         placement=draft.placement,
         kernel=kind.stepping.rule is not None,
-        moments=_moments_of(draft, moments),
+        moments=_moments_of(draft, moments, shards),
         whole=whole,
     )

@@ -76,14 +76,16 @@ def _rest(group: PlannedGroup, tier: Tier, config: Config) -> Held:
     parameters = group.own_bytes if group.resident else group.shard_bytes
     records = [numel for numel, where in group.placement.optimizer if where == tier]
     if tier == "disk":
-        format = DiskFormat(group.moments, config.tiers.compact)
+        format = DiskFormat(group.placement.moments, config.tiers.compact)
         sections = format.record(group.wide, group.dtype is torch.bfloat16) if records else []
         optimizer = sum(section_bytes(numel, dtype) for numel in records for dtype in sections)
     else:
         optimizer = sum(group.record_bytes(numel, tier) for numel in records)
     if tier == "host" and config.tiers.overlap:
         weights = 0 if group.is_master("host") else group.dtype.itemsize
-        optimizer += sum(numel * (group.wide.itemsize * (1 + group.moments) + weights) for numel in records)
+        optimizer += sum(
+            numel * (group.wide.itemsize * (1 + group.placement.moments) + weights) for numel in records
+        )
     return Held(parameters=parameters if group.placement.params == tier else 0, optimizer=optimizer)
 
 
@@ -91,7 +93,7 @@ def _buffers(groups: Sequence[PlannedGroup], compact: bool) -> int:
     """Host memory for records on their way from the disk and back."""
     largest = scratch = 0
     for group in groups:
-        splits, format = group.dtype is torch.bfloat16, DiskFormat(group.moments, compact)
+        splits, format = group.dtype is torch.bfloat16, DiskFormat(group.placement.moments, compact)
         for numel, tier in group.placement.optimizer:
             if tier == "disk":
                 sections = format.record(group.wide, splits)

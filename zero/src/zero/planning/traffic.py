@@ -128,7 +128,7 @@ def _of_gradients(group: PlannedGroup, reductions: int) -> _Moved:
 
 def _of_records(group: PlannedGroup, compact: bool) -> _Moved:
     """Master and moments, there and back; and the weights of those that the host has stepped."""
-    moved, format = _Moved(), DiskFormat(group.moments, compact)
+    moved, format = _Moved(), DiskFormat(group.placement.moments, compact)
     for numel, tier in group.placement.optimizer:
         if tier == "device":
             continue

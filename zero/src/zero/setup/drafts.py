@@ -175,11 +175,11 @@ class _OwnState:
             return ()
         wide = max(kind.dtype.itemsize, 4)
         kept = {parameter: self._moments.get(parameter, 0) for _, parameter in named}
-        if not kind.stepping.whole:
+        if not kind.stepping.whole and self.ranks > 1:
             return (shard_numel * math.ceil(max(kept.values())) * wide,) * self.ranks
         found = [0] * self.ranks
         for parameter, values in kept.items():
-            found[self._rank_of[parameter]] += math.ceil(parameter.numel() * values) * wide
+            found[self._rank_of.get(parameter, 0)] += math.ceil(parameter.numel() * values) * wide
         return tuple(found)
 
 

@@ -162,16 +162,15 @@ class _Call:
         return bool(tensors)
 
     def begin(self) -> None:
-        self._alive().begin_backward(self)
-
-    def end(self) -> None:
-        self._alive().end_backward(self)
-
-    def _alive(self) -> UnitHooks:
         hooks = self._hooks()
         if hooks is None:
             raise UsageError("the model and its engine are gone: keep them until engine.backward(loss)")
-        return hooks
+        hooks.begin_backward(self)
+
+    def end(self) -> None:
+        hooks = self._hooks()
+        if hooks is not None:  # else the input is somebody else's, and its gradient not of this call
+            hooks.end_backward(self)
 
 
 _CALLS = "_zero_when_ready"  # on a tensor: what to call when its gradient is ready, in order
