@@ -120,8 +120,8 @@ ACCELZ_API int accelz_channel_connect(accelz_channel *channel, const int64_t *pr
 /* Publish this rank's part of a collective, without waiting for anyone (but for ranks that are more than a hundred
  * collectives behind). Returns its ticket.
  *
- * op, reduce, dtype: as above, but for ACCELZ_ALL_TO_ALL, which begins below; for movements dtype UINT8 carries anything. count: elements of the shard
- * (all_gather, reduce_scatter) or of the tensor. source: the rank that broadcasts. input and output must stay
+ * op, reduce, dtype: as above, but for ACCELZ_ALL_TO_ALL, which begins below; for movements dtype UINT8 carries
+ * anything. count: elements of the shard (all_gather, reduce_scatter) or of the tensor. source: the rank that broadcasts. input and output must stay
  * as they are until accelz_finish; in broadcast and all_reduce they are one and the same. An all_gather writes
  * this rank's part of output at once. Without input it is one whose output is memory that the ranks have in
  * common, with every shard at its place: nothing is copied, and it is complete when all ranks have started it.
