@@ -303,6 +303,7 @@ def misfit_body(context: Context) -> dict[str, str]:
         "missing": {k: v for k, v in good.items() if k != "blocks.0.up.weight"},
         "unexpected": {**good, "blocks.9.up.weight": torch.zeros(1)},
         "shape": {**good, "gain": torch.zeros(3)},
+        "numpy": {**good, "gain": good["gain"].numpy(), "shift": good["shift"].to("meta")},
     }
     messages = {}
     for name, state in cases.items():
@@ -327,6 +328,7 @@ def test_state_dicts_that_do_not_fit(cluster: Clusters) -> None:
         assert "missing: blocks.0.up.weight" in found["missing"]
         assert "unexpected: blocks.9.up.weight" in found["unexpected"]
         assert "of another shape: gain: (3,) instead of ()" in found["shape"]
+        assert "no dense tensor with all its values: gain, shift" in found["numpy"]
         assert found["unchanged"] == "True"
         assert found["partial"] == "True"
         assert "no parameter 'nonsense'" in found["name"]

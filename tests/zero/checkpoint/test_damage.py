@@ -167,7 +167,7 @@ def test_another_version_is_refused_by_its_number(saved: Tree) -> None:
         contents(RUNS / NAME, storage)
 
 
-@pytest.mark.parametrize("name", ["../other", "/etc", ".step-9.new", ""])
+@pytest.mark.parametrize("name", ["../other", "/etc", ".step-9.zero-new", ""])
 def test_latest_names_nothing_outside_its_directory(saved: Tree, name: str) -> None:
     data = form.seal("zero-latest", {"checkpoint": name, "rotation": []})
     with pytest.raises(zero.CorruptCheckpointError, match=r"latest cannot be used: checkpoint"):

@@ -95,7 +95,7 @@ def killed_run(device: str, runs: Path, generator: random.Random) -> list[Any]:
 def _under_way(runs: Path) -> dict[str, int]:
     """Saves that have begun and have no name yet, and when their directories last changed."""
     found = {}
-    for path in runs.glob(".*.new"):
+    for path in runs.glob(".*.zero-new"):
         with contextlib.suppress(FileNotFoundError):  # it has its name meanwhile
             found[path.name] = path.stat().st_mtime_ns
     return found
@@ -118,7 +118,7 @@ def test_kills(
         )
         killed += any(o.status == "died" for o in outcomes)
         newest = _check(runs, reference)
-        left_over += any(n.endswith((".new", ".old", ".trash")) for n in os.listdir(runs))
+        left_over += any(".zero-" in n for n in os.listdir(runs))
         resumed += 0 < newest < STEPS
         if newest > STEPS // 2:
             shutil.rmtree(runs)

@@ -229,7 +229,7 @@ def two_engines_body(context: Context, runs: str) -> list[str]:
     for number, engine in enumerate(engines):
         engine._checkpoints.storage = BrokenStorage(gate=gate)
         engine.save_checkpoint(Path(runs, f"model-{number}"), async_=True)
-    while len([n for n in os.listdir(runs) if n.endswith(".new")]) < 2:
+    while len([n for n in os.listdir(runs) if n.endswith(".zero-new")]) < 2:
         time.sleep(0.001)
     third = engine_of(context)
     same = raised(lambda: third.save_checkpoint(Path(runs, "model-0")))

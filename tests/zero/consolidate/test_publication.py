@@ -119,7 +119,7 @@ with open_source(Path(sys.argv[1])) as source:
 def test_a_killed_run_leaves_the_old_output_and_is_taken_up_again(
     tmp_path: Path, checkpoint: Path, model: saved.State
 ) -> None:
-    out, staging = tmp_path / "out", tmp_path / ".out.new"
+    out, staging = tmp_path / "out", tmp_path / ".out.zero-weights"
     run(checkpoint, out, Options(dtype="bf16"))
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(checkpoint), str(out), str(SHARD)])
     _wait_for(lambda: len(list(staging.glob("*.safetensors"))) >= 3, process)
@@ -150,7 +150,7 @@ def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -
 def test_a_killed_run_with_other_options_begins_anew(
     tmp_path: Path, checkpoint: Path, model: saved.State
 ) -> None:
-    staging = tmp_path / ".out.new"
+    staging = tmp_path / ".out.zero-weights"
     staging.mkdir()
     (staging / "plan").write_bytes(b"another")
     (staging / f"model-00001-of-0000{TENSORS}.safetensors").write_bytes(b"something")
@@ -160,8 +160,8 @@ def test_a_killed_run_with_other_options_begins_anew(
 
 def test_two_runs_at_once_are_refused(tmp_path: Path, checkpoint: Path) -> None:
     storage = WeightStorage()
-    (tmp_path / ".out.new").mkdir()
-    lock = storage.lock(tmp_path / ".out.new")
+    (tmp_path / ".out.zero-weights").mkdir()
+    lock = storage.lock(tmp_path / ".out.zero-weights")
     assert lock is not None
     with pytest.raises(zero.CheckpointError, match="another process is writing"):
         run(checkpoint, tmp_path / "out")
@@ -179,11 +179,31 @@ def test_what_is_in_the_way_is_left_alone(tmp_path: Path, checkpoint: Path) -> N
     run(checkpoint, out)  # an empty directory is as good as none
     with pytest.raises(zero.CheckpointError, match="exists and holds"):
         run(checkpoint, out)
-    (out / "config.json").write_text("{}")
-    with pytest.raises(zero.CheckpointError, match=r"holds 'config\.json'"):
+    (out / "runs").mkdir()
+    with pytest.raises(zero.CheckpointError, match=r"is no model's directory: it holds 'runs'"):
         run(checkpoint, out, Options(overwrite=True))
+    with pytest.raises(zero.CheckpointError, match=r"is no model's directory: it holds 'manifest\.json'"):
+        run(checkpoint, checkpoint, Options(overwrite=True))
     with pytest.raises(zero.CheckpointError, match="there is no directory"):
         run(checkpoint, tmp_path / "nowhere" / "out")
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_models_other_files_stay(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    out, aside = tmp_path / "out", tmp_path / ".out.new"
+    out.mkdir()
+    aside.mkdir()  # not ours
+    (out / "config.json").write_text("{}")
+    (out / "tokenizer.json").symlink_to(tmp_path / "nowhere")
+    (out / "pytorch_model.bin").write_text("old weights")
+    if not exchange:
+        monkeypatch.setattr(WeightStorage, "exchange", lambda *_: False)
+    run(checkpoint, out, Options(overwrite=True))
+    assert sorted(os.listdir(out)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert (out / "tokenizer.json").readlink() == tmp_path / "nowhere"
+    assert sorted(n for n in os.listdir(tmp_path) if n.startswith(".out")) == [".out.new"]
 
 
 def test_fp16_that_overflows_is_told(tmp_path: Path) -> None:

@@ -92,9 +92,9 @@ def _by_owner(
     return owners
 
 
-def _refuse_to_load(module: nn.Module, *_: Any) -> None:
-    for parameter in module._parameters.values():
-        own = {} if parameter is None else parameter.__dict__
+def _refuse_to_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        own = {} if parameter is None or prefix + name not in state else parameter.__dict__
         whole = own[WHOLE_ATTRIBUTE].alive() if WHOLE_ATTRIBUTE in own else None
         if whole is not None and not whole.locate(own[NAME_ATTRIBUTE])[0].shown:
             raise UsageError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 import zero
+from zero.checkpoint.storage import allow_more_files
 from zero.consolidate import convert as to_zero
 from zero.consolidate import run
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
@@ -80,7 +80,7 @@ def clean(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
-        _prepare()
+        allow_more_files()
         try:
             command(*args, **kwargs)
         except ZeroError as error:
@@ -285,12 +285,6 @@ def progress_bar() -> Iterator[run.Progress]:
 
     with bar:
         yield told
-
-
-def _prepare() -> None:
-    """Many ranks' files may be open at once."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _warn(what: str, names: tuple[str, ...]) -> None:

@@ -34,6 +34,7 @@ from zero.pretrained import Request, fill_engine
 from zero.sharding import model_state
 from zero.sharding.late_parameters import LateParameters
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.state_entries import names_of
 from zero.sharding.whole import WholeValues
 from zero.tiers.room import OutOfMemoryError
 from zero.tiers.stores import Stores
@@ -76,7 +77,7 @@ class Engine:
         visits = self._shards.visits
         self._parking = Parking(self.units, self._shards)
         self._loss_scale = LossScale.of(config, accelerator)
-        self._whole = WholeValues(units, communicator)
+        self._whole = WholeValues(units, communicator, names_of(module))
         self._whole.check = self._parking.check
         self._whole.interrupt = self._interrupt
         self._optimizer_state = OptimizerState(self._whole, self._shards)

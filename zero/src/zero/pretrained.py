@@ -24,6 +24,7 @@ from zero.communication.communicator import Communicator
 from zero.deferred import deferred_init
 from zero.errors import CheckpointError, ModelError, UsageError
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.state_entries import entries_of
 from zero.sharding.whole import WholeValues
 from zero.sources.safetensors_header import is_safetensors
 from zero.sources.safetensors_weights import SafetensorsWeights
@@ -49,7 +50,7 @@ class Request:
 
     def match(self, weights: SafetensorsWeights, model: nn.Module) -> dict[str, str]:
         """For names of the model, those of the tensors that fill them."""
-        return match(weights.stored, targets(model), self.rename, self.strict)
+        return match(weights.stored, targets(model), self.rename, self.strict, Values(weights).same)
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def fill(model: nn.Module, request: Request) -> None:
         keys = request.match(weights, model)
         values = Values(weights)
         fill_buffers(model, values, keys)
-        for name, parameter in model.named_parameters():
+        for parameter, (name, *_) in entries_of(model).parameters.items():
             if name not in keys:
                 continue
             if deferred_init.is_deferred(parameter):
@@ -116,7 +117,7 @@ def keep_promises(model: nn.Module, units: Sequence[ShardedUnit], communicator: 
     Raises CheckpointError, on every rank, where a file cannot be read any more.
     """
     keys: dict[SafetensorsWeights, dict[str, str]] = {}
-    for name, parameter in model.named_parameters():
+    for parameter, (name, *_) in entries_of(model).parameters.items():
         promise = deferred_init.promised(parameter)
         if promise is not None:
             keys.setdefault(promise.weights, {})[name] = promise.key

@@ -37,6 +37,12 @@ class Checkpoints:
         """See Engine.save_checkpoint. steps: optimizer steps taken."""
         where = Path(path).absolute()
         check_name(where)
+        for name, given in (("state", state), ("rank_state", rank_state)):
+            if not isinstance(given, Mapping):
+                raise UsageError(
+                    f"{name} has to be a dict, got {type(given).__name__}; the whole path of the checkpoint "
+                    "is the first argument: save_checkpoint('runs/a/step-100', {'epoch': 3})"
+                )
         if keep_last is not None and keep_last < 1:
             raise UsageError(f"keep_last must be at least 1, got {keep_last}; None removes nothing")
         self._saver.save(self.storage, where, steps, state, rank_state, keep_last, async_)

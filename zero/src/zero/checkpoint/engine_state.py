@@ -7,7 +7,8 @@ slice, cut as if it were sharded. Module buffers, and optimizer state that is no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from zero.checkpoint.manifest import is_row_major, model_key, state_key
 from zero.checkpoint.rank_file import Part
 from zero.communication.communicator import Communicator
 from zero.config import Config
-from zero.errors import StateError
+from zero.errors import StateError, UsageError
 from zero.gradients.loss_scale import LossScale
 from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece
@@ -31,6 +32,7 @@ from zero.sharding import layout
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.state_entries import entries_of
 from zero.tiers.joined import joined
 from zero.tiers.stored import Stored
 
@@ -55,13 +57,6 @@ class EngineParts:
     @property
     def world_size(self) -> int:
         return self.communicator.group.size
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """The first name of every further name of a tied parameter."""
-        first = {parameter: name for name, parameter in self.module.named_parameters()}
-        named = self.module.named_parameters(remove_duplicate=False)
-        return {name: first[p] for name, p in named if first[p] != name}
 
 
 @dataclass
@@ -90,13 +85,10 @@ def collect(engine: EngineParts, rank_state: Any) -> RankState:
 
 def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
     """The manifest's members that rank 0 knows; tensors that only it writes are added to `parts`."""
-    aliases: dict[str, list[str]] = {}
-    for name, first in engine.aliases.items():
-        aliases.setdefault(first, []).append(name)
+    entries = entries_of(engine.module)
     groups = [group for unit in engine.units for group in unit.groups]
     scale = engine.loss_scale
     parts.extend(part for group in groups for part in _empty_parameters(group))
-    buffers, extra_state = _buffers(engine.module, parts)
     return {
         "world_size": engine.world_size,
         "stage": engine.config.stage,
@@ -114,13 +106,16 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
                 "trainable": group.trainable,
                 "unit": group.unit,
                 "group": engine.param_groups.get(parameter),
-                "aliases": aliases.get(name, []),
+                "aliases": list(entries.parameters[parameter][1:]),
             }
             for group in groups
             for name, parameter in zip(group.names, group.parameters, strict=True)
         ],
-        "buffers": buffers,
-        "extra_state": extra_state,
+        "buffers": _buffers(entries.buffers, parts),
+        "extra_state": {
+            name: user_state.encode(value, f"extra/{name}", parts, f"the module's {name!r}")
+            for name, value in entries.rest.items()
+        },
     }
 
 
@@ -200,29 +195,31 @@ def _empty_parameters(group: FlatGroup) -> Iterator[Part]:
             yield Part(model_key(spec.name), spec.shape, group.shard[:0])
 
 
-def _buffers(module: nn.Module, parts: list[Part]) -> tuple[list[str], dict[str, Any]]:
-    """Names of the module's persistent buffers, and its extra state."""
-    names: list[str] = []
-    extra: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter):
-            continue
-        if isinstance(value, Tensor):
-            names.append(name)
-            parts.append(Part(model_key(name), tuple(value.shape), value.detach().contiguous().view(-1)))
-        else:
-            extra[name] = user_state.encode(value, f"extra/{name}", parts, f"the module's {name!r}")
-    return names, extra
+def _buffers(buffers: Mapping[str, Tensor], parts: list[Part]) -> list[str]:
+    """Their names; the values are added to `parts`."""
+    for name, value in buffers.items():
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        parts.append(Part(model_key(name), tuple(value.shape), plain.view(-1)))
+    return list(buffers)
 
 
 def _param_groups(optimizer: torch.optim.Optimizer, parts: list[Part]) -> list[dict[str, Any]]:
-    """The options of each group; those that no file can hold belong to the program, not to its state."""
-    kinds = (bool, int, float, str, list, tuple, type(None), Tensor)
+    """The options of each group."""
     return [
-        {
-            name: user_state.encode(value, f"group/{index}/{name}", parts, f"the optimizer's {name!r}")
-            for name, value in group.items()
-            if name != "params" and isinstance(value, kinds)
-        }
-        for index, group in enumerate(optimizer.param_groups)
+        dict(_options(group, f"group/{index}", parts)) for index, group in enumerate(optimizer.param_groups)
     ]
+
+
+def _options(group: dict[str, Any], prefix: str, parts: list[Part]) -> Iterator[tuple[str, Any]]:
+    """Those that no file can hold belong to the program: functions, and whatever is warned of."""
+    for name, value in group.items():
+        if name == "params" or callable(value):
+            continue
+        own: list[Part] = []
+        try:
+            encoded = user_state.encode(value, f"{prefix}/{name}", own, f"the optimizer's {name!r}")
+        except UsageError as error:
+            warnings.warn(f"left out of the checkpoint: {error}", stacklevel=2)
+            continue
+        parts.extend(own)
+        yield name, encoded

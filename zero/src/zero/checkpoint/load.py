@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from zero.checkpoint import random_state
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load_optimizer import OptimizerLoad
@@ -20,6 +18,7 @@ from zero.checkpoint.together import Together
 from zero.checkpoint.values import Values
 from zero.checkpoint.weights import fill_buffers, fill_units, spread, targets
 from zero.errors import CheckpointError, StateError
+from zero.sharding.state_entries import entries_of, load_rest
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ def load(
         before_change()
         together(load.fill)
         load.spread()
-        return load.finish()
+        together(load.restore)
+        return load.loaded
     finally:
         for checkpoint in opened:
             checkpoint.close()
@@ -89,11 +89,7 @@ class _Load:
         self._options = options
         self._values = Values(checkpoint)
         self._sources: dict[str, str] = {}
-        self._extra_state = {
-            name
-            for name, value in engine.module.state_dict(keep_vars=True).items()
-            if not isinstance(value, Tensor)
-        }
+        self._extra_state = entries_of(engine.module).rest.keys()
         self._state: dict[str, Any] = {}
         self._rank_states: tuple[dict[str, Any], ...] = ()
 
@@ -101,7 +97,11 @@ class _Load:
         """Raise StateError or UsageError for whatever does not fit. Changes nothing."""
         options = self._options
         self._sources = match(
-            stored_in(self._manifest), targets(self._engine.module), options.rename, options.strict
+            stored_in(self._manifest),
+            targets(self._engine.module),
+            options.rename,
+            options.strict,
+            lambda one, other: self._values.same(model_key(one), model_key(other)),
         )
         if options.strict:
             mine, saved = self._extra_state, self._manifest.extra_state.keys()
@@ -131,13 +131,17 @@ class _Load:
         """Refresh whole parameters that are kept. Collective."""
         spread(self._engine.units, self._engine.communicator)
 
-    def finish(self) -> Loaded:
+    def restore(self) -> None:
         """Loss scale and the caller's objects."""
         scale, saved = self._engine.loss_scale, self._manifest.loss_scale
         if scale is not None and saved is not None and not self._options.weights_only:
             scale.restore(saved.scale, saved.good_steps)
         for name, value in self._options.restore.items():
             value.load_state_dict(self._state[name])
+
+    @property
+    def loaded(self) -> Loaded:
+        """What the caller gets."""
         manifest = self._manifest
         return Loaded(
             self._checkpoint.path, manifest.steps, manifest.world_size, self._state, self._rank_states
@@ -152,7 +156,8 @@ class _Load:
             random_state.restore(self._engine.accelerator, self._values.decode(rng))
 
     def _set_extra_state(self) -> None:
-        for name in self._extra_state & self._manifest.extra_state.keys():
-            module, _, _ = name.rpartition(".")
-            value = self._values.decode(self._manifest.extra_state[name])
-            self._engine.module.get_submodule(module).set_extra_state(value)
+        saved = self._manifest.extra_state
+        load_rest(
+            self._engine.module,
+            {name: self._values.decode(saved[name]) for name in self._extra_state & saved.keys()},
+        )

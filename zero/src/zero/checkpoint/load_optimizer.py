@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.engine_state import EngineParts, stride_of
+from zero.checkpoint.group_match import match_groups
 from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
 from zero.checkpoint.names import raise_for
 from zero.checkpoint.values import Values
@@ -33,6 +34,7 @@ class OptimizerLoad:
         self._values = values
         self._sources = sources
         self._entries = {entry.name: entry for entry in manifest.parameters}
+        self._saved_group, self._elsewhere = self._saved_groups()
 
     def check(self, strict: bool) -> None:
         """Raise StateError if the checkpoint's optimizer is another one, or its state does not fit.
@@ -50,10 +52,10 @@ class OptimizerLoad:
                 f"the checkpoint's optimizer has {len(saved.param_groups)} param_groups and this one "
                 f"{len(optimizer.param_groups)}; weights_only=True loads the weights alone"
             )
-        kinds = kinds_of_groups(optimizer)
-        if saved.of_groups and list(saved.of_groups) != kinds:
+        kinds, before = kinds_of_groups(optimizer), self._saved_kinds
+        if any(kinds[own] != before[group] for own, group in self._saved_group.items()):
             raise StateError(
-                f"the checkpoint's param_groups are of {', '.join(saved.of_groups)} and these of "
+                f"the checkpoint's param_groups are of {', '.join(before)} and these of "
                 f"{', '.join(kinds)}; weights_only=True loads the weights alone"
             )
         missing: dict[str, None] = {}  # a parameter may have several pieces
@@ -67,12 +69,34 @@ class OptimizerLoad:
                         missing[spec.name] = None
                 elif not self._state_fits(entry, piece, spec.numel, owned.count is not None):
                     other[f"{spec.name} ({', '.join(entry.state)})"] = None
-        raise_for({"without optimizer state": list(missing), "with other optimizer state": list(other)})
+        raise_for(
+            {
+                "without optimizer state (strict=False begins without it)": list(missing),
+                "with other optimizer state": list(other),
+                "in another param_group than in the checkpoint": self._elsewhere if strict else [],
+            }
+        )
+
+    @property
+    def _saved_kinds(self) -> Sequence[str]:
+        """The class of each param_group's optimizer in the checkpoint."""
+        saved = self._manifest.optimizer
+        return saved.of_groups or [saved.kind] * len(saved.param_groups)
+
+    def _saved_groups(self) -> tuple[dict[int, int], list[str]]:
+        """See match_groups()."""
+        own, saved = {}, {}
+        for group in (group for unit in self._engine.units for group in unit.groups):
+            for name, parameter in zip(group.names, group.parameters, strict=True):
+                entry = self._with_state(name)
+                if entry is not None and entry.group is not None and parameter in self._engine.param_groups:
+                    own[name], saved[name] = self._engine.param_groups[parameter], entry.group
+        return match_groups(own, saved, len(self._engine.shards.optimizer.param_groups))
 
     def _state_fits(self, entry: ParameterEntry, piece: OwnedPiece, numel: int, kernel: bool) -> bool:
         assert entry.group is not None
         kinds = kinds_of_groups(self._engine.shards.optimizer)
-        if kinds[entry.group] != kinds[piece.param_group]:
+        if self._saved_kinds[entry.group] != kinds[piece.param_group]:
             return False
         if kernel:
             mine = set(self._engine.shards.optimizer.state[piece.parameter])
@@ -140,8 +164,9 @@ class OptimizerLoad:
     def _restore_options(self) -> None:
         """The param_groups' options, such as learning rates."""
         groups = self._engine.shards.optimizer.param_groups
-        for group, saved in zip(groups, self._manifest.optimizer.param_groups, strict=True):
-            for name, value in self._values.decode(saved).items():
+        for own, saved in self._saved_group.items():
+            group = groups[own]
+            for name, value in self._values.decode(self._manifest.optimizer.param_groups[saved]).items():
                 if isinstance(group.get(name), Tensor):
                     group[name].copy_(value if isinstance(value, Tensor) else torch.tensor(value))
                 else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 from zlib import crc32
 
@@ -188,6 +189,12 @@ class Latest(_Record):
 
     checkpoint: Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
     rotation: tuple[Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")], ...]
+
+
+def hidden(path: Path, kind: str) -> Path:
+    """A hidden neighbour of a file or directory, of a name that no other program gives: what a killed run
+    left there is removed."""
+    return path.with_name(f".{path.name}.zero-{kind}")
 
 
 def model_key(name: str) -> str:

@@ -39,11 +39,16 @@ def stored_in(manifest: Manifest) -> list[Stored]:
 
 
 def match(
-    stored: Iterable[Stored], targets: Iterable[Target], rename: Rename | None, strict: bool
+    stored: Iterable[Stored],
+    targets: Iterable[Target],
+    rename: Rename | None,
+    strict: bool,
+    same: Callable[[str, str], bool],
 ) -> dict[str, str]:
     """For each target's name, the name in the checkpoint that its values come from.
 
-    rename: a new name for a name in the checkpoint, or None to leave it out. Raises UsageError for a rename
+    rename: a new name for a name in the checkpoint, or None to leave it out. same: whether two names in the
+    checkpoint have the same values, as names of a parameter that is tied must. Raises UsageError for a rename
     that makes no sense, and StateError with all names that are missing, unexpected (both only if strict) or
     do not fit.
     """
@@ -51,17 +56,21 @@ def match(
     names = {source: (source.name, *source.aliases) for source in stored}
     new_name = _renamer(rename, {name for several in names.values() for name in several})
     sources: dict[str, str] = {}
+    claimed: dict[str, str] = {}
     unexpected, wrong = [], []
     for source, several in names.items():
         renamed = [n for n in map(new_name, several) if n is not None]
-        found = {wanted[n].name for n in renamed if n in wanted}
+        found = [n for n in renamed if n in wanted]
         if renamed and not found:
             unexpected.append(renamed[0])
-        for name in sorted(found):
-            if name in sources:
-                wrong.append(f"{name} (both {sources[name]} and {source.name} in the checkpoint)")
-            sources[name] = source.name
-            wrong.extend(_misfit(wanted[name], source))
+        for name in found:
+            target = wanted[name].name
+            other = sources.setdefault(target, source.name)
+            again = claimed.setdefault(name, source.name) != source.name
+            if again or (other != source.name and not same(other, source.name)):
+                wrong.append(f"{name} (both {other} and {source.name} in the checkpoint; rename one to None)")
+        for misfitting in dict.fromkeys(wanted[name] for name in found):
+            wrong.extend(_misfit(misfitting, source))
     missing = [name for name, target in wanted.items() if target.name == name and name not in sources]
     problems = {"not fitting": wrong}
     if strict:

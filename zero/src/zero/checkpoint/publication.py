@@ -1,15 +1,15 @@
 """How a checkpoint comes to its name, all at once; on rank 0.
 
-Beside a checkpoint `name` there may be, hidden: `.name.new`, being written; `.name.old`, of the same name,
-until the new one has taken its place; `.name.trash`, being removed. Whatever a killed save leaves of them
-is put right by the next save in that directory. A living save holds a lock on its `.name.new`.
+Beside a checkpoint `name` there may be, hidden: `.name.zero-new`, being written; `.name.zero-old`, of the
+same name, until the new one has taken its place; `.name.zero-trash`, being removed. Whatever a killed save
+leaves of them is put right by the next save in that directory. A living save has a lock on `.name.zero-new`.
 
 Every step is on the disk before the next begins:
-1. the ranks' files, the manifest, and the names of all of them in `.name.new`;
-2. `name`, if it exists, becomes `.name.old`;
-3. `.name.new` becomes `name`;
+1. the ranks' files, the manifest, and the names of all of them in `.name.zero-new`;
+2. `name`, if it exists, becomes `.name.zero-old`;
+3. `.name.zero-new` becomes `name`;
 4. `latest` is replaced;
-5. `.name.old` and the checkpoints that rotate out are removed.
+5. `.name.zero-old` and the checkpoints that rotate out are removed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zero.checkpoint.manifest import LATEST, MANIFEST, Latest, seal
-from zero.checkpoint.reader import read_latest
-from zero.checkpoint.storage import Lock, Storage, write_whole
+from zero.checkpoint.manifest import LATEST, MANIFEST, Latest, hidden, seal
+from zero.checkpoint.reader import names_another, read_latest
+from zero.checkpoint.storage import Lock, Storage, read_whole, write_whole
 from zero.errors import CheckpointError, CorruptCheckpointError, UsageError
-
-
-def hidden(path: Path, kind: str) -> Path:
-    """The hidden neighbour of a checkpoint. kind: "new", "old" or "trash"."""
-    return path.with_name(f".{path.name}.{kind}")
 
 
 def check_name(path: Path) -> None:
@@ -62,6 +57,7 @@ class Publication:
             if self._storage.exists(self.staging):
                 raise CheckpointError(f"another save of {self._path} is under way")
             self._check_replaceable()
+            self._check_latest()
             self._storage.make_directory(self.staging)
             self._begun = True
             self._lock = self._storage.lock(self.staging)
@@ -106,7 +102,7 @@ class Publication:
                 lock.release()
 
     def _leftovers(self) -> list[str]:
-        kinds = (".new", ".old", ".trash")
+        kinds = tuple(f".zero-{kind}" for kind in ("new", "old", "trash"))
         return [n for n in self._storage.names(self._path.parent) if n[0] == "." and n.endswith(kinds)]
 
     def _put_right(self, path: Path) -> None:
@@ -127,6 +123,10 @@ class Publication:
 
     def _check_replaceable(self) -> None:
         path, storage = self._path, self._storage
+        if storage.is_link(path):
+            raise CheckpointError(
+                f"{path} is a symbolic link, which would be replaced; save under a name of its own"
+            )
         if not storage.exists(path) or storage.exists(path / MANIFEST):
             return
         if not storage.is_directory(path) or storage.names(path):
@@ -134,13 +134,22 @@ class Publication:
                 f"{path} exists and is no checkpoint; it is left alone: choose another name"
             )
 
+    def _check_latest(self) -> None:
+        """DeepSpeed has a `latest` too, and others may have a link of that name."""
+        path, storage = self._path.parent / LATEST, self._storage
+        foreign = storage.is_link(path) or storage.is_directory(path)
+        if not foreign and storage.exists(path):
+            foreign = names_another(path.parent, read_whole(storage, path), storage)
+        if foreign:
+            raise CheckpointError(f"{path} is another program's; save in a directory of its own")
+
     def _point(self) -> list[str]:
         """Let `latest` name the new checkpoint; returns the names that rotate out."""
         parent, name = self._path.parent, self._path.name
         rotation = [n for n in self._rotation() if n != name and self._storage.exists(parent / n)]
         if self._keep_last is not None:
             rotation.append(name)
-        fresh = parent / f".{LATEST}.new"
+        fresh = hidden(parent / LATEST, "new")
         latest = Latest(checkpoint=name, rotation=tuple(rotation))
         self._storage.remove(fresh)
         write_whole(self._storage, fresh, seal("zero-latest", latest))
@@ -163,8 +172,9 @@ class Publication:
         self._remove(trash)
 
     def _remove(self, path: Path) -> None:
-        """The manifest goes first: what is half removed is no checkpoint."""
-        self._storage.remove(path / MANIFEST)
+        """The manifest goes first: what is half removed is no checkpoint. Of a link, the link alone."""
+        if not self._storage.is_link(path):
+            self._storage.remove(path / MANIFEST)
         self._storage.remove(path)
 
     def _make_parents(self, path: Path) -> None:

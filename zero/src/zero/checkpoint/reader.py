@@ -19,12 +19,11 @@ from zlib import crc32
 from pydantic import ValidationError
 
 from zero.checkpoint import manifest as form
-from zero.checkpoint.manifest import LATEST, MANIFEST, FileEntry, Latest, Manifest, Slice, TensorEntry
+from zero.checkpoint.manifest import LATEST, MANIFEST, FileEntry, Latest, Manifest, Slice, TensorEntry, hidden
 from zero.checkpoint.storage import DISK, File, Storage, read_whole
 from zero.errors import CheckpointError, CorruptCheckpointError, StateError
 
 T = TypeVar("T")
-_SET_ASIDE = ".{}.old"  # a checkpoint about to be replaced by one of the same name
 
 
 def find(path: Path, storage: Storage = DISK) -> Path:
@@ -44,6 +43,8 @@ def find(path: Path, storage: Storage = DISK) -> Path:
 def read_latest(parent: Path, storage: Storage = DISK) -> Latest:
     """The pointer in a directory of checkpoints. Raises OSError, or CorruptCheckpointError if damaged."""
     data = read_whole(storage, parent / LATEST)
+    if names_another(parent, data, storage):
+        raise CheckpointError(f"{parent / LATEST} is another program's{_hint(parent, storage)}")
     try:
         return Latest.model_validate_json(form.unseal("zero-latest", data))
     except ValueError as error:
@@ -51,6 +52,11 @@ def read_latest(parent: Path, storage: Storage = DISK) -> Latest:
             f"{parent / LATEST} cannot be used: {_short(error)}. Load a checkpoint by its own name; "
             f"there are {_listed(complete(parent, storage))}"
         ) from error
+
+
+def names_another(parent: Path, latest: bytes, storage: Storage) -> bool:
+    """Whether what `latest` holds is a bare name of something in the directory: DeepSpeed's does."""
+    return latest.decode(errors="replace").strip() in storage.names(parent)
 
 
 def complete(parent: Path, storage: Storage = DISK) -> list[str]:
@@ -267,7 +273,7 @@ def _translated(file: File, read: Callable[[], T]) -> T:
 
 def _present(parent: Path, name: str, storage: Storage) -> Path | None:
     """A checkpoint by name; also one that a save was just about to replace when it was killed."""
-    candidates = (parent / name, parent / _SET_ASIDE.format(name))
+    candidates = (parent / name, hidden(parent / name, "old"))
     return next((c for c in candidates if storage.exists(c / MANIFEST)), None)
 
 
@@ -275,8 +281,18 @@ def _fail_to_find(path: Path, storage: Storage, what: str) -> Path:
     found = complete(path, storage) or complete(path.parent, storage)
     raise CheckpointError(
         f"{path} is no complete checkpoint: {what}, and there is no {MANIFEST}. "
-        f"Complete checkpoints nearby: {_listed(found)}"
+        f"Complete checkpoints nearby: {_listed(found)}{_hint(path, storage)}"
     )
+
+
+def _hint(path: Path, storage: Storage) -> str:
+    """What to do with what there is instead."""
+    names = storage.names(path) if storage.is_directory(path) else [path.name]
+    if any(name.endswith(".safetensors") for name in names):
+        return ". Weights in safetensors are loaded with load_pretrained()"
+    if any(name == LATEST or name == ".metadata" or name.endswith("_model_states.pt") for name in names):
+        return ". `zero convert` makes checkpoints of DeepSpeed's and of torch.distributed.checkpoint's"
+    return ""
 
 
 def _listed(names: list[str], limit: int = 8) -> str:

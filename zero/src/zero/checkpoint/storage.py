@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ PAGE = 4096  # what direct writes are aligned to
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _advise = getattr(os, "posix_fadvise", None)
-_allocate: Any = getattr(os, "posix_fallocate", lambda file, start, size: os.truncate(file, size))
+_fallocate: Any = getattr(os, "posix_fallocate", lambda file, start, size: os.truncate(file, size))
+_LOCK = ".zero-lock"  # stays where it was claimed
 
 
 class File:
@@ -126,7 +128,7 @@ class Storage:
         file = File(path, _create(path, direct))
         try:
             if size:
-                _allocate(file._descriptor, 0, size)
+                _allocate(file._descriptor, size)
         except BaseException:
             file.close()
             raise
@@ -135,11 +137,11 @@ class Storage:
     def open(self, path: Path, direct: bool = False) -> File:
         """An existing file, for reading. direct: around the page cache too, where the file system can."""
         flags = os.O_RDONLY | os.O_CLOEXEC
-        descriptor = os.open(path, flags)
+        descriptor = _open(path, flags)
         around = None
         if direct and _DIRECT:
             with contextlib.suppress(OSError):  # a file system in memory, for one, has no way around
-                around = os.open(path, flags | _DIRECT)
+                around = _open(path, flags | _DIRECT)
         return File(path, descriptor, around)
 
     def make_directory(self, path: Path) -> None:
@@ -168,6 +170,9 @@ class Storage:
     def is_directory(self, path: Path) -> bool:
         return path.is_dir()
 
+    def is_link(self, path: Path) -> bool:
+        return path.is_symlink()
+
     def remove(self, path: Path) -> None:
         """Remove a file or a directory with all it holds; what vanishes meanwhile is no error."""
         if path.is_dir() and not path.is_symlink():
@@ -179,18 +184,23 @@ class Storage:
     def lock(self, path: Path, wait: bool = False) -> Lock | None:
         """Claim a directory until release() or the end of this process.
 
-        Where it is claimed already, None, or with `wait` the claim once it is free. A file system without
-        locks gives every claim.
+        Where it is claimed already, None, or with `wait` the claim once it is free. NFS locks no directories:
+        there a hidden file in it is claimed. A file system without locks gives every claim.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
+            claimed = _claim(descriptor, wait)
         except OSError:
-            pass
-        return Lock(descriptor)
+            os.close(descriptor)
+            descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                claimed = _claim(descriptor, wait)
+            except OSError:
+                claimed = True
+        if claimed:
+            return Lock(descriptor)
+        os.close(descriptor)
+        return None
 
 
 class Lock:
@@ -232,12 +242,48 @@ def _create(path: Path, direct: bool) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     if direct:
         try:
-            return os.open(path, flags | _DIRECT, 0o666)
+            return _open(path, flags | _DIRECT)
         except OSError as error:  # a file system in memory, for one, has no way around the cache
             if error.errno != errno.EINVAL:
                 raise
             path.unlink(missing_ok=True)
+    return _open(path, flags)
+
+
+def allow_more_files() -> None:
+    """Let this process have as many files open as it may: there is one for each rank that saved."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _open(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+    allow_more_files()
     return os.open(path, flags, 0o666)
+
+
+def _allocate(descriptor: int, size: int) -> None:
+    """Reserve a file's space. Where the system cannot, the C library writes into every block of the file,
+    which direct files refuse: those get their size alone."""
+    try:
+        _fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        os.truncate(descriptor, size)
+
+
+def _claim(descriptor: int, wait: bool) -> bool:
+    """Whether this process has the lock on an open file now; raises OSError where none is to be had."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _rest(buffers: list[memoryview], done: int) -> list[memoryview]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,8 @@ _TAGS = ("$tuple", "$dict", "$counter", "$float", "$tensor")
 def encode(value: Any, key: str, parts: list[Part], what: str) -> Any:
     """`value` as JSON; its tensors are added to `parts` under keys that begin with `key`.
 
-    Holds None, bool, int, float, str, lists, tuples, dicts, collections.Counter and tensors. Raises
-    UsageError, which names `what` is none of them.
+    Holds None, bool, int, float, str, lists, tuples, dicts, collections.Counter and tensors; numpy's scalars
+    come back as Python's. Raises UsageError, which names `what` is none of them.
     """
     if type(value) is str:
         return _storable(value, what)
@@ -34,9 +35,12 @@ def encode(value: Any, key: str, parts: list[Part], what: str) -> Any:
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
+        return encode(number, key, parts, what)
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
         unique = _unique(key, parts)
-        parts.append(Part(unique, tuple(value.shape), value.detach().resolve_conj().contiguous().view(-1)))
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        parts.append(Part(unique, tuple(value.shape), plain.view(-1)))
         return {"$tensor": unique}
     if isinstance(value, (list, tuple)):
         items = [encode(v, f"{key}/{i}", parts, f"{what}[{i}]") for i, v in enumerate(value)]

@@ -70,6 +70,21 @@ class Values:
         self._tensors.read(key, 0, bytes_of(flat))
         return flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)
 
+    def same(self, first: str, second: str) -> bool:
+        """Whether two tensors have the same shape, dtype and bits."""
+        one, other = self._tensors.tensor(first), self._tensors.tensor(second)
+        if (one.shape, one.dtype, one.stride) != (other.shape, other.dtype, other.stride):
+            return False
+        step = CHUNK // one.item_bytes
+        for start in range(0, one.numel, step):
+            size = min(step, one.numel - start) * one.item_bytes
+            parts = [bytearray(size), bytearray(size)]
+            for key, part in zip((first, second), parts, strict=True):
+                self._tensors.read(key, start, memoryview(part))
+            if parts[0] != parts[1]:
+                return False
+        return True
+
     def decode(self, value: Any) -> Any:
         """User state, with its tensors."""
         return user_state.decode(value, self.whole)

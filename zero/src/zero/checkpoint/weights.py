@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero.checkpoint.engine_state import stride_of
 from zero.checkpoint.names import Target
@@ -15,30 +15,20 @@ from zero.communication.communicator import Communicator
 from zero.sharding.cast import OWN
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.state_entries import entries_of
 from zero.tiers.values import changing, put
 
 
 def targets(module: nn.Module) -> list[Target]:
     """All parameters and persistent buffers. Parameters may be without values: sharded, or deferred."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    entries = entries_of(module)
     parameters = [
         Target(first, tuple(p.shape), p.is_floating_point(), tuple(aliases))
-        for p, (first, *aliases) in names.items()
+        for p, (first, *aliases) in entries.parameters.items()
     ]
     return parameters + [
-        Target(n, tuple(b.shape), b.is_floating_point() or b.is_complex()) for n, b in buffers(module).items()
+        Target(n, tuple(b.shape), b.is_floating_point() or b.is_complex()) for n, b in entries.buffers.items()
     ]
-
-
-def buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors in the module's state dict that are no parameters."""
-    return {
-        name: value
-        for name, value in module.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    }
 
 
 def fill_units(units: Iterable[ShardedUnit], values: Values, keys: Mapping[str, str]) -> None:
@@ -51,7 +41,7 @@ def fill_units(units: Iterable[ShardedUnit], values: Values, keys: Mapping[str, 
 @torch.no_grad()
 def fill_buffers(module: nn.Module, values: Values, keys: Mapping[str, str]) -> None:
     """The module's buffers, whole."""
-    for name, buffer in buffers(module).items():
+    for name, buffer in entries_of(module).buffers.items():
         if name in keys:
             buffer.copy_(values.whole(keys[name]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from pathlib import Path
 
 from zero.checkpoint.storage import File, Storage
@@ -17,6 +18,13 @@ class WeightStorage(Storage):
     def reopen(self, path: Path) -> File:
         """An existing file for writing, through the page cache."""
         return File(path, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+
+    def keep(self, old: Path, new: Path) -> None:
+        """Give a file, or a link, a second name."""
+        try:
+            os.link(old, new, follow_symlinks=False)
+        except OSError:  # a file system without links
+            shutil.copy2(old, new, follow_symlinks=False)
 
     def exchange(self, first: Path, second: Path) -> bool:
         """Swap two directories in one step; False where the system cannot."""

@@ -1,7 +1,7 @@
 """How an output directory comes to its name, all at once, and how a killed run is taken up again.
 
-The files are written to `.NAME.new` beside it. It holds `plan`, which says what the run was to write: a later
-run with the same plan keeps the files that are finished, any other begins anew.
+The files are written to `.NAME.zero-weights` beside it. It holds `plan`, which says what the run was to
+write: a later run with the same plan keeps the files that are finished, any other begins anew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from zero.checkpoint.publication import hidden
+from zero.checkpoint.manifest import LATEST, MANIFEST, hidden
 from zero.checkpoint.storage import Lock, read_whole, write_whole
 from zero.consolidate.files import WeightStorage
 from zero.errors import CheckpointError, UsageError
@@ -18,7 +18,7 @@ from zero.errors import CheckpointError, UsageError
 PLAN = "plan"
 _OURS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
-    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
+    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json|\.zero-lock"
 )
 
 
@@ -31,7 +31,7 @@ class Staging:
         self.out = Path(os.path.abspath(out))  # keeps symbolic links
         if not self.out.name:
             raise UsageError(f"{str(out)!r} cannot be written to: name a directory, e.g. 'weights'")
-        self.path = hidden(self.out, "new")
+        self.path = hidden(self.out, "weights")
         self._lock: Lock | None = None
         self._check_parent()
         self._check_free(overwrite)
@@ -39,7 +39,7 @@ class Staging:
     def begin(self, plan: bytes) -> None:
         """Make the directory, or take up the one of a killed run that had the same plan."""
         storage = self._storage
-        old = hidden(self.out, "old")
+        old = hidden(self.out, "replaced")
         if storage.exists(old) and not storage.exists(self.out):
             storage.rename(old, self.out)  # a run was killed between two renames
         storage.remove(old)
@@ -57,9 +57,12 @@ class Staging:
             raise
 
     def commit(self) -> None:
-        """Give the directory its name; what had it before is removed."""
+        """Give the directory its name. Of what had it before weights are removed, and other files kept."""
         storage = self._storage
         storage.remove(self.path / PLAN)
+        for name in storage.names(self.out) if storage.exists(self.out) else ():
+            if not _OURS.fullmatch(name):
+                storage.keep(self.out / name, self.path / name)
         storage.sync_directory(self.path)
         if not storage.exists(self.out) or not storage.names(self.out):
             storage.rename(self.path, self.out)
@@ -67,7 +70,7 @@ class Staging:
             storage.sync_directory(self.out.parent)
             storage.remove(self.path)
         else:
-            old = hidden(self.out, "old")
+            old = hidden(self.out, "replaced")
             storage.rename(self.out, old)
             storage.rename(self.path, self.out)
             storage.remove(old)
@@ -108,12 +111,12 @@ class Staging:
         if not storage.is_directory(out):
             raise CheckpointError(f"{out} exists and is no directory; choose another name")
         names = storage.names(out)
-        others = [name for name in names if not _OURS.fullmatch(name)]
         if names and not overwrite:
             raise CheckpointError(
                 f"{out} exists and holds {names[0]!r}; choose another name, or replace it with overwrite"
             )
+        others = [n for n in names if storage.is_directory(out / n) or n in (MANIFEST, LATEST)]
         if others:
             raise CheckpointError(
-                f"{out} holds {others[0]!r}, which is no weights and not replaced; choose another name"
+                f"{out} is no model's directory: it holds {others[0]!r}; choose another name"
             )

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import accelz
@@ -110,5 +110,12 @@ def _move_buffers(
             cast = config.dtype if config.cast_buffers and buffer.is_floating_point() else None
             what = f"buffer {module_name}.{name}"
             with room_for(accelerator, f"for {what}", None, buffer.nbytes):
-                module._buffers[name] = buffer.to(accelerator.device, cast)
+                module._buffers[name] = _writable(buffer.to(accelerator.device, cast))
                 spread_buffer(communicator, what, module._buffers[name])
+
+
+def _writable(buffer: Tensor) -> Tensor:
+    """With memory for every element, as expanded buffers have not, and no conjugation left to do."""
+    expanded = any(step == 0 and size > 1 for size, step in zip(buffer.shape, buffer.stride(), strict=True))
+    plain = buffer.resolve_conj().resolve_neg()
+    return plain.contiguous() if expanded else plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from accelz.flat_buffer import HOST
 from zero.errors import some
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.state_entries import entries_of, load_rest
 from zero.sharding.whole import WholeValues, view_of
 
 
@@ -30,8 +32,12 @@ def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
                     values[name] = view_of(full, group, index).to(HOST, copy=True).contiguous()
     if not whole.is_source:
         return {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {key: _plain(value, names, values) for key, value in model.state_dict(keep_vars=True).items()}
+    entries = entries_of(model)
+    first = entries.first_names
+    return {
+        name: values[first[name]] if name in first else _copied(value)
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
 
 
 def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, strict: bool) -> None:
@@ -41,22 +47,42 @@ def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, 
     names that are missing or unknown.
     """
     state = dict(state or {}) if whole.is_source else {}
-    problem = _misfits(model, state, strict) if whole.is_source else ""
+    entries = entries_of(model)
+    first = entries.first_names
+    rest, packed = {name: state[name] for name in entries.rest if name in state}, BytesIO()
+    problem = _misfits(model, state, strict) or _pack(rest, packed) if whole.is_source else ""
     whole.raise_together(problem and f"the state dict does not fit the model: {problem}")
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    known = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False)}
-    given = {known[n]: value for n, value in state.items() if n in known}
+    given = {first[name]: value for name, value in state.items() if name in first}
     present = set(whole.share(sorted(given)))
+    rest = _shared(whole, packed)
     with whole.changing():
         for unit in whole.units:
             for group in unit.groups:
                 _load_group(whole, unit, group, given, present)
-        _load_buffers(model, whole, state)
+        _load_buffers(whole, entries.buffers, state)
+        load_rest(model, rest)
 
 
-def _plain(value: Any, names: Mapping[nn.Parameter, str], values: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, nn.Parameter):
-        return values[names[value]]
+def _pack(rest: dict[str, Any], into: BytesIO) -> str:
+    """Entries of any kind, as programs have in one process; returns what is wrong with them."""
+    try:
+        torch.save(rest, into)
+    except Exception as error:
+        return f"{some(list(rest))} cannot be sent to other ranks: {error}"
+    return ""
+
+
+def _shared(whole: WholeValues, packed: BytesIO) -> dict[str, Any]:
+    """What rank 0 has packed, on every rank."""
+    data = torch.zeros(whole.share(packed.tell()), dtype=torch.uint8, device=whole.device)
+    if whole.is_source:
+        data.copy_(torch.frombuffer(packed.getbuffer(), dtype=torch.uint8))
+    whole.spread_buffer("extra state", data)
+    found = torch.load(BytesIO(data.to(HOST).numpy().tobytes()), map_location=HOST, weights_only=False)
+    return dict(found)
+
+
+def _copied(value: Any) -> Any:
     return value.detach().to(HOST, copy=True) if isinstance(value, Tensor) else value
 
 
@@ -67,11 +93,22 @@ def _misfits(model: nn.Module, state: Mapping[str, Any], strict: bool) -> str:
         for n, e in expected.items()
         if isinstance(e, Tensor) and isinstance(state.get(n), Tensor) and state[n].shape != e.shape
     ]
-    problems = {"of another shape": shapes}
+    strange = [
+        n
+        for n, e in expected.items()
+        if isinstance(e, Tensor) and n in state and not _is_whole_tensor(state[n])
+    ]
+    problems = {"of another shape": shapes, "no dense tensor with all its values": strange}
     if strict:
         problems["missing"] = [n for n in expected if n not in state]
         problems["unexpected"] = [n for n in state if n not in expected]
     return "; ".join(f"{what}: {some(names)}" for what, names in problems.items() if names)
+
+
+def _is_whole_tensor(value: Any) -> bool:
+    """Not one on the meta device, and no DTensor, of which every rank has a part."""
+    dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    return dense and not hasattr(value, "full_tensor")
 
 
 def _load_group(
@@ -88,10 +125,9 @@ def _load_group(
         whole.assign(group, index, full)
 
 
-def _load_buffers(model: nn.Module, whole: WholeValues, state: Mapping[str, Any]) -> None:
+def _load_buffers(whole: WholeValues, buffers: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     with torch.no_grad():
-        for name, buffer in model.state_dict(keep_vars=True).items():
-            if isinstance(buffer, Tensor) and not isinstance(buffer, nn.Parameter):
-                if isinstance(state.get(name), Tensor):
-                    buffer.copy_(state[name])
-                whole.spread_buffer(name, buffer)
+        for name, buffer in buffers.items():
+            if isinstance(state.get(name), Tensor):
+                buffer.copy_(state[name])
+            whole.spread_buffer(name, buffer)

@@ -28,11 +28,14 @@ class WholeValues(Uncopied):
     check(): raises where they cannot be gathered now. interrupt(): told that weights have changed by half.
     """
 
-    def __init__(self, units: Sequence[ShardedUnit], communicator: Communicator) -> None:
+    def __init__(
+        self, units: Sequence[ShardedUnit], communicator: Communicator, names: Mapping[str, str]
+    ) -> None:
         self.check: Callable[[], None] = lambda: None
         self.interrupt: Callable[[], None] = lambda: None
         self.units = tuple(units)
         self.communicator = communicator
+        self._names = names
         self._places: dict[str, Place] = {
             name: (unit, group, index)
             for unit in units
@@ -45,14 +48,20 @@ class WholeValues(Uncopied):
         """Whether this is rank 0, which reads and writes state for all."""
         return self.communicator.group.rank == 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where whole values are."""
+        return self.units[0].groups[0].home.data.device
+
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
     def locate(self, name: str) -> Place:
         """Where a parameter lives; raises StateError for a name that is none."""
-        if name not in self._places:
+        place = self._places.get(self._names.get(name, name))
+        if place is None:
             raise StateError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
-        return self._places[name]
+        return place
 
     def together(self) -> AbstractContextManager[None]:
         """Around whatever gathers or changes values: a disk that fails on one rank is an OffloadError on all

@@ -1,0 +1,152 @@
+"""What else there is where checkpoints go: other programs' files, and file systems with fewer services."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero
+from tests.zero.checkpoint import small_saves
+from zero.checkpoint.publication import Publication
+from zero.checkpoint.reader import find
+from zero.checkpoint.storage import DISK, PAGE
+
+
+def save_small(path: Path, keep_last: int | None = None) -> None:
+    errors = small_saves.save(DISK, path, 1, keep_last)
+    if errors[0] is not None:
+        raise errors[0]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A directory with a checkpoint `a`."""
+    save_small(tmp_path / "a")
+    return tmp_path
+
+
+def publication(path: Path) -> Publication:
+    return Publication(DISK, path, None)
+
+
+def test_hidden_files_of_others_stay(runs: Path) -> None:
+    for name in (".data.new", ".mail.trash", ".venv.old"):
+        (runs / name).mkdir()
+        (runs / name / "file").write_text("kept")
+    for name in (".rc.old", ".rc.new"):
+        (runs / name).write_text("kept")
+    before = set(os.listdir(runs))
+    save_small(runs / "b")
+    assert set(os.listdir(runs)) == before | {"b"}
+    assert (runs / ".venv.old" / "file").read_text() == "kept"
+
+
+def test_a_link_is_not_replaced(runs: Path) -> None:
+    (runs / "best").symlink_to("a")
+    with pytest.raises(zero.CheckpointError, match="best is a symbolic link"):
+        save_small(runs / "best")
+    assert find(runs / "best") == runs / "best"
+    assert find(runs / "a") == runs / "a"
+
+
+def test_a_link_that_rotates_out_goes_alone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_small(tmp_path / name, keep_last=2)
+    (tmp_path / "a").rename(tmp_path / "kept")
+    (tmp_path / "a").symlink_to("kept")
+    save_small(tmp_path / "c", keep_last=2)
+    assert sorted(os.listdir(tmp_path)) == ["b", "c", "kept", "latest"]
+    assert find(tmp_path / "kept") == tmp_path / "kept"
+
+
+@pytest.mark.parametrize("kind", ["link", "directory", "name"])
+def test_latest_of_another_program(tmp_path: Path, kind: str) -> None:
+    """Seen before anything is written, by a load too."""
+    (tmp_path / "global_step3").mkdir()
+    latest = tmp_path / "latest"
+    if kind == "name":
+        latest.write_text("global_step3\n")
+    elif kind == "directory":
+        latest.mkdir()
+    else:
+        latest.symlink_to("global_step3")
+    with pytest.raises(zero.CheckpointError, match=r"latest is another program's"):
+        save_small(tmp_path / "a")
+    assert sorted(os.listdir(tmp_path)) == ["global_step3", "latest"]
+    if kind == "name":
+        with pytest.raises(zero.CheckpointError, match=r"another program's.*`zero convert`"):
+            find(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "hint"),
+    [
+        ("model.safetensors", r"load_pretrained"),
+        ("mp_rank_00_model_states.pt", "zero convert"),
+        (".metadata", "zero convert"),
+    ],
+)
+def test_weights_of_others_are_told(tmp_path: Path, file: str, hint: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / file).write_text("")
+    with pytest.raises(zero.CheckpointError, match=hint):
+        find(tmp_path / "a")
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_no_space_can_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("zero.checkpoint.storage._fallocate", refuse)
+    file = DISK.create(tmp_path / "a", 5 * PAGE, direct=True)
+    assert file.size() == 5 * PAGE
+    file.close()
+    monkeypatch.setattr("zero.checkpoint.storage._fallocate", _full)
+    with pytest.raises(OSError, match="No space left"):
+        DISK.create(tmp_path / "b", 5 * PAGE)
+
+
+def _full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_file_system_that_locks_no_directories(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS: a lock for writing wants a file that is open for writing."""
+    flock = fcntl.flock
+
+    def of_files(descriptor: int, operation: int) -> None:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", of_files)
+    living = publication(runs / "b")
+    living.begin()
+    with pytest.raises(zero.CheckpointError, match="another save of"):
+        publication(runs / "b").begin()
+    save_small(runs / "c")
+    assert living.staging.is_dir()
+    living.close()  # as if killed
+    save_small(runs / "d")
+    assert not living.staging.exists()
+    assert find(runs) == runs / "d"
+
+
+def test_more_files_than_the_soft_limit(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    path = tmp_path / "a"
+    path.write_text("")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, hard))
+    try:
+        files = [DISK.open(path) for _ in range(64)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for file in files:
+        file.close()
