@@ -121,11 +121,11 @@ ACCELZ_API int accelz_channel_connect(accelz_channel *channel, const int64_t *pr
  * collectives behind). Returns its ticket.
  *
  * op, reduce, dtype: as above, but for ACCELZ_ALL_TO_ALL, which begins below; for movements dtype UINT8 carries
- * anything. count: elements of the shard (all_gather, reduce_scatter) or of the tensor. source: the rank that broadcasts. input and output must stay
- * as they are until accelz_finish; in broadcast and all_reduce they are one and the same. An all_gather writes
- * this rank's part of output at once. Without input it is one whose output is memory that the ranks have in
- * common, with every shard at its place: nothing is copied, and it is complete when all ranks have started it.
- * timeout_seconds: how long accelz_finish may wait.
+ * anything. count: elements of the shard (all_gather, reduce_scatter) or of the tensor. source: the rank that
+ * broadcasts. input and output must stay as they are until accelz_finish; in broadcast and all_reduce they are one
+ * and the same. An all_gather writes this rank's part of output at once. Without input it is one whose output is
+ * memory that the ranks have in common, with every shard at its place: nothing is copied, and it is complete when
+ * all ranks have started it. timeout_seconds: how long accelz_finish may wait.
  */
 ACCELZ_API int64_t accelz_start(accelz_channel *channel, int op, int reduce, int dtype, size_t count, int source,
                                 void *output, const void *input, double timeout_seconds, int threads);

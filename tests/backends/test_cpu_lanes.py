@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from accelz.collectives import Collectives, Group
 from accelz.conformance.cluster import Clusters, Context
+from accelz.errors import CollectiveError
 from accelz.gloo_lanes import GlooLanes
 from accelz_cpu import native
 from accelz_cpu.common_memory import CommonMemory
@@ -76,3 +78,33 @@ def at_once_body(context: Context, kind: str) -> list[bool]:
 def test_several_in_one_process(cluster: Clusters, kind: str, body: Callable[..., list[bool]]) -> None:
     for found in cluster(2).run(body, kind=kind, limit=30):
         assert all(found), found
+
+
+def differing_body(context: Context, what: str) -> str:
+    """What one rank sends is not what the other expects."""
+    calls, mine = GlooLanes(), [1000, 3000]
+    if what.startswith("fewer"):
+        mine.reverse()
+    own = mine[context.rank]
+    if what.endswith("exchanged"):
+        sent, received = ([4, own], [4, 6]) if context.rank == 0 else ([6, 2], [own, 2])
+        arguments = torch.zeros(sum(received)), torch.ones(sum(sent)), received, sent
+        call = functools.partial(calls.all_to_all, *arguments, context.group)
+    else:
+        call = functools.partial(calls.broadcast, torch.ones(own), 0, context.group)
+    with pytest.raises(CollectiveError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["more sent", "fewer sent", "more exchanged", "fewer exchanged"])
+def test_ranks_that_disagree_get_an_error(what: str) -> None:
+    """And no values of another size, and no end of the process."""
+    disposable = Clusters("cpu", timeout=2.0)
+    try:
+        for message in disposable(2).run(differing_body, what=what, limit=20):
+            if what.endswith("exchanged"):
+                sent, expected = (4000, 12000) if what.startswith("more") else (12000, 4000)
+                assert f"rank 1 expects {expected} bytes of rank 0, which sends {sent}" in message
+    finally:
+        disposable.stop()

@@ -19,7 +19,7 @@ def test_the_limit_of_a_control_group_is_the_capacity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(memory, "_CGROUP_LIMIT", limit)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
     machine = ProcessMemory().stats().capacity
     limit.write_text("max\n")
     assert ProcessMemory().stats().capacity == machine
@@ -27,6 +27,18 @@ def test_the_limit_of_a_control_group_is_the_capacity(
     stats = ProcessMemory().stats()
     assert stats.capacity == 512 * MIB
     assert stats.free <= max(512 * MIB - stats.allocated, 0)
+
+
+def test_what_other_processes_of_a_control_group_have_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    limit = ProcessMemory().stats().allocated + 1000 * MIB
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{limit - 100 * MIB}\n")
+    assert ProcessMemory().stats().free <= 100 * MIB
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {300 * MIB}\n")
+    assert 100 * MIB < ProcessMemory().stats().free <= 400 * MIB
 
 
 def test_without_a_kernel_peak_the_largest_value_seen_counts(

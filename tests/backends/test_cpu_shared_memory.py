@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -364,3 +365,38 @@ def test_a_new_job_after_destroy() -> None:
         calls.destroy()
         with pytest.raises(RuntimeError, match="destroyed"):
             stale.nbytes()
+
+
+def closing_body(context: Context) -> str:
+    """A channel that is closed while another thread waits in it."""
+    calls, shard = collectives(context), torch.ones(1000)
+    calls.all_gather(torch.zeros(2000), shard, context.group)
+    if context.rank == 1:
+        context.group.store.wait(["closed"])
+        return ""
+    handle = calls.all_gather(torch.zeros(2000), shard, context.group, async_op=True)
+    found: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            handle.wait()
+        except CollectiveError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not transport(context)._calls:
+        time.sleep(0.01)
+    calls._close_transports()
+    context.group.store.set("closed", "")
+    thread.join()
+    return str(found)
+
+
+def test_a_channel_that_closes_under_a_waiting_thread(
+    disposable: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread has its error in the end, and nothing that it uses is freed before."""
+    monkeypatch.setattr("accelz_cpu.channel.LINGER_SECONDS", 0.5)  # ranks are forked from here
+    first, _ = disposable(2).run(closing_body, limit=30)
+    assert "CollectiveError" in first

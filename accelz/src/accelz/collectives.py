@@ -139,6 +139,7 @@ class Collectives:
         `shard` may be this rank's slice of `output`: then nothing is copied locally.
         """
         _check_sizes("all_gather", output, shard, group)
+        _check_there(output, shard)
         return _handle(lambda: self._start_all_gather(output, shard, group), (output, shard), async_op)
 
     def reduce_scatter(
@@ -146,6 +147,7 @@ class Collectives:
     ) -> Handle:
         """Reduce `full` (n × size elements) over all ranks and leave this rank's n elements in `output`."""
         _check_sizes("reduce_scatter", full, output, group)
+        _check_there(output, full)
         return _handle(
             lambda: self._start_reduce_scatter(output, full, group, _OPS[op]), (output, full), async_op
         )
@@ -167,6 +169,7 @@ class Collectives:
         _check_counts(parts, sent, "sent", group)
         _check_dtypes(output, parts)
         _check_own_part(received[group.rank], sent[group.rank])
+        _check_there(output, parts)
         return _handle(
             lambda: self._start_all_to_all(output, parts, received, sent, group), (output, parts), async_op
         )
@@ -175,10 +178,12 @@ class Collectives:
         self, tensor: Tensor, group: Group, op: ReduceOp = "sum", async_op: bool = False
     ) -> Handle:
         """Reduce `tensor` over all ranks, in place. A host tensor travels over gloo."""
+        _check_there(tensor)
         return _handle(lambda: self._start_all_reduce(tensor, group, _OPS[op]), (tensor,), async_op)
 
     def broadcast(self, tensor: Tensor, source: int, group: Group, async_op: bool = False) -> Handle:
         """Copy `tensor` from the group's rank `source` to all its ranks, in place."""
+        _check_there(tensor)
         return _handle(lambda: self._start_broadcast(tensor, source, group), (tensor,), async_op)
 
     def barrier(self, group: Group) -> None:
@@ -234,6 +239,16 @@ def _check_sizes(name: str, full: Tensor, shard: Tensor, group: Group) -> None:
             f"{shard.numel()} of {shard.dtype}; with {group.size} ranks the full buffer must have exactly "
             f"{shard.numel() * group.size} elements of the shard's dtype"
         )
+
+
+def _check_there(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+        if tensor.untyped_storage().nbytes() < end and tensor.numel():
+            raise CollectiveError(
+                f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has no memory: its storage was "
+                "released; make it whole first"
+            )
 
 
 def _check_counts(buffer: Tensor, counts: Sequence[int], what: str, group: Group) -> None:

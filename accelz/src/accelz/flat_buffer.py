@@ -203,10 +203,10 @@ class StorageSwap(FlatBufferStrategy):
 class CopyAndShrink(FlatBufferStrategy):
     """For devices whose Parameters cannot be given host storage (hpu, most PrivateUse1 devices).
 
-    Each parameter is copied to the host and its device storage shrunk to nothing; the buffer is put
-    together on the host and moved over in one piece. Device peak: the buffer alone. A storage that other
-    tensors share is left as it is: it goes with the last of them, so one that holds parameters of this
-    buffer only is gone before the buffer comes.
+    Each parameter is copied to the host and shrunk to nothing; the buffer is put together on the host and
+    moved over in one piece. Device peak: the buffer alone. A storage goes with the last tensor that has it:
+    one that a state dict shares, say, stays as it is, and one that holds parameters of this buffer only is
+    gone before the buffer comes.
     """
 
     def flatten(
@@ -216,18 +216,10 @@ class CopyAndShrink(FlatBufferStrategy):
         _zero_gaps(staged, slots)
         for parameter, slot in zip(parameters, slots, strict=True):
             staged.as_strided(slot.shape, slot.stride, slot.offset).copy_(parameter.data)
-            _let_go(parameter)
+            parameter.data = parameter.data.new_empty(0)
         buffer = FlatBuffer(staged.to(self.device), parameters, slots)
         buffer.bind()
         return buffer
-
-
-def _let_go(parameter: nn.Parameter) -> None:
-    storage = parameter.untyped_storage()
-    if storage.nbytes() == parameter.numel() * parameter.element_size():
-        storage.resize_(0)
-    else:
-        parameter.data = parameter.data.new_empty(0)
 
 
 def _zero_gaps(data: Tensor, slots: Sequence[Slot]) -> None:

@@ -24,6 +24,7 @@ from torch.distributed import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz.collectives import Collectives, Group
+from accelz.errors import CollectiveError
 
 
 class Lanes:
@@ -87,11 +88,29 @@ class GlooLanes(Collectives):
         self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
     ) -> dist.Work:
         there, here, item = output.view(torch.uint8), parts.view(torch.uint8), output.element_size()
-        lane = self._lane("all_to_all", 0, group)  # ranks send unequal bytes: one lane for all
-        work: dist.Work = lane.alltoall_base(
-            there, here, [n * item for n in received], [n * item for n in sent]
-        )
+        to, by = [n * item for n in sent], [n * item for n in received]
+        self._agree(to, by, group)  # ranks send unequal bytes: one lane for all
+        work: dist.Work = self._lane("all_to_all", 0, group).alltoall_base(there, here, by, to)
         return work
+
+    def _start_broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        work: dist.Work = self._lane("broadcast", tensor.nbytes, group).broadcast([tensor], options)
+        return work
+
+    def _agree(self, sent: Sequence[int], received: Sequence[int], group: Group) -> None:
+        """Raise, on every rank, unless each expects the bytes that the others send. Waits for all of them."""
+        mine = torch.tensor([*sent, *received])
+        every = mine.new_empty(group.size, 2, group.size)
+        self._lane("all_gather", every.nbytes, group)._allgather_base(every.view(-1), mine).wait()
+        wrong = (every[:, 0] != every[:, 1].T).nonzero().tolist()
+        if wrong:
+            source, target = wrong[0]
+            raise CollectiveError(
+                f"all_to_all: rank {target} expects {every[target, 1, source]} bytes of rank {source}, which "
+                f"sends {every[source, 0, target]}: sent and received must fit"
+            )
 
     def _lane(self, operation: str, nbytes: int, group: Group) -> Any:
         process_group = group.process_group

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from ctypes import CDLL, c_int, c_int64, c_uint64
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ class Channel(Transport):
     def __init__(self, library: CDLL, rank: int, size: int) -> None:
         self._library = library
         self._process = os.getpid()
+        self._lock = Lock()
+        self._calls = 0
         self._native: int | None = library.accelz_channel_create(rank, size)
         if self._native is None:
             raise RuntimeError(last_error(library))
@@ -58,8 +62,8 @@ class Channel(Transport):
         """received[r], sent[r]: elements from rank r, and for it."""
         code, factor = _code_and_factor(output.dtype)
         counts = c_uint64 * len(sent)
-        ticket = self._library.accelz_start_all_to_all(
-            self._open(),
+        ticket = self._call(
+            self._library.accelz_start_all_to_all,
             code,
             output.data_ptr(),
             counts(*(n * factor for n in received)),
@@ -73,7 +77,7 @@ class Channel(Transport):
 
     def finish(self, ticket: int) -> None:
         """Wait for the others and write the output."""
-        self._check(self._library.accelz_finish(self._open(), ticket, torch.get_num_threads()))
+        self._check(self._call(self._library.accelz_finish, ticket, torch.get_num_threads()))
 
     def abandon(self, ticket: int) -> None:
         """Nobody will finish it."""
@@ -88,10 +92,21 @@ class Channel(Transport):
         return int(self._library.accelz_channel_bytes(self._open()))
 
     def close(self) -> None:
-        """Wait until the others have read everything, at most LINGER_SECONDS, and free the memory."""
-        if self._usable():
-            self._library.accelz_channel_close(self._native, LINGER_SECONDS)
-        self._native = None
+        """Wait until the others have read everything, at most LINGER_SECONDS, and free the memory.
+
+        Where another thread of this process still waits in a collective then, its memory stays.
+        """
+        with self._lock:
+            native, self._native = self._native, None
+        if native is None or os.getpid() != self._process:
+            return
+        deadline = time.monotonic() + LINGER_SECONDS
+        while self._calls and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if self._calls:
+            self._library.accelz_channel_fail(native, b"its group was destroyed meanwhile")
+        else:
+            self._library.accelz_channel_close(native, LINGER_SECONDS)
 
     def _start(
         self,
@@ -105,8 +120,8 @@ class Channel(Transport):
     ) -> SharedWork:
         code, factor = _code_and_factor(output.dtype)
         address = None if source is None else source.data_ptr()
-        ticket = self._library.accelz_start(
-            self._open(),
+        ticket = self._call(
+            self._library.accelz_start,
             operation,
             op,
             code,
@@ -119,6 +134,17 @@ class Channel(Transport):
         )
         self._check(ticket)
         return SharedWork(self, ticket)
+
+    def _call(self, function: Callable[..., int], *arguments: Any) -> int:
+        """One that other threads may be in when this one closes the channel: ctypes lets them run."""
+        with self._lock:
+            native = self._open()
+            self._calls += 1
+        try:
+            return function(native, *arguments)
+        finally:
+            with self._lock:
+                self._calls -= 1
 
     def _open(self) -> int:
         if self._native is None:

@@ -14,7 +14,7 @@ from accelz.memory import Memory, MemoryStats
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP = Path("/sys/fs/cgroup")
 _RESET_PEAK = "5"  # proc(5): clear_refs 5 sets VmHWM back to the current resident set
 
 
@@ -38,8 +38,8 @@ class ProcessMemory(Memory):
         allocated = int(self._process.memory_info().rss)
         self._seen = max(self._seen, allocated)
         peak = max(self._high_water() or self._seen, allocated)
-        capacity = _capacity()
-        free = min(int(psutil.virtual_memory().available), max(capacity - allocated, 0))
+        capacity, taken = _capacity(), max(allocated, _taken())
+        free = min(int(psutil.virtual_memory().available), max(capacity - taken, 0))
         return MemoryStats(allocated=allocated, peak=peak, capacity=capacity, free=free)
 
     def reset_peak(self) -> None:
@@ -82,8 +82,27 @@ def _glibc() -> Any:
 
 def _capacity() -> int:
     total = int(psutil.virtual_memory().total)
+    limit = _of_cgroup("memory.max")
+    return total if limit is None else min(total, limit)
+
+
+def _taken() -> int:
+    """Bytes that all processes of a container have, without what the kernel would drop from its cache."""
+    if _of_cgroup("memory.max") is None:
+        return 0
+    cache = (line.split() for line in _text("memory.stat").splitlines())
+    dropped = sum(int(value) for name, value in cache if name in ("inactive_file", "slab_reclaimable"))
+    return max((_of_cgroup("memory.current") or 0) - dropped, 0)
+
+
+def _of_cgroup(file: str) -> int | None:
+    """A number; None where there is no limit, or no container."""
+    text = _text(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _text(file: str) -> str:
     try:
-        limit = _CGROUP_LIMIT.read_text().strip()
+        return (_CGROUP / file).read_text()
     except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+        return ""

@@ -445,6 +445,12 @@ def misfit_body(context: Context) -> None:
         call = functools.partial(calls.all_to_all, buffer, buffer.clone(), even, counts, context.group)
         expected = "counts that do not fit the buffers or the group must be refused"
         expect_raises(CollectiveError, "Collectives.all_to_all", expected, call)
+    released = torch.ones(4, device=device)
+    released.untyped_storage().resize_(0)
+    for name, arguments in (("all_gather", (buffer, released)), ("all_reduce", (released,))):
+        call = functools.partial(getattr(calls, name), *arguments, context.group)
+        expected = "a tensor whose storage was released must be refused"
+        expect_raises(CollectiveError, f"Collectives.{name}", expected, call)
     calls.all_reduce(shard, context.group)
     expect_close(shard, torch.full((4,), float(size)), "Collectives.all_reduce", "must work after a misfit")
 

@@ -167,6 +167,24 @@ class FlatBufferContract:
         expect(sorted(calls) == ["accumulated", "grad"], where, "hooks must fire once each", str(calls))
         expect(model.mix.bias.grad is None, where, "a frozen parameter must get no gradient")
 
+    @about("FlatBufferStrategy.flatten")
+    @pytest.mark.parametrize("on_device", [False, True], ids=["from the host", "from the device"])
+    def test_what_shares_memory_with_a_parameter_keeps_it(
+        self, accelerator: Accelerator, on_device: bool
+    ) -> None:
+        """A state dict taken before keeps its values: the parameter's memory is not flatten's to empty."""
+        model = Tied().to(accelerator.device if on_device else torch.device("cpu"))
+        state = model.state_dict()
+        expected = {name: value.cpu().clone() for name, value in state.items()}
+        buffer = self.flatten(accelerator, list(model.parameters()))
+        buffer.data.zero_()
+        accelerator.streams.synchronize()
+        for name, value in state.items():
+            where, what = "FlatBufferStrategy.flatten", f"{name} in a state dict taken before must keep"
+            there = value.untyped_storage().nbytes() >= value.nbytes
+            expect(there, where, f"{what} its memory")
+            expect_close(value, expected[name], where, f"{what} its values")
+
     @about("FlatBuffer.release", "FlatBuffer.materialize")
     @pytest.mark.parametrize("name", MODELS)
     def test_views_saved_by_autograd_survive(self, accelerator: Accelerator, name: str) -> None:
