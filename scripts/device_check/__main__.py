@@ -62,6 +62,7 @@ def _run(options: argparse.Namespace, deadline: float) -> list[Outcome]:
         site, scratch = Path(folder, "site"), Path(folder, "scratch")
         scratch.mkdir()
         environment = {**DEFAULTS, **tree.assemble(site, options.wheels), **PYTEST}
+        environment.pop("ACCELZ_DEVICE", None)  # every step names its device
         library = native.provide(
             site / tree.NATIVE, tree.ROOT / tree.NATIVE, scratch / "build", options.native
         )
@@ -83,7 +84,8 @@ def _run(options: argparse.Namespace, deadline: float) -> list[Outcome]:
             report.write(options.out, about, outcomes)
             if name == "shared" and not outcomes[-1].ok and plan.ranks > 1:
                 print(f"{'':<12} ranks cannot share the device: the rest runs at one rank", flush=True)
-                plan = replace(plan, ranks=1)
+                alone = {**plan.environment, "ACCELZ_CUDA_SHARED_DEVICE": "0"}
+                plan = replace(plan, ranks=1, environment=alone)
     return outcomes
 
 

@@ -44,7 +44,6 @@ UNDECLARED = {
         "pinned_host_memory": "memory_is_pinned",
         "storage_resize": "storage_can_be",
         "exact_memory": "allocated_is_exact",
-        "shared_device": "ranks_share",
         "dtype float64": "matrix_products",
     },
 }

@@ -197,6 +197,24 @@ def test_a_device_without_its_backend_warns_and_the_choice_goes_on(
     assert caught[0].filename == __file__, "the warning must point at the caller"
 
 
+def test_a_broken_backend_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    install(tmp_path, "foo", "raise ImportError('libfoo.so is missing')")
+    script = """
+        import warnings, accelz
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            print(accelz.current().name)
+        print(*(w.message for w in told))
+    """
+    chosen, told = python(tmp_path, script).stdout.strip().split("\n")
+    assert chosen == "cpu"
+    assert "backend 'foo'" in told
+    assert "is broken and passed over" in told
+    assert "libfoo.so is missing" in told
+    assert python(tmp_path, script, ACCELZ_DEVICE="cpu").stdout.strip() == "cpu"
+    assert python(tmp_path, script, ACCELZ_DISABLE="foo").stdout.strip() == "cpu"
+
+
 def test_disabling_everything_is_an_error_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_selected", None)
     monkeypatch.setenv("ACCELZ_DISABLE", "cpu")

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from accelz.conformance.cluster import Clusters, Context
 from accelz.errors import CollectiveError
 from accelz_cpu import native
+from accelz_cpu.channel import Channel
 from accelz_cpu.shared_memory import SharedMemoryCollectives
 from accelz_cpu.transport import Transport
 
@@ -385,7 +386,9 @@ def closing_body(context: Context) -> str:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not transport(context)._calls:
+    channel = transport(context)
+    assert isinstance(channel, Channel)
+    while not channel._calls:
         time.sleep(0.01)
     calls._close_transports()
     context.group.store.set("closed", "")

@@ -96,6 +96,7 @@ def _choose(environ: Mapping[str, str]) -> Accelerator:
         return load_named(wanted, environ)
     rows = discovery.list_backends(environ)
     _warn_missing(rows)
+    _warn_broken(rows)
     if row := discovery.best(rows):
         return _load(row)
     unasked = " or ".join(f"ACCELZ_DEVICE={r.name}" for r in rows if r.status is Status.AVAILABLE)
@@ -142,6 +143,17 @@ def _warn_missing(rows: list[BackendRow]) -> None:
             f"pip install {hint.distribution} (or set ACCELZ_DEVICE to silence this)",
             stacklevel=4,
         )
+
+
+def _warn_broken(rows: list[BackendRow]) -> None:
+    """On one machine of several this may be the only sign that its ranks take another device."""
+    for row in rows:
+        if row.status is Status.BROKEN:
+            warnings.warn(
+                f"backend {row.name!r} ({row.distribution}) is broken and passed over: {row.reason} (set "
+                "ACCELZ_DEVICE, or ACCELZ_DISABLE to skip it without this)",
+                stacklevel=4,
+            )
 
 
 def _advice(name: str | None, environ: Mapping[str, str]) -> str:

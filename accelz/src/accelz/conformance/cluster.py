@@ -265,7 +265,7 @@ def _serve(
     progress.keep_in(note)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
-    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ |= {"LOCAL_RANK": str(rank), "ACCELZ_DEVICE": device}
     torch.set_num_threads(threads)
 
     def join() -> Context:

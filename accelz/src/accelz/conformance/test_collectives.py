@@ -447,8 +447,8 @@ def misfit_body(context: Context) -> None:
         expect_raises(CollectiveError, "Collectives.all_to_all", expected, call)
     released = torch.ones(4, device=device)
     released.untyped_storage().resize_(0)
-    for name, arguments in (("all_gather", (buffer, released)), ("all_reduce", (released,))):
-        call = functools.partial(getattr(calls, name), *arguments, context.group)
+    for name, tensors in {"all_gather": [buffer, released], "all_reduce": [released]}.items():
+        call = functools.partial(getattr(calls, name), *tensors, context.group)
         expected = "a tensor whose storage was released must be refused"
         expect_raises(CollectiveError, f"Collectives.{name}", expected, call)
     calls.all_reduce(shard, context.group)

@@ -205,7 +205,7 @@ class DescriptorContract:
     @proves("shared_device")
     def test_ranks_share_a_device(self, accelerator: Accelerator) -> None:
         """One rank more than there are devices: two of them work on one, collectives included."""
-        size = max(devices_for_ranks(accelerator), 1) + 1
+        size = max(accelerator.device_count(), 1) + 1
         cluster = Cluster(accelerator.name, size)
         try:
             got = cluster.run(sum_of_ranks)
