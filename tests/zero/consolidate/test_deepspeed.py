@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import datetime
 import os
 import pickle
 import zipfile
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +113,47 @@ def test_code_in_a_pickle_is_refused_by_name_and_not_run(tmp_path: Path, model: 
     with pytest.raises(zero.CheckpointError, match=rf"{names[place]}.*posix\.mkdir"):
         open_source(tag)
     assert not (tmp_path / "harm").exists()
+
+
+class Odd(list[int]):
+    """A class that only the job knows, with items, attributes and a state."""
+
+
+def client_state(harm: Path) -> dict[str, Any]:
+    """What jobs keep in the files of model states, beside DeepSpeed's own."""
+    odd = Odd([1, 2])
+    odd.label = torch.ones(3)  # type: ignore[attr-defined]
+    return {
+        "args": argparse.Namespace(lr=0.1, path=Path("runs/a"), shape=torch.Size([2, 3])),
+        "numpy": np.random.get_state(),
+        "loss": np.float64(0.5),
+        "counts": defaultdict(list, {"a": [1], "b": [2, 3]}),
+        "when": datetime.datetime(2026, 5, 4, tzinfo=datetime.UTC),
+        "odd": {"things": [odd, {odd.__class__}, deque([1, 2])], "kind": Odd},
+        "bomb": Bomb(harm),
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_jobs_keep_in_the_files_is_passed_by(tmp_path: Path, model: Model, stage: int) -> None:
+    tag = save(tmp_path / "checkpoint", model, Layout(stage=stage))
+    for path in tag.glob("*model_states.pt"):
+        torch.save(torch.load(path, weights_only=False) | client_state(tmp_path / "harm"), path)
+    assert saved.same(read(tag, tmp_path / "out"), model.expected())
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("key", ["module", "param_shapes", "frozen_param_shapes"])
+def test_weights_inside_objects_of_the_jobs_are_not_missed(tmp_path: Path, model: Model, key: str) -> None:
+    tag = save(tmp_path / "checkpoint", model, Layout(stage=2))
+    (path,) = tag.glob("*model_states.pt")
+    content = torch.load(path, weights_only=False)
+    held = Odd()
+    held.weight = torch.ones(3)  # type: ignore[attr-defined]
+    content[key] = {**content[key], "odd": held} if isinstance(content[key], dict) else [held]
+    torch.save(content, path)
+    with pytest.raises(zero.CheckpointError, match=r"objects that are not read.*Odd"):
+        open_source(tag)
 
 
 def test_a_pickle_that_is_no_zip_is_refused(tmp_path: Path, model: Model) -> None:

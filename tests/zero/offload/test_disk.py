@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import re
@@ -202,6 +203,22 @@ def test_a_split_master_is_its_halves_bit_for_bit(tmp_path: Path) -> None:
     part.write(torch.full((199_995,), 1.01171875))  # and one that is rounded up
     values[1005:201_000] = 1.01171875
     assert torch.equal(master.read().view(torch.int32), values.view(torch.int32))
+
+
+def test_a_file_system_that_wants_larger_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens any file around the cache, and then refuses pages of this size."""
+    write = os.pwrite
+
+    def picky(descriptor: int, data: Any, place: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(descriptor, data, place)
+
+    monkeypatch.setattr(os, "pwrite", picky)
+    with pytest.warns(UserWarning, match="passes through the page cache"):
+        file = SwapFile(tmp_path)
+    assert file._direct == file._cached
+    file.close()
 
 
 def test_a_place_that_does_not_do_is_refused(tmp_path: Path) -> None:

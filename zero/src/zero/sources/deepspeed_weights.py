@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.sources.deepspeed_files import STAND_INS, model_files
-from zero.sources.inert_pickle import StoredTensor
+from zero.sources.inert_pickle import StoredTensor, refusal, strangers_in, tensors_in
 from zero.sources.record_source import RecordSource
 from zero.sources.source import Kind, TensorInfo
 from zero.sources.torch_file import TorchFile
 
 Shape = tuple[int, ...]
+_READ = (
+    "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"
+)  # fmt: skip
 
 
 class Values(NamedTuple):
@@ -39,9 +42,11 @@ class DeepSpeedWeights(RecordSource):
     def more_facts(self) -> dict[str, Any]:
         """What there is to say besides what the model states do."""
 
-    def torch_file(self, path: Path) -> TorchFile:
-        """An open file of this checkpoint."""
-        file = TorchFile(path, STAND_INS)
+    def torch_file(self, path: Path, client: bool = False) -> TorchFile:
+        """An open file of this checkpoint. client: one in which jobs keep objects of their own as well."""
+        file = TorchFile(path, STAND_INS, strangers=client)
+        if client and isinstance(file.content, Mapping):
+            _refuse_strangers(file)
         self.add_file(file.path, file.records)
         self._files.append(file)
         return file
@@ -51,7 +56,7 @@ class DeepSpeedWeights(RecordSource):
         paths = model_files(self.path)
         if not paths:
             raise CheckpointError(f"{self.path} is not complete: it has no files of model states")
-        first = self.torch_file(paths[0])
+        first = self.torch_file(paths[0], client=True)
         if not isinstance(first.content, Mapping):
             raise CorruptCheckpointError(f"{first.path} holds no model states")
         self._sharded = paths[0].name.startswith("zero_pp_rank_")
@@ -61,7 +66,7 @@ class DeepSpeedWeights(RecordSource):
         masters = self.masters(groups)
         frozen = {n: _shape(first, n, shape) for n, shape in mapping(first, "frozen_param_shapes").items()}
         more = paths[1:] if self._sharded and frozen else []
-        self._model = [first, *map(self.torch_file, more)]
+        self._model = [first, *(self.torch_file(path, client=True) for path in more)]
         self._lay_out({n: shape for group in groups for n, shape in group.items()}, masters, frozen)
         self._tell(first)
 
@@ -135,6 +140,16 @@ class DeepSpeedWeights(RecordSource):
             "bytes": sum(size for _, size, _ in sizes),
             "checksums": "of each record" if summed else "none",
         }
+
+
+def _refuse_strangers(file: TorchFile) -> None:
+    """Where weights and their names are looked for. Of the module's state only what holds tensors is missed:
+    the rest, extra state of modules, is left out anyway."""
+    for key in _READ:
+        value = file.content.get(key)
+        for stranger in strangers_in(value):
+            if key != "module" or stranger is value or any(True for _ in tensors_in(stranger)):
+                raise refusal(file.path, stranger.name)
 
 
 def mapping(file: TorchFile, key: str) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
-"""Pickles read without running anything in them: plain containers, and stand-ins for known names only.
+"""Pickles read without running anything in them: plain containers, and stand-ins for what they name.
 
 The stand-ins are inert: classes that keep what was stored, functions that put their arguments in a record.
-Python's unpickler finds names in one place, `find_class`, and there any other name is refused. It is the one
-written in Python: the one in C lets a few bytes claim any amount of memory.
+Python's unpickler finds names in one place, `find_class`; what is not known there is refused, or becomes a
+Stranger. It is the one written in Python: the one in C lets a few bytes claim any amount of memory.
 """
 
 from __future__ import annotations
@@ -28,6 +28,22 @@ class Kept:
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
+
+
+class Stranger(Kept):
+    """In place of whatever is called `name`, objects and functions: takes what its pickle does with it."""
+
+    name = ""
+
+    def __call__(self, *arguments: Any) -> Stranger:
+        self.called = arguments
+        return self
+
+    def take(self, *values: Any) -> None:
+        """Items, of something like a list, a set or a dict."""
+        self.items = (*getattr(self, "items", ()), *values)
+
+    append = extend = add = update = __setitem__ = take
 
 
 class Dict(dict[Any, Any]):
@@ -95,6 +111,23 @@ def tensors_in(value: Any) -> Iterator[StoredTensor]:
             yield from tensors_in(item)
     elif isinstance(value, Kept):
         yield from tensors_in(vars(value))
+
+
+def strangers_in(value: Any) -> Iterator[Stranger]:
+    """All of them in nested containers; not what is inside them."""
+    if isinstance(value, Stranger) or (isinstance(value, type) and issubclass(value, Stranger)):
+        yield value  # type: ignore[misc]
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from strangers_in(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from strangers_in(item)
+
+
+def refusal(path: Path, name: str) -> CheckpointError:
+    """Of a file where an object of that name is what is looked for."""
+    return CheckpointError(f"{path} holds objects that are not read, since that would run their code: {name}")
 
 
 def _tensor(storage: StoredStorage, dtype: Any, offset: int, shape: Any, stride: Any) -> StoredTensor:
@@ -172,13 +205,14 @@ TENSORS: Mapping[str, Any] = {
 """What a file of torch.save with tensors in plain containers names."""
 
 
-def load(data: bytes, known: Mapping[str, Any], path: Path) -> Any:
+def load(data: bytes, known: Mapping[str, Any], path: Path, strangers: bool = False) -> Any:
     """The object in a pickle. known: full names, and what to make of them. path: of the file, for errors.
 
-    Raises CheckpointError for any other name, CorruptCheckpointError for what makes no sense.
+    Raises CheckpointError for any other name, unless those may be strangers, and CorruptCheckpointError for
+    what makes no sense.
     """
     try:
-        return _Unpickler(BytesIO(data), known, path).load()
+        return _Unpickler(BytesIO(data), known, path, strangers).load()
     except CheckpointError:
         raise
     except Exception as error:  # whatever a hostile pickle makes the unpickler raise
@@ -187,18 +221,19 @@ def load(data: bytes, known: Mapping[str, Any], path: Path) -> Any:
 
 
 class _Unpickler(pickle._Unpickler):
-    def __init__(self, file: BytesIO, known: Mapping[str, Any], path: Path) -> None:
+    def __init__(self, file: BytesIO, known: Mapping[str, Any], path: Path, strangers: bool) -> None:
         super().__init__(file)
         self._known = known
         self._path = path
+        self._strangers = strangers
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        if full not in self._known:
-            raise CheckpointError(
-                f"{self._path} holds objects that are not read, since that would run their code: {full}"
-            )
-        return self._known[full]
+        if full in self._known:
+            return self._known[full]
+        if self._strangers:
+            return type("Stranger", (Stranger,), {"name": full})
+        raise refusal(self._path, full)
 
     def persistent_load(self, saved: Any) -> StoredStorage:
         kind, (dtype,), key, _, numel = saved

@@ -42,19 +42,26 @@ class TorchFile:
     """What is in a file. content: what was saved, with a StoredTensor for each tensor.
 
     stand_ins: full names of classes besides those of tensors and plain containers, and what to make of them.
-    start, nbytes: where it is in a larger file. Raises CheckpointError for a file that is not there or is not
-    of this kind, or that holds other classes; CorruptCheckpointError for one that is cut or makes no sense.
+    start, nbytes: where it is in a larger file. strangers: whether other classes may be in it, unread. Raises
+    CheckpointError for a file that is not there or is not of this kind, or that holds other classes;
+    CorruptCheckpointError for one that is cut or makes no sense.
     """
 
     def __init__(
-        self, path: Path, stand_ins: Mapping[str, Any], start: int = 0, nbytes: int | None = None
+        self,
+        path: Path,
+        stand_ins: Mapping[str, Any],
+        start: int = 0,
+        nbytes: int | None = None,
+        strangers: bool = False,
     ) -> None:
         self.path = path
         self.records = records_of(path, start, nbytes)
         self._by_name = {record.name.partition("/")[2]: record for record in self.records}
         if "byteorder" in self._by_name and self._read("byteorder") != b"little":
             raise CheckpointError(f"{path} was saved on a big-endian machine, which is not read")
-        self.content = inert_pickle.load(self._read("data.pkl"), {**TENSORS, **stand_ins}, path)
+        known = {**TENSORS, **stand_ins}
+        self.content = inert_pickle.load(self._read("data.pkl"), known, path, strangers)
 
     def locate(self, tensor: StoredTensor) -> tuple[Record, int]:
         """The record that holds a tensor of `content`, and the tensor's offset in it, in bytes."""

@@ -10,6 +10,8 @@ checkpoints and inspection want.
 from __future__ import annotations
 
 import bisect
+import errno
+import mmap
 import os
 import tempfile
 import threading
@@ -235,10 +237,26 @@ def _sweep(folder: Path) -> None:
 
 def _open_direct(name: str, folder: Path, cached: int) -> int:
     try:
-        return os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+        if _takes_pages(direct):
+            return direct
+        os.close(direct)
     except (AttributeError, OSError):
-        warnings.warn(
-            f"the file system of {folder} has no O_DIRECT: state on disk passes through the page cache",
-            stacklevel=2,
-        )
-        return cached
+        pass
+    warnings.warn(
+        f"the file system of {folder} has no O_DIRECT in pages of {PAGE} bytes: state on disk passes through "
+        "the page cache",
+        stacklevel=2,
+    )
+    return cached
+
+
+def _takes_pages(direct: int) -> bool:
+    """Some file systems open any file so, and then want larger pages."""
+    try:
+        with mmap.mmap(-1, PAGE) as page:
+            os.pwrite(direct, page, 0)
+        os.ftruncate(direct, 0)
+    except OSError as error:
+        return error.errno != errno.EINVAL  # a full disk is told by what needs its space
+    return True
