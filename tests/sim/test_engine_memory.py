@@ -118,11 +118,11 @@ def expected_peaks(stage: int, size: int, narrow: bool) -> dict[str, int]:
     state = (3 if narrow else 2) * MODEL // parts  # moments, and masters
     gradients = model // parts  # reduced, until the step is over
     if sharded:
-        # The layer in use and the next one whole, three whole gradients as below; the last layer's
-        # gradient is not reduced yet.
+        # The layer in use and the next one whole, and gradients as below.
         backward = 2 * layer + 3 * layer + gradients - layer // size
     elif parts > 1:
-        backward = 3 * layer + gradients  # autograd's own, its copy in the buffer, one under reduction
+        # Autograd's own, its copy in the buffer, one under reduction; the last layer's is not reduced yet.
+        backward = 3 * layer + gradients - layer // parts
     else:
         backward = layer + gradients  # nothing is reduced: the buffer is the gradient
     # Tensors of the reference kernel; the widened gradient, or the scaled one where there is a mean.

@@ -61,6 +61,28 @@ def test_what_needs_gradients_is_told_where_they_are(cluster: Clusters, stage: i
             assert "engine.full_gradient(name)" in message
 
 
+def pieces_body(context: Context, config: dict[str, Any]) -> str:
+    """Clipping by way of the optimizer's parameters, as loops do that know only that."""
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, **config))
+    listed = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    engine.backward(language_loss(model, 0, context.rank))
+    with pytest.raises(zero.UsageError) as raised:
+        nn.utils.clip_grad_norm_(listed, 1.0)
+    assert engine.step()
+    assert all(p.grad is None for p in listed)
+    engine.backward(language_loss(model, 1, context.rank))
+    engine.zero_grad()
+    assert all(p.grad is None for p in listed)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("config", [{"stage": 1}, {"stage": 3}, {"offload": zero.Offload(optimizer="host")}])
+def test_the_optimizers_own_parameters(cluster: Clusters, config: dict[str, Any]) -> None:
+    for message in cluster(2).run(pieces_body, config=config):
+        assert "Config(clip_norm=...)" in message
+
+
 LATE = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.5),
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,59 @@ def renamed_body(context: Context, stage: int, path: str) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_other_names_are_refused(cluster: Clusters, stage: int, tmp_path: Path) -> None:
     cluster(2).run(renamed_body, stage=stage, path=str(tmp_path / "checkpoint"))
+
+
+REPLACED: dict[str, Any] = {
+    "another dtype": lambda model: model.to(torch.float64),
+    "new data": lambda model: setattr(model.norm.weight, "data", model.norm.weight.data.clone()),
+}
+
+
+def moved_body(context: Context, how: str, stage: int) -> str:
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
+    engine.backward(language_loss(model, 0, context.rank))
+    engine.step()
+    with zero.gathered(model):
+        REPLACED[how](model)
+    with pytest.raises(zero.ModelError) as caught:
+        engine.backward(torch.zeros(1, requires_grad=True).sum())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("how", REPLACED)
+def test_memory_that_was_replaced_is_noticed(cluster: Clusters, how: str, stage: int) -> None:
+    """Such parameters would never be trained again."""
+    for message in cluster(2).run(moved_body, how=how, stage=stage):
+        assert "other memory than the engine's is behind" in message
+        assert "norm.weight" in message
+
+
+def changed_body(context: Context) -> dict[str, list[str]]:
+    """A constraint on weights: in place, and where it belongs."""
+    found = {}
+    for name, precision, gathered in (
+        ("lost", "bf16", False),
+        ("kept", "bf16", True),
+        ("fp32", "fp32", False),
+    ):
+        model = fresh()
+        engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=2, precision=precision))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(3):
+                engine.backward(language_loss(model, step, context.rank))
+                engine.step()
+                inside = zero.gathered(model, write_rank=0) if gathered else nullcontext()
+                with torch.no_grad(), inside:
+                    model.norm.weight.clamp_(-0.5, 0.5)
+        found[name] = [str(w.message) for w in told if "changed in place" in str(w.message)]
+    return found
+
+
+def test_weights_that_the_next_step_overwrites_are_told(cluster: Clusters) -> None:
+    for found in cluster(2).run(changed_body):
+        assert len(found["lost"]) == 2
+        assert "lost with this step: norm.weight. The step computes 16-bit weights" in found["lost"][0]
+        assert found["kept"] == found["fp32"] == []

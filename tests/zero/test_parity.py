@@ -209,18 +209,22 @@ def test_accumulation_with_and_without_communication(cluster: Clusters, size: in
         assert max(found.values()) < 1e-5, found
 
 
-def reduce_dtype_body(context: Context) -> tuple[float, float]:
-    reference = train_reference(context, fresh(), language_loss, steps=5)
+def reduce_dtype_body(context: Context, **settings: Any) -> tuple[float, float]:
+    steps = settings.get("gradient_accumulation_steps", 1)
+    reference = train_reference(context, fresh(), language_loss, accumulation=steps, steps=5 * steps)
     errors = []
     for reduce_dtype in ("bf16", "fp32"):
-        config = zero.Config(precision="fp32", reduce_dtype=reduce_dtype)
-        run = train_zero(context, fresh(), language_loss, config, steps=5)
+        config = zero.Config(precision="fp32", reduce_dtype=reduce_dtype, **settings)
+        run = train_zero(context, fresh(), language_loss, config, steps=5 * steps)
         errors.append(relative_error(run.losses, reference.losses))
     return errors[0], errors[1]
 
 
-def test_reduce_dtype(cluster: Clusters) -> None:
-    for narrow, wide in cluster(2).run(reduce_dtype_body):
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("accumulate", [None, "sharded", "local"])
+def test_reduce_dtype(cluster: Clusters, accumulate: str | None, stage: int) -> None:
+    more = {} if accumulate is None else {"gradient_accumulation_steps": 2, "accumulate": accumulate}
+    for narrow, wide in cluster(2).run(reduce_dtype_body, stage=stage, **more):
         assert wide < 1e-5
         assert 1e-7 < narrow < 1e-2  # rounded on the way, and really so
 

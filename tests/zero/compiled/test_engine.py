@@ -236,6 +236,27 @@ def test_ranks_have_the_same_budgets(cluster: Clusters) -> None:
         assert "zero.Compile" in message
 
 
+def hooks_body(context: Context) -> list[str]:
+    """Hooks of the user's on parameters, which one graph passes by."""
+    engine = build()
+    parameter = engine.module.norm.weight
+    said = []
+    for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
+        handle = register(lambda value: None)
+        with pytest.raises(zero.UsageError) as caught:
+            step(engine, 0)
+        said.append(str(caught.value))
+        handle.remove()
+        step(engine, 0)
+    return said
+
+
+def test_hooks_on_parameters_are_refused(cluster: Clusters) -> None:
+    for said in cluster(2).run(hooks_body):
+        assert len(said) == 2
+        assert all("gradients in one graph never come to them" in each for each in said)
+
+
 def test_settings() -> None:
     assert zero.Config(compile=True).compile == zero.Compile()
     assert zero.Config(compile=False).compile is None

@@ -50,7 +50,9 @@ def gathered(
 
     write_rank: that rank may change the values in place (under torch.no_grad()); on leaving, they go to
     every rank's shards and fp32 masters. Without it the values are for reading, and a change raises
-    UsageError. Parameters that no engine owns pass through untouched.
+    UsageError. Parameters that no engine owns pass through untouched. After an error in a block that has
+    changed parameters which are always whole (stages 0 to 2) the engine refuses to go on, as after an
+    interrupted step.
     """
     owners = _by_owner(parameters)
     for whole in owners:
@@ -66,6 +68,10 @@ def gathered(
         else:
             for whole, mine in names.items():
                 whole.write_back(mine, write_rank)
+    except BaseException:
+        if write_rank is not None:
+            _tell_of_changes(versions)
+        raise
     finally:
         for whole, mine in names.items():
             whole.unhold(mine)
@@ -111,9 +117,30 @@ def _check_rank(whole: WholeValues, write_rank: int | None) -> None:
 
 
 def _check_unchanged(versions: Mapping[nn.Parameter, int]) -> None:
+    for name, whole in _changed(versions):
+        raise UsageError(
+            f"parameter {name!r} was changed inside zero.gathered(); {_fate(name, whole)} unless you pass "
+            "write_rank=<the rank that writes>"
+        )
+
+
+def _tell_of_changes(versions: Mapping[nn.Parameter, int]) -> None:
+    """After an error: what is whole all the time has values now that only this rank may have."""
+    for name, whole in _changed(versions):
+        if whole.locate(name)[0].resident:
+            whole.interrupt()
+
+
+def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, WholeValues]]:
+    """Names of parameters that have another version now, and where they belong."""
     for parameter, version in versions.items():
-        if parameter._version != version:
-            raise UsageError(
-                f"parameter {parameter.__dict__[NAME_ATTRIBUTE]!r} was changed inside zero.gathered(); the "
-                "change is lost unless you pass write_rank=<the rank that writes>"
-            )
+        whole = parameter.__dict__[WHOLE_ATTRIBUTE].alive()
+        if parameter._version != version and whole is not None:
+            yield parameter.__dict__[NAME_ATTRIBUTE], whole
+
+
+def _fate(name: str, whole: WholeValues) -> str:
+    """Of a change that is not written back."""
+    if whole.locate(name)[0].resident:
+        return "this rank has the change, and masters and other ranks may not"
+    return "the change is lost"

@@ -28,7 +28,7 @@ class Config(Validated):
     gradient_accumulation_steps: micro-batches (calls of `backward`) per optimizer step.
     accumulate: "sharded" reduces every micro-batch and keeps only this rank's slice; "local" keeps whole
         gradients and communicates once per optimizer step. Stage 1 is always local.
-    reduce_dtype: dtype in which gradients travel; None sends them as they are computed.
+    reduce_dtype: dtype in which gradients travel; None sends them as they are computed, or added up.
     gather_dtype: 8-bit dtype in which matrices travel to be computed with (stage 3), rounded in blocks of 128
         with a scale each (ZeRO++, Wang et al., 2023); masters, vectors and `zero.gathered` stay exact. None
         sends values as they are.

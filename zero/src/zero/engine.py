@@ -93,7 +93,8 @@ class Engine:
         )
         self._checkpoints = Checkpoints(parts)
         self._late = LateParameters(module, units)
-        self._absent = AbsentGradients()
+        self._whole.on_written = self._late.settle
+        self._absent, self._absent_of_pieces = AbsentGradients(), AbsentGradients()
         own(module, self._whole)
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
         self._reducer = reducer = self._passes.reducer
@@ -146,12 +147,18 @@ class Engine:
             self._recover()
             self._make_room(error)
             raise _asking_to_repeat("backward") from error
+        except RuntimeError as error:
+            self._recover()
+            if "storage of size 0" in str(error):
+                raise UsageError(_ANOTHER_WAY) from error
+            raise
         except BaseException:
             self._recover()
             raise
         self._micro_steps += 1
         if self.is_boundary:
             self._absent.show(self._reducer.used())
+            self._absent_of_pieces.show(self._shards.first_pieces_of(self._reducer.all))
         self._tracer.settle()
         self.accelerator.flush()
 
@@ -166,6 +173,8 @@ class Engine:
         if not self.is_boundary:
             return False
         self._shards.check_groups()
+        self._late.check_changed()
+        self._absent_of_pieces.hide()  # what steps them gives them theirs
         self._tracer.begin_step()
         factors = self._factor.complete()
         if not any(True for _ in self._reducer.used()):
@@ -181,7 +190,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients of all micro-batches since the last optimizer step."""
-        self._absent.hide()
+        self._hide_gradients()
         self._reducer.clear()
         self._micro_steps = 0
 
@@ -247,6 +256,7 @@ class Engine:
         self._parking.check()
         self._late.check_whole()
         model_state.load(self.module, self._whole, state, strict)
+        self._late.settle()
 
     def full_master(self, name: str) -> Tensor:
         """The whole fp32 master of parameter `name`, in its shape, on every rank.
@@ -332,6 +342,7 @@ class Engine:
         self._late.check_whole()
         options, before = Options(restore or {}, strict, weights_only, rename), self._interrupted
         loaded = self._checkpoints.load(path, options, self._begin_load)
+        self._late.settle()
         if not weights_only:
             self.steps = loaded.steps
         self._interrupted = before and (
@@ -351,6 +362,7 @@ class Engine:
         before = self._interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
         fill_engine(self.module, self._whole, request, self._begin_load)
+        self._late.settle()
         self._interrupted = before
 
     def wait_for_checkpoint(self) -> None:
@@ -430,6 +442,7 @@ class Engine:
                 self._loss_scale.update(skip)
             self.zero_grad()
             self._refresh()
+            self._late.settle()
             self.steps += 1
         except BaseException:
             self._interrupt()
@@ -483,9 +496,13 @@ class Engine:
         for handle in [h for unit in self.units for h in unit.refresh()]:
             handle.wait()
 
+    def _hide_gradients(self) -> None:
+        self._absent.hide()
+        self._absent_of_pieces.hide()
+
     def _recover(self) -> None:
         """After an exception: drop gradients, gathers and calls under way."""
-        self._absent.hide()
+        self._hide_gradients()
         self._passes.recover()
         self._micro_steps = 0
 
@@ -493,6 +510,13 @@ class Engine:
 _NOTHING_TO_STEP = (
     "no parameter of the engine has a gradient on any rank, so this step changes none: are all of them "
     "frozen now, or does the loss depend on something else?"
+)
+
+
+_ANOTHER_WAY = (
+    "the backward came into a unit by another way than the unit's output: the loss has something that was "
+    "made inside it, such as a feature that a hook has taken, or that a module keeps. Return it from there, "
+    "or do forward and backward inside `with zero.gathered(model):`"
 )
 
 

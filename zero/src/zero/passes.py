@@ -23,7 +23,7 @@ from zero.settings.compilation import Compile
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.copies import Uncopied
 from zero.sharding.schedule import Schedule
-from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.sharded_unit import DIFFERENTIATED, ShardedUnit
 from zero.sharding.tensors import map_tensors
 from zero.sharding.unit_hooks import Phase, UnitHooks
 from zero.tiers.stores import Stores
@@ -103,16 +103,20 @@ class Passes(Uncopied):
             self.reducer.finish_backward()
         finally:
             self.phase.in_backward = self._communicator.in_pass = self._visits.expected = False
+            if (
+                not self._forwards
+            ):  # of the model as a whole: its parts have been called, whose order this was
+                self._schedule.begin(training=True)
             self._forwards = 0
         for hooks in self._hooks.values():
             hooks.reset()
         torch.clear_autocast_cache()  # a block that goes on casts anew: these casts are of units gone since
         self.release_all()
 
-    def release_all(self) -> None:
-        """Drop whole values, also of forwards that no backward has followed."""
+    def release_all(self, keep: object = None) -> None:
+        """Drop whole values, also of forwards that no backward has followed; see ShardedUnit.forget_calls."""
         for unit in self._units:
-            unit.calls_in_backward.clear()
+            unit.forget_calls(keep)
             unit.release()
 
     def recover(self) -> None:
@@ -138,7 +142,7 @@ class Passes(Uncopied):
 
     def _take(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
         if not self.phase.in_backward:
-            raise UsageError("loss.backward() was called directly: call engine.backward(loss) instead")
+            raise UsageError(_OUTSIDE)
         self.reducer.receive(gradients, index, gradient)
 
     def _begin_forward(
@@ -168,8 +172,10 @@ class Passes(Uncopied):
             self._visits.dropped()  # whose room this forward may need
             self._forwards += torch.is_grad_enabled()
             self._watch.look()
-        if not self.phase.in_backward and not any(u.holds for u in self._units):
-            self.release_all()  # what an earlier forward prefetched or kept, and never used
+        if not (_in_autograd() or any(u.holds for u in self._units)):
+            self.release_all(
+                keep=DIFFERENTIATED
+            )  # what an earlier forward prefetched or kept, and never used
             self._schedule.begin(torch.is_grad_enabled())
             self.on_forward()
         dtype = self._config.dtype
@@ -221,6 +227,19 @@ class Passes(Uncopied):
             self._prepare,
             communicator.together if tiers.params == "disk" else nullcontext,
         )
+
+
+_OUTSIDE = (
+    "gradients of this model's parameters outside engine.backward(loss). Of loss.backward(): call "
+    "engine.backward(loss) instead. Of another engine's backward that goes through this model: freeze it "
+    "meanwhile, with model.requires_grad_(False). Of torch.autograd.grad: a compiled model cannot tell it "
+    "apart; leave zero.Config(compile=...) out"
+)
+
+
+def _in_autograd() -> bool:
+    """Whether this is inside a backward, of this engine or of another: a forward here recomputes."""
+    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def _receiver(passes: Passes, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:

@@ -17,7 +17,10 @@ def match_groups(
     votes: dict[int, Counter[int]] = defaultdict(Counter)
     for name, group in saved.items():
         votes[own[name]][group] += 1
-    chosen = {group: counter.most_common(1)[0][0] for group, counter in sorted(votes.items())}
+    chosen = {
+        group: max(counter, key=lambda old: (counter[old], old == group))
+        for group, counter in sorted(votes.items())
+    }
     first = {old: group for group, old in reversed(chosen.items())}
     left = [name for name, old in saved.items() if first.get(old) != own[name]]
     free = [old for old in range(groups) if old not in first]

@@ -21,7 +21,7 @@ from zero.compiled.explain import Explanation
 from zero.compiled.facts import Facts
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
-from zero.errors import ZeroError
+from zero.errors import UsageError, ZeroError
 from zero.settings.compilation import Compile
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.unit_hooks import Phase
@@ -103,6 +103,8 @@ class CompiledModel:
         which dynamo of torch 2.11 does not look at."""
         with torch._C.DisableTorchFunctionSubclass():
             thawed = tuple(p.requires_grad for p in self._parameters)
+            if any(map(_has_hooks, self._parameters)):
+                raise UsageError(_HOOKS)
         frame = self._frames.get(thawed)
         if frame is None:
             frame = self._frames[thawed] = torch.compile(
@@ -148,6 +150,18 @@ class CompiledModel:
     def _is_block(self, module: nn.Module) -> bool:
         """Not the root, which what it calls would be compiled into."""
         return module is not self._module
+
+
+_HOOKS = (
+    "a parameter has hooks (register_hook, register_post_accumulate_grad_hook), and gradients in one graph "
+    "never come to them: remove the hooks, or leave zero.Config(compile=...) out"
+)
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Of others: the engine's own waits for what is accumulated."""
+    hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
+    return bool(parameter._backward_hooks) or len(hooks) > 1
 
 
 def _reason(error: Exception) -> str:

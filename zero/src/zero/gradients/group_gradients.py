@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """steps: micro-batches per optimizer step. local: communicate only at the last of them.
-    reduce_dtype: dtype gradients travel in; None keeps the one they are computed in."""
+    """steps: micro-batches per optimizer step. local: communicate only at the last of them. reduce_dtype:
+    dtype gradients travel in; None keeps the one they are computed in, or added up in on this rank."""
 
     steps: int
     local: bool
@@ -44,8 +44,8 @@ class GradientPolicy:
 
     @property
     def widen(self) -> bool:
-        """Whether slices of several micro-batches are added up: in fp32."""
-        return self.steps > 1 and not self.local
+        """Whether slices are fp32 whatever they travel in: those of several micro-batches are added up."""
+        return self.steps > 1 and (not self.local or self.reduce_dtype is not None)
 
 
 class GroupGradients:
@@ -77,8 +77,9 @@ class GroupGradients:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that will come in this backward has come."""
-        return self.closed or self.full
+        """Whether everything that will come in this backward has come, told by what all ranks see at the same
+        time: with collectives in another order on each they would wait for one another."""
+        return self.closed or (self.full and not self.unit.open_ended)
 
     @property
     def full(self) -> bool:
@@ -130,6 +131,13 @@ class GroupGradients:
         for gap in self.group.layout.gaps:
             whole.data[gap].zero_()
         return whole.data
+
+    def to_send(self) -> Tensor:
+        """The sealed buffer's values in the dtype that they travel in."""
+        data, dtype = self.seal(), self._policy.reduce_dtype
+        if dtype is None or data.dtype is dtype:
+            return data
+        return self.allocate(data.numel() * dtype.itemsize, lambda: data.to(dtype))
 
     def settle(self, whole: FlatBuffer, slice_: Tensor) -> None:
         """Add a reduced slice. `whole` is released unless the slice lives in it."""

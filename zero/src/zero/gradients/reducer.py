@@ -110,7 +110,8 @@ class GradientReducer:
         gradients.add(index, gradient)
         if not gradients.full:
             return
-        self._observed.append(gradients)
+        if gradients.complete:
+            self._observed.append(gradients)
         if self._communicate:
             self._advance()
         if not again and all(g.full for g in self._by_unit[gradients.unit]):
@@ -214,7 +215,7 @@ class GradientReducer:
             self._next += 1
 
     def _reduce(self, gradients: GroupGradients) -> None:
-        data = gradients.seal()
+        data = gradients.to_send()
         whole = gradients.detach_whole()
         group, unit = gradients.group, gradients.unit.name
         result, handle = data, None

@@ -11,7 +11,7 @@ where it looks at more than single elements whole parameters, each on one rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
@@ -149,6 +149,16 @@ class ShardedOptimizer:
 
     def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
         return room_for(self._accelerator, purpose, owned.group.unit, 4 * owned.sub.numel)
+
+    def first_pieces_of(self, gradients: Sequence[GroupGradients]) -> Iterable[nn.Parameter]:
+        """Of parameters that have a gradient, one for each param_group."""
+        found: dict[int, nn.Parameter] = {}
+        for each in gradients:
+            for owned in self.owned[each.group]:
+                for piece in owned.pieces:
+                    if piece.param_group not in found and piece.piece.index in each.used:
+                        found[piece.param_group] = piece.parameter
+        return found.values()
 
     def check_groups(self) -> None:
         """Raise OptimizerError if param_groups gained or lost parameters since the engine took them over."""

@@ -166,7 +166,7 @@ def planned(
         near = all(group.placement.params == "device" for group in draft.groups)
         resident = draft.whole or (ranks == 1 and near)
         groups = [
-            _group(group, shards, resident, policy, autocast, behind, moments, next(stepped))
+            _group(group, shards, resident, policy, autocast, behind, ranks, moments, next(stepped))
             for group in draft.groups
         ]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
@@ -175,12 +175,13 @@ def planned(
             for group, drafted in zip(groups, draft.groups, strict=True)
             if group.trainable
         ]
+        waits = ranks > 1 and draft.plan.name in (ROOT, PERSISTENT)  # until the backward is over
         yield PlannedUnit(
             draft.plan.name,
             tuple(groups),
             parameters=sum(parameter.numel() for parameter in place),
             largest=max((nbytes for of_group in sizes for nbytes in of_group.values()), default=0),
-            last=max((of_group[min(of_group)] for of_group in sizes), default=0),
+            last=0 if waits else max((of_group[min(of_group)] for of_group in sizes), default=0),
         )
 
 
@@ -243,6 +244,7 @@ def _group(
     policy: GradientPolicy,
     autocast: Dtype,
     behind: _Behind,
+    ranks: int,
     moments: Mapping[nn.Parameter, float],
     whole: Stepped | None,
 ) -> PlannedGroup:
@@ -265,7 +267,7 @@ def _group(
         reduced=reduced,
         slice=torch.promote_types(reduced, torch.float32) if policy.steps > 1 else reduced,
         early=any(parameter in behind.last for _, parameter in draft.named),
-        complete_early=all(parameter in behind.all for _, parameter in draft.named),
+        complete_early=ranks == 1 and all(parameter in behind.all for _, parameter in draft.named),
         placement=draft.placement,
         kernel=kind.stepping.rule is not None,
         moments=_moments_of(draft, moments, shards),

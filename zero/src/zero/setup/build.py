@@ -19,7 +19,8 @@ from zero.tiers.stores import Stores
 def build_units(
     drafts: Sequence[UnitDraft], config: Config, stores: Stores, communicator: Communicator
 ) -> list[ShardedUnit]:
-    """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time."""
+    """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time. Old gradients
+    are dropped: they are of this rank's data alone, and would be added to the first ones."""
     unshare(parameter for draft in drafts for _, parameter in draft.plan.parameters)
     return [_build_unit(index, draft, config, stores, communicator) for index, draft in enumerate(drafts)]
 
@@ -44,6 +45,7 @@ def _build_unit(
         unit = ShardedUnit(index, plan.name, plan.anchors, groups, communicator, resident)
         unit.settle()
     for name, parameter in plan.parameters:
+        parameter.grad = None
         parameter.__dict__[NAME_ATTRIBUTE] = name
         parameter.__dict__.pop(REASON_ATTRIBUTE, None)
     return unit

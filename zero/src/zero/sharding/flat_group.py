@@ -230,6 +230,12 @@ class FlatGroup:
             self._private = None
             self.bind(bound)
 
+    def rebound(self) -> list[str]:
+        """Names of parameters that are no views of the group's own values any more, which are whole."""
+        base, item = self.whole.data_ptr(), self.dtype.itemsize
+        named = zip(self.names, self.parameters, self.layout.slots, strict=True)
+        return [n for n, p, slot in named if p.data_ptr() - base != slot.offset * item and p.numel()]
+
     def buffer(self, cast: Cast) -> FlatBuffer:
         """The buffer to gather into: `home` for the values as they are, else a cast buffer."""
         form = self.form(cast)
@@ -237,7 +243,8 @@ class FlatGroup:
             return self.home
         if form not in self._cast_buffers:
             dtype = form.dtype or self.dtype
-            self._cast_buffers[form] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
+            with torch.inference_mode(False):  # what validation makes, training goes on with
+                self._cast_buffers[form] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
         return self._cast_buffers[form]
 
     def nbytes(self, cast: Cast) -> int:

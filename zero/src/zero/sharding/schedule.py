@@ -14,6 +14,7 @@ from zero.sharding.sharded_unit import ShardedUnit, State
 from zero.tiers.read_ahead import DEPTH, ReadAhead
 
 Event = tuple[int, Cast]  # by unit index
+_LONGEST = 100  # uses of each unit that an order may hold
 
 
 class Schedule:
@@ -56,7 +57,8 @@ class Schedule:
         return any(index == unit.index for index, _ in self._upcoming(1 + self._ahead))
 
     def _advance(self, event: Event) -> None:
-        self._current.append(event)
+        if len(self._current) < _LONGEST * len(self._units):  # parts may be called for ever
+            self._current.append(event)
         with suppress(ValueError):  # another path than last time: no hint until a known event comes
             self._cursor = self._record.index(event, self._cursor) + 1
 

@@ -8,17 +8,19 @@ exact values of a unit that computes with others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
 from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup, Pending
 from zero.sharding.guard import guard, unguard
+
+VIEWED, DIFFERENTIATED = "an output is a view", "create_graph=True"
 
 
 class State(Enum):
@@ -37,7 +39,9 @@ class ShardedUnit:
 
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
     holds: users that need the unit gathered now: a forward under way, or a `zero.gathered` block.
-    calls_in_backward: forward calls whose backward has begun and is not over.
+    calls_in_backward: forward calls whose backward has begun and is not over; VIEWED and DIFFERENTIATED, who
+    need the unit until the end of the engine's backward. open_ended: nothing but the end of this backward
+    tells that no gradient will come any more.
     persistent: casts whose buffers a release leaves alone, until the weights change.
     """
 
@@ -57,6 +61,7 @@ class ShardedUnit:
         self.resident = resident
         self.holds = 0
         self.calls_in_backward: set[object] = set()
+        self.open_ended = False
         self.persistent: set[Cast] = set()
         self._communicator = communicator
         self._classes = {p: type(p) for g in groups for p in g.parameters}
@@ -66,6 +71,11 @@ class ShardedUnit:
         self._bound = OWN
         self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
         self._codes = next((group.travel.codes for group in groups if group.travel.codes), None)
+
+    @property
+    def ranks(self) -> int:
+        """How many there are, whether they have shards of the unit or all of it."""
+        return self._communicator.group.size
 
     @property
     def common(self) -> bool:
@@ -80,6 +90,17 @@ class ShardedUnit:
     @property
     def in_use(self) -> bool:
         return bool(self.holds or self.calls_in_backward)
+
+    def shows_in(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of `tensors` is a view of a parameter that is to be released."""
+        if self.resident:
+            return False
+        buffers = {group.parameters[0].untyped_storage().data_ptr() for group in self.groups} - {0}
+        return any(t.layout is torch.strided and t.untyped_storage().data_ptr() in buffers for t in tensors)
+
+    def forget_calls(self, keep: object = None) -> None:
+        """No backward of a call is expected to go on. keep: one who stays, if it is there."""
+        self.calls_in_backward &= {keep}
 
     def state(self, cast: Cast = OWN) -> State:
         if self.resident or cast in self._gathered:
@@ -237,6 +258,10 @@ class ShardedUnit:
             return []
         begun = [g.start_gather(self._communicator, OWN) for g in self.groups if g.trainable and g.shards > 1]
         return list(chain.from_iterable(begun))
+
+    def rebound(self) -> list[str]:
+        """Names of parameters that show other memory than the unit's, which they always should."""
+        return [name for group in self.groups for name in group.rebound()] if self.resident else []
 
     def park(self) -> None:
         """Give the device's memory back; see `Engine.offload_states`."""

@@ -4,15 +4,17 @@ forward     before: gather; after: release, unless backward needs the unit again
 backward    begins when a gradient reaches an output of the unit's forward: gather. It is over when the
             gradient of the forward's newest input is ready: autograd runs nodes newest first, so every
             node made after that input has run by then. A call without such an input (the first module)
-            is over when all trainable parameters have their gradients, or with the whole backward.
+            is over when all trainable parameters have their gradients, or with the whole backward; its
+            gradients are reduced with the latter: when they are complete may differ between ranks.
 
-Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered.
+Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered. So do
+an output that is a view of a parameter, and a backward that is to be differentiated itself.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +27,7 @@ from zero.sharding import autocast
 from zero.sharding.cast import Cast
 from zero.sharding.copies import Uncopied
 from zero.sharding.schedule import Schedule
-from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit
 from zero.sharding.tensors import iter_tensors
 
 
@@ -75,6 +77,7 @@ class UnitHooks(Uncopied):
 
     def reset(self) -> None:
         """Forget calls under way: after a backward, or an exception."""
+        self._unit.open_ended = False
         self._depth = 0
         self._call = None
         self._awaited.clear()
@@ -118,9 +121,12 @@ class UnitHooks(Uncopied):
             return
         self._phase.mark(self._unit.name)
         call, self._call = self._call, None
-        needed = call is not None and call.watch(output)
+        outputs = list(iter_tensors(output))
+        needed = call is not None and call.watch(outputs)
         if call is not None and needed and not self._phase.in_backward:
             self._awaited.add(call)
+        if self._unit.shows_in(outputs):
+            self._unit.calls_in_backward.add(VIEWED)
         if not (needed and (self._phase.in_backward or self._schedule.needed_soon(self._unit))):
             self._unit.release()
 
@@ -128,6 +134,10 @@ class UnitHooks(Uncopied):
         """A gradient has reached an output of the call."""
         if call not in self._unit.calls_in_backward:
             self._unit.calls_in_backward.add(call)
+            if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
+                self._unit.calls_in_backward.add(DIFFERENTIATED)
+            if call in self._awaited and not call.has_input and self._unit.ranks > 1:
+                self._unit.open_ended = True
             self._schedule.acquire(self._unit, call.cast)
             self._phase.mark(self._unit.name)
 
@@ -154,9 +164,9 @@ class _Call:
         self.has_input = has_input
         self._hooks = weakref.ref(hooks)
 
-    def watch(self, output: Any) -> bool:
+    def watch(self, outputs: Iterable[Tensor]) -> bool:
         """Hook the outputs that gradients can reach; whether there are any."""
-        tensors = [t for t in iter_tensors(output) if t.grad_fn is not None]
+        tensors = [t for t in outputs if t.grad_fn is not None]
         for tensor in tensors:
             _when_ready(tensor, self.begin)
         return bool(tensors)
@@ -173,18 +183,22 @@ class _Call:
             hooks.end_backward(self)
 
 
-_CALLS = "_zero_when_ready"  # on a tensor: what to call when its gradient is ready, in order
+_CALLS = (
+    "_zero_when_ready"  # on a tensor: its producer, and what to call when its gradient is ready, in order
+)
 
 
 def _when_ready(tensor: Tensor, call: Callable[[], None]) -> None:
     """Run `call` when the tensor's gradient is ready, before its producer's backward; the last one first.
 
     One unit's output is often the next unit's input: the later unit's backward must be over, its
-    reduction issued and its bytes gone, before the earlier one is gathered.
+    reduction issued and its bytes gone, before the earlier one is gathered. A tensor that was changed in
+    place since has another producer.
     """
-    calls: list[Callable[[], None]] | None = tensor.__dict__.get(_CALLS)
-    if calls is None:
-        calls = tensor.__dict__[_CALLS] = []
+    producer, calls = tensor.__dict__.get(_CALLS, (None, None))
+    if calls is None or producer is not tensor.grad_fn:
+        calls = []
+        tensor.__dict__[_CALLS] = tensor.grad_fn, calls
         tensor.register_hook(partial(_run, calls))
     calls.insert(0, call)
 

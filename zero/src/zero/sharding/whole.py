@@ -26,6 +26,7 @@ class WholeValues(Uncopied):
     """The sharded units as a set of named parameters.
 
     check(): raises where they cannot be gathered now. interrupt(): told that weights have changed by half.
+    on_written(): told that values in a `gathered` block have gone to the shards.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class WholeValues(Uncopied):
     ) -> None:
         self.check: Callable[[], None] = lambda: None
         self.interrupt: Callable[[], None] = lambda: None
+        self.on_written: Callable[[], None] = lambda: None
         self.units = tuple(units)
         self.communicator = communicator
         self._names = names
@@ -176,6 +178,7 @@ class WholeValues(Uncopied):
         with self.together():
             for unit in self._units_of(names):
                 unit.renew()
+        self.on_written()
 
     def assign(self, group: FlatGroup, index: int, whole: Tensor) -> None:
         """Take parameter `index` over from a whole buffer into this rank's shard and its master."""
