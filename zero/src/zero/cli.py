@@ -170,7 +170,7 @@ def consolidate(
     exclude: Exclude = None,
     workers: Workers = None,
     memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights in OUT.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights in OUT alone.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read OUT back and compare.")] = False,
 ) -> None:
     """Whole weights from a sharded checkpoint, in the layout of transformers.
