@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -91,3 +94,30 @@ def hooks_body(context: Context) -> list[str]:
 def test_step_hooks_are_called(cluster: Clusters) -> None:
     for called in cluster(2).run(hooks_body):
         assert called == ["before, early", "before", "after"]
+
+
+LATE: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
+    "amsgrad": (lambda m: torch.optim.AdamW(m.parameters()), "amsgrad=True"),
+    "dampening": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), "dampening=True"),
+    "momentum": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "momentum=True"),
+}
+
+
+def late_option_body(context: Context, name: str) -> str:
+    """What the kernel has not: nothing changes, and without it training goes on."""
+    model = fresh()
+    engine = zero.initialize(model, LATE[name][0](model), zero.Config(timeout=20))
+    (group,) = engine.optimizer.param_groups
+    before, group[name] = group[name], True
+    engine.backward(language_loss(model, 0, context.rank))
+    with pytest.raises(zero.OptimizerError) as caught:
+        engine.step()
+    group[name] = before
+    assert engine.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_options_that_come_late_are_refused(cluster: Clusters, name: str) -> None:
+    for message in cluster(2).run(late_option_body, name=name):
+        assert f"the optimizer got {LATE[name][1]} after zero.initialize" in message

@@ -55,20 +55,28 @@ def rule_for(optimizer: Optimizer) -> Rule | None:
 
 
 def _adam(group: Options) -> dict[str, Any]:
+    _refuse_late(group, "amsgrad")
     return {**_betas(group), "eps": group["eps"], "decoupled": bool(group["decoupled_weight_decay"])}
 
 
 def _momentum(group: Options) -> dict[str, Any]:
+    _refuse_late(group, "dampening")
     return {"momentum": float(group["momentum"]), "nesterov": group["nesterov"]}
 
 
 def _plain(group: Options) -> dict[str, Any]:
-    if group["momentum"]:
-        raise OptimizerError(
-            "SGD got momentum after zero.initialize, where no group had any and no buffer was made: "
-            "set it before"
-        )
+    _refuse_late(group, "momentum", "dampening")
     return {"momentum_buffer": None, "momentum": 0.0}
+
+
+def _refuse_late(group: Options, *names: str) -> None:
+    """Options that no group had at zero.initialize: what steps has neither the arithmetic nor the state."""
+    for name in names:
+        if group[name]:
+            raise OptimizerError(
+                f"the optimizer got {name}={group[name]} after zero.initialize, where no group had any: set "
+                "it before"
+            )
 
 
 def _betas(group: Options) -> dict[str, Any]:

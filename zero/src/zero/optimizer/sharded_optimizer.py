@@ -70,6 +70,12 @@ class ShardedOptimizer:
         self._own_step = OwnStep(own_steps, stores, communicator) if own_steps else None
         strangers = of_strangers(stepping)
         ways = {group: stepping.get(group.parameters[0], strangers) for group in groups}
+        self._rules = {
+            param_group_of[p]: way.rule
+            for group, way in ways.items()
+            for p in group.parameters
+            if way.rule is not None and p in param_group_of
+        }
         routes = route_groups(groups, ways, communicator.group.rank)
         self.owned = {
             group: own(group, param_group_of, way.rule, routes.get(group)) for group, way in ways.items()
@@ -161,12 +167,15 @@ class ShardedOptimizer:
         return found.values()
 
     def check_groups(self) -> None:
-        """Raise OptimizerError if param_groups gained or lost parameters since the engine took them over."""
+        """Raise OptimizerError if param_groups gained or lost parameters since the engine took them over, or
+        got options that their kernels do not have."""
         if self._group_lengths() != self._lengths:
             raise OptimizerError(
                 "the optimizer's param_groups have other parameters than at zero.initialize; give it all "
                 "parameters before that, and change only hyper-parameters later"
             )
+        for index, rule in self._rules.items():
+            rule.options(self.optimizer.param_groups[index])
 
     def _group_lengths(self) -> list[int]:
         each = (group for optimizer in members(self.optimizer) for group in optimizer.param_groups)
