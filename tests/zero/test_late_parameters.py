@@ -199,5 +199,5 @@ def changed_body(context: Context) -> dict[str, list[str]]:
 def test_weights_that_the_next_step_overwrites_are_told(cluster: Clusters) -> None:
     for found in cluster(2).run(changed_body):
         assert len(found["lost"]) == 2
-        assert "lost with this step: norm.weight. The step computes 16-bit weights" in found["lost"][0]
+        assert "which this step undoes: norm.weight. The step computes 16-bit weights" in found["lost"][0]
         assert found["kept"] == found["fp32"] == []

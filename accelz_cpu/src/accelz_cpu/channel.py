@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ctypes import CDLL, c_int, c_int64, c_uint64
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Channel(Transport):
     def __init__(self, library: CDLL, rank: int, size: int) -> None:
         self._library = library
         self._process = os.getpid()
-        self._lock = Lock()
+        self._lock = RLock()  # handles are dropped anywhere
         self._calls = 0
         self._native: int | None = library.accelz_channel_create(rank, size)
         if self._native is None:
@@ -82,14 +83,15 @@ class Channel(Transport):
     def abandon(self, ticket: int) -> None:
         """Nobody will finish it."""
         if self._usable():
-            self._library.accelz_abandon(self._native, ticket)
+            with suppress(RuntimeError):  # closed meanwhile
+                self._call(self._library.accelz_abandon, ticket)
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that there will be no further collective, and why."""
-        self._library.accelz_channel_fail(self._open(), reason.encode())
+        self._call(self._library.accelz_channel_fail, reason.encode())
 
     def nbytes(self) -> int:
-        return int(self._library.accelz_channel_bytes(self._open()))
+        return self._call(self._library.accelz_channel_bytes)
 
     def close(self) -> None:
         """Wait until the others have read everything, at most LINGER_SECONDS, and free the memory.

@@ -204,6 +204,12 @@ def test_options_go_to_the_groups_of_their_parameters(cluster: Clusters, tmp_pat
         ({"a": 0, "b": 0, "c": 1}, {"a": 0, "b": 1, "c": 1}, {0: 0, 1: 1}, ["b"]),
         ({"a": 0, "b": 1}, {"a": 0, "b": 0}, {0: 0, 1: 0}, ["b"]),
         ({"a": 0, "b": 1, "c": 1}, {"a": 0, "b": 0, "c": 1}, {0: 0, 1: 1}, ["b"]),
+        (
+            {"w": 0, "b1": 0, "b2": 0, "b3": 1, "b4": 1, "b5": 1},
+            {"w": 0, "b1": 1, "b2": 1, "b3": 1, "b4": 1, "b5": 1},
+            {0: 0, 1: 1},
+            ["b1", "b2"],
+        ),
         ({"a": 2}, {"a": 0}, {2: 0, 0: 1, 1: 2}, []),
         ({}, {}, {0: 0, 1: 1}, []),
     ],
@@ -212,6 +218,32 @@ def test_groups_are_matched_by_their_parameters(
     own: dict[str, int], saved: dict[str, int], chosen: dict[int, int], left: list[str]
 ) -> None:
     assert match_groups(own, saved, max(len(chosen), 2)) == (chosen, left)
+
+
+class Stubborn(nn.Sequential):
+    """Its state dict is made by hand, and takes no options."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {name: value.clone() for name, value in self.named_parameters()}
+
+
+def odd_models_body(context: Context, path: str) -> list[str]:
+    """A model whose state dict cannot be looked at, and one that has lost a part."""
+    with pytest.warns(UserWarning, match=r"model\.state_dict\(\) raises TypeError"):
+        engine = engine_of(Stubborn(nn.Linear(8, 8), nn.Linear(8, 8)))
+    step(engine)
+    lost = engine_of(nn.Sequential(layers(), nn.Linear(8, 8)))
+    step(lost)
+    del lost.module[1]
+    lost.save_checkpoint(path)
+    return [unit_name for unit in engine.units for group in unit.groups for unit_name in group.names]
+
+
+def test_odd_models(cluster: Clusters, tmp_path: Path) -> None:
+    for names in cluster(2).run(odd_models_body, path=str(tmp_path / "c")):
+        assert set(names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    with open_source(tmp_path / "c") as source:
+        assert "0.0.weight" in {tensor.name for tensor in source.tensors}
 
 
 class Failing:

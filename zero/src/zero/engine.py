@@ -34,8 +34,7 @@ from zero.pretrained import Request, fill_engine
 from zero.sharding import model_state
 from zero.sharding.late_parameters import LateParameters
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.sharding.state_entries import names_of
-from zero.sharding.whole import WholeValues
+from zero.sharding.whole import WholeValues, names_of
 from zero.tiers.room import OutOfMemoryError
 from zero.tiers.stores import Stores
 from zero.tiers.trace import MemoryReport
@@ -77,7 +76,7 @@ class Engine:
         visits = self._shards.visits
         self._parking = Parking(self.units, self._shards)
         self._loss_scale = LossScale.of(config, accelerator)
-        self._whole = WholeValues(units, communicator, names_of(module))
+        self._whole = WholeValues(units, communicator, names_of(module, units))
         self._whole.check = self._parking.check
         self._whole.interrupt = self._interrupt
         self._optimizer_state = OptimizerState(self._whole, self._shards)
@@ -435,6 +434,7 @@ class Engine:
     def _change_weights(self, scale: Tensor | None, skip: Tensor | None) -> None:
         """Everything that an optimizer step changes. Interrupted half-way it cannot be repeated: some values
         are new then, others old, so that the engine refuses to go on."""
+        self._passes.release_all()  # whole values that somebody kept are old now
         self._whole.begin_write()
         try:
             self._update(scale, skip)

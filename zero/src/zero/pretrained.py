@@ -111,17 +111,18 @@ def fill(model: nn.Module, request: Request) -> None:
                     parameter.copy_(values.whole(keys[name]))
 
 
-def keep_promises(model: nn.Module, units: Sequence[ShardedUnit], communicator: Communicator) -> None:
+def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> None:
     """Fill the shards and masters of parameters that were promised their values. Collective if there are any.
 
     Raises CheckpointError, on every rank, where a file cannot be read any more.
     """
     keys: dict[SafetensorsWeights, dict[str, str]] = {}
-    for parameter, (name, *_) in entries_of(model).parameters.items():
-        promise = deferred_init.promised(parameter)
-        if promise is not None:
-            keys.setdefault(promise.weights, {})[name] = promise.key
-            deferred_init.forget_promise(parameter)
+    for group in (group for unit in units for group in unit.groups):
+        for name, parameter in zip(group.names, group.parameters, strict=True):
+            promise = deferred_init.promised(parameter)
+            if promise is not None:
+                keys.setdefault(promise.weights, {})[name] = promise.key
+                deferred_init.forget_promise(parameter)
     if keys:
         Together(communicator, "pretrained weights")(lambda: _fill_shards(units, keys))
         spread(units, communicator)

@@ -106,7 +106,7 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
                 "trainable": group.trainable,
                 "unit": group.unit,
                 "group": engine.param_groups.get(parameter),
-                "aliases": list(entries.parameters[parameter][1:]),
+                "aliases": list(entries.parameters.get(parameter, (name,))[1:]),
             }
             for group in groups
             for name, parameter in zip(group.names, group.parameters, strict=True)

@@ -132,13 +132,6 @@ class GroupGradients:
             whole.data[gap].zero_()
         return whole.data
 
-    def to_send(self) -> Tensor:
-        """The sealed buffer's values in the dtype that they travel in."""
-        data, dtype = self.seal(), self._policy.reduce_dtype
-        if dtype is None or data.dtype is dtype:
-            return data
-        return self.allocate(data.numel() * dtype.itemsize, lambda: data.to(dtype))
-
     def settle(self, whole: FlatBuffer, slice_: Tensor) -> None:
         """Add a reduced slice. `whole` is released unless the slice lives in it."""
         self.slice.add(slice_)
@@ -148,12 +141,23 @@ class GroupGradients:
             self._take_back(whole)
 
     def detach_whole(self) -> FlatBuffer:
-        """Hand the sealed buffer over to a reduction; further gradients start a new one."""
+        """Hand the sealed buffer over to a reduction, in the dtype that it travels in; further gradients
+        start a new one."""
         assert self.whole is not None
-        whole, self.whole = self.whole, None
+        whole, self.whole = self._narrowed(self.whole), None
         self.filled.clear()
         self.reduced = True
         return whole
+
+    def _narrowed(self, whole: FlatBuffer) -> FlatBuffer:
+        dtype = self._policy.reduce_dtype
+        if dtype is None or whole.data.dtype is dtype:
+            return whole
+        nbytes = whole.data.numel() * dtype.itemsize
+        narrow = self.allocate(nbytes, lambda: self._buffer(dtype))
+        narrow.data.copy_(whole.data)
+        self._take_back(whole)
+        return narrow
 
     def device_bytes(self) -> int:
         """Bytes of the device in use; a slice that lives in a whole buffer counts as that."""

@@ -215,8 +215,9 @@ class GradientReducer:
             self._next += 1
 
     def _reduce(self, gradients: GroupGradients) -> None:
-        data = gradients.to_send()
+        gradients.seal()
         whole = gradients.detach_whole()
+        data = whole.data
         group, unit = gradients.group, gradients.unit.name
         result, handle = data, None
         if group.shards > 1:

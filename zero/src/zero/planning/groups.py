@@ -41,10 +41,10 @@ class PlannedGroup:
     numel: of the whole buffer. shard_numel: of a rank's slice. dtype: of the
     parameters. given: that they have before `zero.initialize`, where it is wider. gathered: that they are
     computed in. coded: whether they travel in 8 bits. resident: the whole buffer stays. reduced: dtype that
-    gradients travel in. slice: that their reduced sum has. early, complete_early: whether its first gradient,
-    or all of them, come before those of the blocks, as a head's do. kernel: whether one steps it. moments:
-    values that are kept for an element beside the master. whole: of parameters that are stepped whole; None
-    where slices are.
+    gradients are put together in. sent: that they travel in. slice: that their reduced sum has. early,
+    complete_early: whether its first gradient, or all of them, come before those of the blocks, as a head's
+    do. kernel: whether one steps it. moments: values that are kept for an element beside the master. whole:
+    of parameters that are stepped whole; None where slices are.
     """
 
     numel: int
@@ -56,6 +56,7 @@ class PlannedGroup:
     trainable: bool
     resident: bool
     reduced: torch.dtype
+    sent: torch.dtype
     slice: torch.dtype
     early: bool
     complete_early: bool
@@ -91,6 +92,11 @@ class PlannedGroup:
     def gradient_bytes(self) -> int:
         """Of the whole buffer of gradients."""
         return self.numel * self.reduced.itemsize
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the whole buffer as it travels."""
+        return self.numel * self.sent.itemsize
 
     @property
     def slice_bytes(self) -> int:
@@ -265,6 +271,7 @@ def _group(
         trainable=kind.trainable,
         resident=resident,
         reduced=reduced,
+        sent=policy.reduce_dtype or reduced,
         slice=torch.promote_types(reduced, torch.float32) if policy.steps > 1 else reduced,
         early=any(parameter in behind.last for _, parameter in draft.named),
         complete_early=ranks == 1 and all(parameter in behind.all for _, parameter in draft.named),

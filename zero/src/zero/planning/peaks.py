@@ -131,7 +131,7 @@ class _Moment:
         """Of the gradients of a group at `position`. early: its first gradient comes with the very first."""
         near, age = group.placement.gradients == "device", self.index - position
         begun = early or sums == "whole" or age >= 0
-        if not group.sharded and group.reduced is group.slice:
+        if not group.sharded and group.sent is group.slice:
             return self._in_place(group, age, near, begun, sums)
         done = age > 0 or (age == 0 and self.reduced)
         adds = sums == "slices" and done and age < IN_FLIGHT  # what came to the sum

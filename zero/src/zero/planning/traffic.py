@@ -85,10 +85,10 @@ def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int)
         return
     if not group.sharded:
         if group.trainable:
-            yield "all_reduce", reductions * group.gradient_bytes
+            yield "all_reduce", reductions * group.sent_bytes
         return
     if group.trainable:
-        yield "reduce_scatter", reductions * group.gradient_bytes
+        yield "reduce_scatter", reductions * group.sent_bytes
     if group.whole is not None:  # gradients, masters, and these again as they are then
         yield "all_to_all", group.whole.of_all * (group.slice.itemsize + 2 * group.wide.itemsize)
     if not group.resident:
@@ -119,7 +119,7 @@ def _of_gradients(group: PlannedGroup, reductions: int) -> _Moved:
     back = sum(n for n, t in group.placement.optimizer if t == "device" or group.placement.visits)
     disk = group.slice_bytes if tier == "disk" else 0
     return _Moved(
-        to_host=reductions * group.shard_numel * group.reduced.itemsize,
+        to_host=reductions * group.shard_numel * group.sent.itemsize,
         to_device=back * group.slice.itemsize,
         read=reductions * disk,  # to be added to, and by the step
         written=reductions * disk,

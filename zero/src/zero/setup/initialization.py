@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -82,7 +83,7 @@ def initialize(
     _move_buffers(model, config, accelerator, communicator)
     with _taking_over(model):
         units = build_units(drafts, config, stores, communicator)
-        keep_promises(model, units, communicator)
+        keep_promises(units, communicator)
         return Engine(model, optimizer, config, stores, communicator, units, param_group_of, stepping)
 
 
@@ -116,6 +117,8 @@ def _move_buffers(
 
 def _writable(buffer: Tensor) -> Tensor:
     """With memory for every element, as expanded buffers have not, and no conjugation left to do."""
+    if buffer.layout is not torch.strided:
+        return buffer
     expanded = any(step == 0 and size > 1 for size, step in zip(buffer.shape, buffer.stride(), strict=True))
     plain = buffer.resolve_conj().resolve_neg()
     return plain.contiguous() if expanded else plain

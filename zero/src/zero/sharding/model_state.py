@@ -22,20 +22,19 @@ def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
 
     master: fp32 masters where there are some. One group at a time is whole on the device.
     """
-    values: dict[str, Tensor] = {}
+    values: dict[nn.Parameter, Tensor] = {}
     with whole.together():
         for unit, group in ((u, g) for u in whole.units for g in u.groups):
             shard = group.master if master and group.master is not None else group.shard
             full = whole.gather(unit, group, shard)
             if whole.is_source:
-                for index, name in enumerate(group.names):
-                    values[name] = view_of(full, group, index).to(HOST, copy=True).contiguous()
+                for index, parameter in enumerate(group.parameters):
+                    values[parameter] = view_of(full, group, index).to(HOST, copy=True).contiguous()
     if not whole.is_source:
         return {}
-    entries = entries_of(model)
-    first = entries.first_names
+    owner = entries_of(model).by_name
     return {
-        name: values[first[name]] if name in first else _copied(value)
+        name: values[owner[name]] if name in owner else _copied(value)
         for name, value in model.state_dict(keep_vars=True).items()
     }
 
@@ -48,11 +47,12 @@ def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, 
     """
     state = dict(state or {}) if whole.is_source else {}
     entries = entries_of(model)
-    first = entries.first_names
+    groups = [group for unit in whole.units for group in unit.groups]
+    own = {p: name for group in groups for name, p in zip(group.names, group.parameters, strict=True)}
     rest, packed = {name: state[name] for name in entries.rest if name in state}, BytesIO()
     problem = _misfits(model, state, strict) or _pack(rest, packed) if whole.is_source else ""
     whole.raise_together(problem and f"the state dict does not fit the model: {problem}")
-    given = {first[name]: value for name, value in state.items() if name in first}
+    given = {own[p]: state[name] for name, p in entries.by_name.items() if name in state and p in own}
     present = set(whole.share(sorted(given)))
     rest = _shared(whole, packed)
     with whole.changing():

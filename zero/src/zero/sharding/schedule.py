@@ -14,7 +14,7 @@ from zero.sharding.sharded_unit import ShardedUnit, State
 from zero.tiers.read_ahead import DEPTH, ReadAhead
 
 Event = tuple[int, Cast]  # by unit index
-_LONGEST = 100  # uses of each unit that an order may hold
+_LONGEST = 100_000  # uses of units that an order may hold
 
 
 class Schedule:
@@ -33,7 +33,8 @@ class Schedule:
 
     def begin(self, training: bool) -> None:
         """A forward of the whole model starts; training: with gradients, so a backward may follow."""
-        self._records[self._training] = self._current
+        if self._current:
+            self._records[self._training] = self._current
         self._training = training
         self._record = self._records.get(training, [])
         self._current = []
@@ -57,7 +58,7 @@ class Schedule:
         return any(index == unit.index for index, _ in self._upcoming(1 + self._ahead))
 
     def _advance(self, event: Event) -> None:
-        if len(self._current) < _LONGEST * len(self._units):  # parts may be called for ever
+        if len(self._current) < _LONGEST:  # parts may be called for ever
             self._current.append(event)
         with suppress(ValueError):  # another path than last time: no hint until a known event comes
             self._cursor = self._record.index(event, self._cursor) + 1

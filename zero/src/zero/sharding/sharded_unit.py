@@ -96,7 +96,7 @@ class ShardedUnit:
         if self.resident:
             return False
         buffers = {group.parameters[0].untyped_storage().data_ptr() for group in self.groups} - {0}
-        return any(t.layout is torch.strided and t.untyped_storage().data_ptr() in buffers for t in tensors)
+        return any(_memory_of(tensor) in buffers for tensor in tensors)
 
     def forget_calls(self, keep: object = None) -> None:
         """No backward of a call is expected to go on. keep: one who stays, if it is there."""
@@ -260,8 +260,9 @@ class ShardedUnit:
         return list(chain.from_iterable(begun))
 
     def rebound(self) -> list[str]:
-        """Names of parameters that show other memory than the unit's, which they always should."""
-        return [name for group in self.groups for name in group.rebound()] if self.resident else []
+        """Names of trained parameters that do not show the unit's memory, as they always should."""
+        trained = (group for group in self.groups if group.trainable and self.resident)
+        return [name for group in trained for name in group.rebound()]
 
     def park(self) -> None:
         """Give the device's memory back; see `Engine.offload_states`."""
@@ -306,3 +307,11 @@ class ShardedUnit:
 
     def _unguard(self) -> None:
         unguard(self._classes.keys(), self._classes.values())
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Where its storage begins; -1 for tensors of torch.func, subclasses and layouts that have none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return -1

@@ -6,6 +6,7 @@ says, as torch's wrappers for activation checkpointing do.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +28,9 @@ class StateEntries:
     rest: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def first_names(self) -> dict[str, str]:
-        """For every name of a parameter its first one."""
-        return {name: names[0] for names in self.parameters.values() for name in names}
+    def by_name(self) -> dict[str, nn.Parameter]:
+        """The parameter of each name."""
+        return {name: parameter for parameter, names in self.parameters.items() for name in names}
 
 
 def entries_of(module: nn.Module) -> StateEntries:
@@ -51,11 +52,19 @@ def entries_of(module: nn.Module) -> StateEntries:
     return found
 
 
-def names_of(module: nn.Module) -> dict[str, str]:
-    """For every name of a parameter, those of `named_parameters()` as well, its first in the state dict."""
-    entries = entries_of(module)
-    called = module.named_parameters(remove_duplicate=False)
-    return {**{name: entries.parameters[p][0] for name, p in called}, **entries.first_names}
+def first_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Each parameter's own name, in the order of `named_parameters()`, whose names serve where the module has
+    no state dict to look at."""
+    try:
+        entries = entries_of(module)
+    except Exception as error:
+        warnings.warn(
+            f"model.state_dict() raises {type(error).__name__}: {error}. Parameters go by the names of "
+            "named_parameters(), and nothing can be saved",
+            stacklevel=5,
+        )
+        return {parameter: name for name, parameter in module.named_parameters()}
+    return {parameter: names[0] for parameter, names in entries.parameters.items()}
 
 
 def load_rest(module: nn.Module, values: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from zero.config import UnitRule
 from zero.errors import ConfigError
-from zero.sharding.state_entries import entries_of
+from zero.sharding.state_entries import first_names
 
 ROOT = "<root>"
 PERSISTENT = "<persistent>"
@@ -50,9 +50,9 @@ def find_units(model: nn.Module, rule: UnitRule, persistent_below: int = 0) -> l
         raise ConfigError(f"units={rule!r} matches {what}")
     owner = _assign(model, chosen)
     plans: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in (*chosen, ROOT, PERSISTENT)}
-    for parameter, names in entries_of(model).parameters.items():
+    for parameter, name in first_names(model).items():
         small = parameter.numel() < persistent_below
-        plans[PERSISTENT if small else owner[parameter]].append((names[0], parameter))
+        plans[PERSISTENT if small else owner[parameter]].append((name, parameter))
     return [
         UnitPlan(name, _anchors(model, name, chosen, found), tuple(found), name == PERSISTENT)
         for name, found in plans.items()

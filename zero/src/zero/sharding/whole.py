@@ -5,12 +5,12 @@ Everything here that takes or returns whole values is collective: every rank cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
 from zero.errors import StateError
@@ -187,6 +187,14 @@ class WholeValues(Uncopied):
 
     def _units_of(self, names: Sequence[str]) -> list[ShardedUnit]:
         return list(dict.fromkeys(self.locate(name)[0] for name in names))
+
+
+def names_of(module: nn.Module, units: Iterable[ShardedUnit]) -> dict[str, str]:
+    """For every name in `named_parameters()` that which the units have."""
+    groups = (group for unit in units for group in unit.groups)
+    own = {p: name for group in groups for name, p in zip(group.names, group.parameters, strict=True)}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: own[parameter] for name, parameter in named if parameter in own}
 
 
 def view_of(whole: Tensor, group: FlatGroup, index: int) -> Tensor:
