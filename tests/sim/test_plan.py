@@ -138,6 +138,16 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
     "reduced in fp32": ({"precision": "bf16", "reduce_dtype": "fp32"}, torch.optim.AdamW, None),
     "accumulated": ({"precision": "bf16", "gradient_accumulation_steps": 2}, torch.optim.AdamW, None),
     "accumulated in fp32": ({"gradient_accumulation_steps": 2}, torch.optim.AdamW, None),
+    "accumulated locally, sent narrow": (
+        {"gradient_accumulation_steps": 2, "accumulate": "local", "reduce_dtype": "bf16"},
+        torch.optim.AdamW,
+        None,
+    ),
+    "accumulated locally at stage 0, sent narrow": (
+        {"stage": 0, "gradient_accumulation_steps": 2, "accumulate": "local", "reduce_dtype": "bf16"},
+        torch.optim.AdamW,
+        None,
+    ),
     "accumulated locally": (
         {"precision": "bf16", "gradient_accumulation_steps": 2, "accumulate": "local"},
         torch.optim.AdamW,

@@ -131,6 +131,8 @@ class _Moment:
         """Of the gradients of a group at `position`. early: its first gradient comes with the very first."""
         near, age = group.placement.gradients == "device", self.index - position
         begun = early or sums == "whole" or age >= 0
+        if group.sent is not group.reduced:
+            return self._narrowed(group, age, near, begun)
         if not group.sharded and group.sent is group.slice:
             return self._in_place(group, age, near, begun, sums)
         done = age > 0 or (age == 0 and self.reduced)
@@ -140,6 +142,16 @@ class _Moment:
         whole = group.gradient_bytes if begun and age < IN_FLIGHT else 0
         added = group.shard_numel * group.reduced.itemsize if adds else 0
         return whole + (group.slice_bytes if stays or travels else 0) + added
+
+    def _narrowed(self, group: PlannedGroup, age: int, near: bool, begun: bool) -> int:
+        """Of a group that is narrowed to be sent: the wide buffer goes at once, and the sum is wide again."""
+        if age < 0 or (age == 0 and not self.reduced):
+            return group.gradient_bytes if begun else 0
+        if age == 0:
+            return group.gradient_bytes + group.sent_bytes
+        if age < IN_FLIGHT:
+            return group.sent_bytes
+        return group.slice_bytes if near or age <= TRAVELLING else 0
 
     def _in_place(self, group: PlannedGroup, age: int, near: bool, begun: bool, sums: Sums) -> int:
         """Of a group whose reduced gradient is the whole buffer itself."""
