@@ -57,9 +57,8 @@ class LateParameters:
         kept = zip(self._kept, self._versions, strict=True)
         changed = [name for (name, parameter), before in kept if parameter._version != before]
         if changed:
-            warnings.warn(
-                f"changed in place, and lost with this step: {some(changed)}. {_CHANGED}", stacklevel=3
-            )
+            what = f"changed in place since the last step, which this step undoes: {some(changed)}"
+            warnings.warn(f"{what}. {_CHANGED}", stacklevel=3)
 
     def check_whole(self) -> None:
         """Before values of the whole model are saved or loaded."""
