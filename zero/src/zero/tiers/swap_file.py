@@ -112,6 +112,7 @@ class SwapFile:
 
     def close(self) -> None:
         """Give the disk space back; so does dropping the file."""
+        self._threads.shutdown()
         self._close()
 
     def _count_change(self, place: int) -> None:
@@ -205,7 +206,9 @@ def whole_pages(memory: Memory, nbytes: int) -> Tensor:
 
 
 def _close(threads: ThreadPoolExecutor, descriptors: set[int]) -> None:
-    threads.shutdown()
+    """Nothing is under way: that would keep the file. The collector may call this from anywhere, also while a
+    thread is being started, where waiting for another one to end would never end."""
+    threads.shutdown(wait=False)
     for descriptor in descriptors:
         os.close(descriptor)
 
