@@ -23,6 +23,10 @@ class Config(Validated):
 
     stage: 0 replicates everything (data parallel), 1 shards the optimizer state, 2 also the gradients,
         3 also the parameters (Rajbhandari et al., ZeRO, 2020).
+    shard_ranks: how many ranks share a copy of the model: consecutive ones, such as those of a machine, where
+        the network between machines is slow (hybrid sharding; MiCS, Zhang et al., 2022). Every further
+        so many ranks have a copy of their own, and only reduced slices of gradients travel between copies.
+        None, or as many as there are: all ranks share one copy. It must divide the number of ranks.
     precision: dtype of the floating-point parameters. "bf16" and "fp16" keep fp32 master weights in the
         optimizer; "model" leaves every parameter the dtype it has.
     gradient_accumulation_steps: micro-batches (calls of `backward`) per optimizer step.
@@ -55,6 +59,7 @@ class Config(Validated):
     """
 
     stage: Literal[0, 1, 2, 3] = 3
+    shard_ranks: int | None = Field(default=None, ge=2)
     precision: Literal["model", "fp32", "bf16", "fp16"] = "model"
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     accumulate: Literal["sharded", "local"] = "sharded"
@@ -98,6 +103,12 @@ class Config(Validated):
         for name in ("gather_dtype", "autocast_modules"):
             if getattr(self, name) and self.stage < 3:
                 raise ValueError(f"{name}: below stage 3 no weights travel to be computed with; set stage=3")
+        return self
+
+    @model_validator(mode="after")
+    def _shards_to_share(self) -> Config:
+        if self.shard_ranks is not None and self.stage == 0:
+            raise ValueError("shard_ranks: at stage 0 every rank has all of the model; set stage=1, 2 or 3")
         return self
 
     @model_validator(mode="after")

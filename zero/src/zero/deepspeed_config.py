@@ -36,6 +36,7 @@ TUNING = (
     "zero_optimization.ignore_unused_parameters",
     "zero_optimization.load_from_fp32_weights",
     "zero_optimization.memory_efficient_linear",
+    "zero_optimization.mics_hierarchical_params_gather",
     "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.offload_optimizer.fast_init",
     "zero_optimization.offload_optimizer.pin_memory",
@@ -86,6 +87,7 @@ def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | Non
         "clip_norm": leaves.take("gradient_clipping", 0.0) or None,
         "reduce_dtype": leaves.choose("communication_data_type", DTYPES),
         "gather_dtype": "int8" if leaves.take(zero + "zero_quantized_weights", False) else None,
+        "shard_ranks": _shard_ranks(leaves, zero),
         "persistent_below": leaves.take(zero + "stage3_param_persistence_threshold", 0),
         "compile": bool(leaves.take("compile.deepcompile", False)),
         "offload": _offload(leaves, zero),
@@ -177,6 +179,11 @@ def _accumulation(leaves: _Leaves, ranks: int) -> int:
             f"times {steps or 'a whole number'} of accumulation steps"
         )
     return max(found, 1)
+
+
+def _shard_ranks(leaves: _Leaves, zero: str) -> int | None:
+    ranks = leaves.take(zero + "mics_shard_size", -1)
+    return None if ranks < 0 else ranks
 
 
 def _precision(leaves: _Leaves) -> dict[str, Any]:

@@ -276,7 +276,7 @@ class Engine:
         have = next((g for g in self._reducer.all if g.group is group), None)
         if have is None or not have.slice.present or index not in have.used:
             return None
-        value = self._whole.parameter(name, have.slice.get()).float()
+        value = self._whole.parameter(name, self._reducer.summed(have)).float()
         factor = self._factor.mean()
         return value if factor is None else value * factor
 

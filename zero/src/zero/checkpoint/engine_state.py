@@ -55,6 +55,11 @@ class EngineParts:
         return self.communicator.group.rank
 
     @property
+    def writes_shards(self) -> bool:
+        """Whether this rank belongs to the first copy of the model: the others have the same."""
+        return self.communicator.group.rank < self.communicator.shards.size
+
+    @property
     def world_size(self) -> int:
         return self.communicator.group.size
 
@@ -72,7 +77,7 @@ class RankState:
 def collect(engine: EngineParts, rank_state: Any) -> RankState:
     """Everything this rank writes, except what rank 0 alone does. The tensors are the engine's own."""
     found = RankState()
-    for unit in engine.units:
+    for unit in engine.units if engine.writes_shards else ():
         for group in unit.groups:
             _collect_group(engine, group, found)
     prefix = f"rank/{engine.rank}"
@@ -126,7 +131,8 @@ def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
 
 def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> None:
     flat = group.widest
-    written = list(_written_by(group, engine.rank, engine.world_size))
+    shards = engine.communicator.shards
+    written = list(_written_by(group, shards.rank, shards.size))
     for index, start, place, length in written:
         spec = group.layout.specs[index]
         found.parts.append(

@@ -25,6 +25,7 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group, Handle, ReduceOp
 from accelz.errors import CollectiveError
+from zero.communication.job import Split
 from zero.communication.reports import Failure, Reports
 from zero.errors import CommunicationError, OffloadError, RankMismatchError
 
@@ -60,8 +61,10 @@ class NamedHandle:
 
 
 class Communicator:
-    """Collectives by unit name over one group. control: a second group of the same ranks, for host memory;
-    its traffic must not interleave with the data's.
+    """Collectives by unit name. group: all ranks of the job. control: a second group of the same ranks, for
+    host memory; its traffic must not interleave with the data's. After `split`, shards: the ranks that share
+    a copy of the model with this one; copies: those that have the same slices as this one, None where there
+    is one copy.
 
     in_pass: inside what ends with an agreement of the ranks, such as a forward or backward.
     """
@@ -69,7 +72,8 @@ class Communicator:
     def __init__(self, accelerator: Accelerator, group: Group, control: Group, key: str) -> None:
         self._collectives = accelerator.collectives
         self._control = control
-        self.group = group
+        self.group = self.shards = group
+        self.copies: Group | None = None
         self.traffic = Traffic()
         self._key = key  # prefix in the store, one per engine
         self._reports = Reports(group, key)
@@ -83,23 +87,29 @@ class Communicator:
         self._hashes = {"reductions": 0, "others": 0}
         self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
 
+    def split(self, split: Split) -> None:
+        """From now on slices are gathered and reduced as `split` says."""
+        self.shards, self.copies = split.shards, split.copies
+
     def all_gather(self, unit: str, output: Tensor, shard: Tensor) -> NamedHandle:
+        """Over the ranks of a copy."""
         output, shard = _transportable(output), _transportable(shard)
         return self._issue(
             "all_gather",
             unit,
             output.numel(),
             output.dtype,
-            lambda: self._collectives.all_gather(output, shard, self.group, async_op=True),
+            lambda: self._collectives.all_gather(output, shard, self.shards, async_op=True),
         )
 
     def reduce_scatter(self, unit: str, output: Tensor, full: Tensor) -> NamedHandle:
+        """Over the ranks of a copy; what all of a slice's are together takes `all_reduce_copies`, too."""
         return self._issue(
             "reduce_scatter",
             unit,
             full.numel(),
             full.dtype,
-            lambda: self._collectives.reduce_scatter(output, full, self.group, async_op=True),
+            lambda: self._collectives.reduce_scatter(output, full, self.shards, async_op=True),
         )
 
     def all_to_all(
@@ -111,26 +121,35 @@ class Communicator:
         sent: Sequence[int],
         total: int,
     ) -> NamedHandle:
-        """total: elements that all ranks send together."""
+        """Over the ranks of a copy. total: elements that they send together."""
         return self._issue(
             "all_to_all",
             unit,
             total,
             parts.dtype,
-            lambda: self._collectives.all_to_all(output, parts, received, sent, self.group, async_op=True),
+            lambda: self._collectives.all_to_all(output, parts, received, sent, self.shards, async_op=True),
         )
 
     def all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
+        """Over the ranks of a copy."""
+        return self._all_reduce(unit, tensor, op, self.shards)
+
+    def all_reduce_copies(self, unit: str, tensor: Tensor) -> NamedHandle:
+        """Add a slice up over the copies of the model, of which there are several."""
+        assert self.copies is not None
+        return self._all_reduce(unit, tensor, "sum", self.copies)
+
+    def _all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp, group: Group) -> NamedHandle:
         return self._issue(
             "all_reduce",
             unit,
             tensor.numel(),
             tensor.dtype,
-            lambda: self._collectives.all_reduce(tensor, self.group, op, async_op=True),
+            lambda: self._collectives.all_reduce(tensor, group, op, async_op=True),
         )
 
     def broadcast(self, unit: str, tensor: Tensor, source: int) -> None:
-        """From rank `source` to all, complete on return. tensor: one-dimensional and contiguous."""
+        """From rank `source` of the job to all ranks, complete on return. tensor: (n,), contiguous."""
         tensor = _transportable(tensor)
         self._issue(
             "broadcast",

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.errors import CollectiveError
-from zero.errors import CommunicationError
+from zero.errors import CommunicationError, ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where a rank is. shards: it and the ranks that it shares a copy of the model with. copies: it and those
+    that have the same slices as it, one of each copy; None where there is one copy."""
+
+    shards: Group
+    copies: Group | None
+
 
 _groups: dict[float, tuple[object, Group, Group]] = {}  # timeout -> (the job, for data, for control)
+_splits: dict[tuple[float, int], tuple[object, Split]] = {}  # timeout, ranks of a copy -> (the job, groups)
 
 
 def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
@@ -20,17 +36,64 @@ def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
     CommunicationError when some do not.
     """
     accelerator.bind(int(os.environ.get("LOCAL_RANK", "0")))
-    try:
+
+    def joined() -> tuple[object, Group, Group]:
         job = accelerator.collectives.init(timeout).process_group
         known = _groups.get(timeout)
         if known is None or known[0] is not job:
-            data, control = (accelerator.collectives.new_group(None, timeout) for _ in range(2))
-            assert data is not None
-            assert control is not None
+            data, control = (_new_group(accelerator, None, timeout) for _ in range(2))
             known = _groups[timeout] = (job, data, control)
+        return known
+
+    _, data, control = _explained(joined, timeout)
+    return data, control
+
+
+def split(accelerator: Accelerator, group: Group, shard_ranks: int | None) -> Split:
+    """Cut the job into copies of the model of `shard_ranks` consecutive ranks each (None: one copy).
+
+    group: of `join`. Every rank must call this, with the same number. Raises ConfigError where
+    `ranks_of_copy` does, and CommunicationError.
+    """
+    each = ranks_of_copy(shard_ranks, group.size)
+    if each == group.size:
+        return Split(group, None)
+    job, key = accelerator.collectives.init(group.timeout).process_group, (group.timeout, each)
+    if key not in _splits or _splits[key][0] is not job:
+        made = _explained(lambda: _cut(accelerator, group, each), group.timeout)
+        _splits[key] = (job, made)
+    return _splits[key][1]
+
+
+def ranks_of_copy(shard_ranks: int | None, ranks: int) -> int:
+    """How many of the job's `ranks` share a copy. Raises ConfigError where copies would have different
+    numbers."""
+    each = ranks if shard_ranks is None else min(shard_ranks, ranks)
+    if ranks % each:
+        raise ConfigError(
+            f"shard_ranks={each} does not divide the {ranks} ranks of the job: every copy of the model needs "
+            "as many"
+        )
+    return each
+
+
+def _cut(accelerator: Accelerator, group: Group, each: int) -> Split:
+    ranks = range(group.size)
+    shards = [_new_group(accelerator, ranks[start : start + each], group.timeout) for start in ranks[::each]]
+    copies = [_new_group(accelerator, ranks[place::each], group.timeout) for place in range(each)]
+    return Split(shards[group.rank // each], copies[group.rank % each])
+
+
+def _new_group(accelerator: Accelerator, ranks: Sequence[int] | None, timeout: float) -> Group:
+    """Of these ranks, for those who are among them: the others must call this too, and may not use it."""
+    return cast(Group, accelerator.collectives.new_group(ranks, timeout))
+
+
+def _explained(call: Callable[[], T], timeout: float) -> T:
+    try:
+        return call()
     except CollectiveError as error:
         raise CommunicationError(
             f"the ranks did not all join the job within {timeout:.0f} s; look for one that ended early. "
             f"Cause here: {error}"
         ) from error
-    return known[1], known[2]

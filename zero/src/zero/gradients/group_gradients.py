@@ -52,7 +52,8 @@ class GroupGradients:
     """The gradients of one trainable group. slice: what is left of them when they are reduced.
 
     fired: parameters whose gradient came in this backward. closed: no more will come in this backward.
-    filled: parameters that have a value in `whole`. have: parameters with a gradient on this rank since
+    filled: parameters that have a value in `whole`. total: the slice is the sum over all copies of the model;
+    set by who adds them up. have: parameters with a gradient on this rank since
     the last agreement; used: on any rank since the last step.
     """
 
@@ -66,6 +67,7 @@ class GroupGradients:
         self.have: set[int] = set()
         self.used: set[int] = set()
         self.reduced = False
+        self.total = False
         self.whole: FlatBuffer | None = None
         self._stores = stores
         self._accelerator = stores.accelerator
@@ -138,7 +140,7 @@ class GroupGradients:
         if self.slice.is_in(whole.data):
             self._lent.append(whole)  # until clear()
         else:
-            self._take_back(whole)
+            self.take_back(whole)
 
     def detach_whole(self) -> FlatBuffer:
         """Hand the sealed buffer over to a reduction, in the dtype that it travels in; further gradients
@@ -156,7 +158,7 @@ class GroupGradients:
         nbytes = whole.data.numel() * dtype.itemsize
         narrow = self.allocate(nbytes, lambda: self._buffer(dtype))
         narrow.data.copy_(whole.data)
-        self._take_back(whole)
+        self.take_back(whole)
         return narrow
 
     def device_bytes(self) -> int:
@@ -179,15 +181,17 @@ class GroupGradients:
         """Forget everything of this optimizer step."""
         self.slice.clear()
         for whole in (*self._lent, *([self.whole] if self.whole is not None else [])):
-            self._take_back(whole)
+            self.take_back(whole)
         self._lent.clear()
         self.whole = None
+        self.total = False
         self.begin_backward()
         self.filled.clear()
         self.have.clear()
         self.used.clear()
 
-    def _take_back(self, whole: FlatBuffer) -> None:
+    def take_back(self, whole: FlatBuffer) -> None:
+        """A whole buffer that has been reduced is free for other gradients."""
         whole.release()
         self._buffers.setdefault(whole.data.dtype, whole)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from accelz.flat_buffer import HOST, FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
+from zero.gradients.copy_sums import CopySums
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.units import PERSISTENT, ROOT
@@ -88,6 +89,7 @@ class GradientReducer:
         self._last = True
         self.follower: Follower | None = None
         self._reductions: list[_Reduction] = []
+        self._copies = None if communicator.copies is None else CopySums(communicator, self._arrived)
 
     @property
     def local(self) -> bool:
@@ -144,6 +146,8 @@ class GradientReducer:
                 self._reduce(gradients)
         while self._reductions:
             self._settle_oldest()
+        if self._copies is not None:
+            self._copies.finish()
         self._learn_order()
         self._agree_on_usage()
 
@@ -196,6 +200,7 @@ class GradientReducer:
         flying = sum(
             r.whole.nbytes + (0 if r.result is r.whole.data else r.result.nbytes) for r in self._reductions
         )
+        flying += 0 if self._copies is None else self._copies.device_bytes()
         return flying + sum(gradients.device_bytes() for gradients in self.all)
 
     def clear(self) -> None:
@@ -206,6 +211,8 @@ class GradientReducer:
             if reduction.handle is not None and not self._communicator.failed:
                 reduction.handle.wait()
         self._reductions.clear()
+        if self._copies is not None:
+            self._copies.clear()
         for gradients in self.all:
             gradients.clear()
 
@@ -223,7 +230,7 @@ class GradientReducer:
         if group.shards > 1:
             result = gradients.empty_slice(data.dtype)
             handle = self._communicator.reduce_scatter(unit, result, data)
-        elif self._communicator.group.size > 1:
+        elif self._communicator.shards.size > 1:
             handle = self._communicator.all_reduce(unit, data)
         self._reductions.append(_Reduction(gradients, whole, result, handle))
         while len({r.gradients.unit for r in self._reductions}) >= IN_FLIGHT:
@@ -233,10 +240,21 @@ class GradientReducer:
         done = self._reductions.pop(0)
         if done.handle is not None:
             done.handle.wait()
+        if self._copies is not None:
+            self._copies.take(done.gradients, done.whole, done.result, self._last)
+            return
         with self._communicator.postponing():
             done.gradients.settle(done.whole, done.result)
+        self._arrived(done.gradients)
+
+    def _arrived(self, gradients: GroupGradients) -> None:
         if self._last and self.follower is not None:
-            self.follower.arrived(done.gradients)
+            self.follower.arrived(gradients)
+
+    def summed(self, gradients: GroupGradients) -> Values:
+        """Collective. The slice of a group that has one, as the sum over all ranks at this moment."""
+        total = None if self._copies is None else self._copies.of_all(gradients)
+        return gradients.slice.get() if total is None else total
 
     def used(self) -> Iterator[nn.Parameter]:
         """Parameters that have had a gradient on any rank since the last step."""

@@ -76,7 +76,7 @@ class ShardedOptimizer:
             for p in group.parameters
             if way.rule is not None and p in param_group_of
         }
-        routes = route_groups(groups, ways, communicator.group.rank)
+        routes = route_groups(groups, ways, communicator.shards.rank)
         self.owned = {
             group: own(group, param_group_of, way.rule, routes.get(group)) for group, way in ways.items()
         }

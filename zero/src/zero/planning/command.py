@@ -97,7 +97,8 @@ def side_by_side(plans: Mapping[str, Plan], memory: int | None) -> str:
 def _variants(base: Config) -> Iterator[tuple[str, Config]]:
     fields = {name: getattr(base, name) for name in Config.model_fields if name != "offload"}
     of_stage_3 = {"gather_dtype": None, "autocast_modules": ()}
-    for stage in (0, 1, 2):
+    yield "stage 0", Config(**{**fields, **of_stage_3, "shard_ranks": None, "stage": 0})
+    for stage in (1, 2):
         yield f"stage {stage}", Config(**{**fields, **of_stage_3, "stage": stage})
     yield "stage 3", Config(**{**fields, "stage": 3})
     for name, offload in ELSEWHERE.items():

@@ -162,8 +162,8 @@ def planned(
     autocast: Dtype,
     moments: Mapping[nn.Parameter, float],
 ) -> Iterator[PlannedUnit]:
-    """Of each draft. autocast: dtype that forwards run under, None for none. moments: values that optimizers
-    keep for an element of each parameter."""
+    """Of each draft. ranks: that share a copy of the model. autocast: dtype that forwards run under, None for
+    none. moments: values that optimizers keep for an element of each parameter."""
     shards = ranks if config.stage > 0 else 1
     behind = _Behind.blocks(model, drafts)
     stepped = _stepped(drafts, moments, shards)

@@ -51,8 +51,9 @@ def plan_memory(
     config: Config,
     policy: GradientPolicy,
     scaled: bool,
+    copies: int,
 ) -> MemoryPlan:
-    """scaled: whether gradients are averaged, unscaled or clipped."""
+    """scaled: whether gradients are averaged, unscaled or clipped. copies: of the model."""
     sums: Sums = "none" if policy.steps == 1 else "whole" if policy.local else "slices"
     groups = [group for unit in units for group in unit.groups]
     rest = {tier: sum((_rest(g, tier, config) for g in groups), Held()) for tier in TIERS}
@@ -64,7 +65,7 @@ def plan_memory(
     peaks = {
         "init": max(*building(units), made, key=lambda held: held.total),
         "forward": max(forward(units, config.prefetch, sums), key=lambda held: held.total),
-        "backward": max(backward(units, config, sums), key=lambda held: held.total),
+        "backward": max(backward(units, config, sums, copies), key=lambda held: held.total),
         "step": step(units, scaled),
     }
     peaks = {phase: rest["device"] + held if phase != "init" else held for phase, held in peaks.items()}

@@ -13,6 +13,7 @@ from typing import Literal
 
 from zero.communication.quantised import Quantised
 from zero.config import Config
+from zero.gradients.copy_sums import IN_FLIGHT as BETWEEN_COPIES
 from zero.gradients.reducer import IN_FLIGHT
 from zero.optimizer.visits import WINDOW
 from zero.planning.groups import PlannedGroup, PlannedUnit
@@ -88,15 +89,17 @@ def _window(used: Sequence[PlannedUnit], ahead: Sequence[PlannedUnit]) -> int:
     return whole + max(unpacking, coming)
 
 
-def backward(units: Sequence[PlannedUnit], config: Config, sums: Sums) -> Iterator[Held]:
+def backward(units: Sequence[PlannedUnit], config: Config, sums: Sums, copies: int) -> Iterator[Held]:
     """Units from the last to the first, then the root. Of each, two moments: while the gradient of its
     largest parameter is put into the whole buffer, and when that is reduced, with the gradient that came
     last."""
     turns = _turns(units)
+    travelling = TRAVELLING + (BETWEEN_COPIES if copies > 1 else 0)
     for index, unit in enumerate(turns):
         ahead = [later for later in turns[index + 1 :] if later.gathered and not later.is_root]
         gathered = _gathered_at(units, unit, ahead[: config.prefetch])
-        for own, moment in ((unit.largest, _Moment(index, False)), (unit.last, _Moment(index, True))):
+        for own, reduced in ((unit.largest, False), (unit.last, True)):
+            moment = _Moment(index, reduced, travelling)
             gradients = sum(
                 moment.bytes_of(group, *_place(group, position, other), sums)
                 for position, other in enumerate(turns)
@@ -122,10 +125,12 @@ def _place(group: PlannedGroup, position: int, unit: PlannedUnit) -> tuple[int, 
 
 @dataclass(frozen=True)
 class _Moment:
-    """In the turn of the unit at `index`, before or after its gradients are reduced."""
+    """In the turn of the unit at `index`, before or after its gradients are reduced. travelling: units whose
+    gradients may be on their way off the device."""
 
     index: int
     reduced: bool
+    travelling: int
 
     def bytes_of(self, group: PlannedGroup, position: int, early: bool, sums: Sums) -> int:
         """Of the gradients of a group at `position`. early: its first gradient comes with the very first."""
@@ -138,7 +143,7 @@ class _Moment:
         done = age > 0 or (age == 0 and self.reduced)
         adds = sums == "slices" and done and age < IN_FLIGHT  # what came to the sum
         stays = near and (done or sums == "slices")
-        travels = not near and done and age <= TRAVELLING
+        travels = not near and done and age <= self.travelling
         whole = group.gradient_bytes if begun and age < IN_FLIGHT else 0
         added = group.shard_numel * group.reduced.itemsize if adds else 0
         return whole + (group.slice_bytes if stays or travels else 0) + added
@@ -151,13 +156,13 @@ class _Moment:
             return group.gradient_bytes + group.sent_bytes
         if age < IN_FLIGHT:
             return group.sent_bytes
-        return group.slice_bytes if near or age <= TRAVELLING else 0
+        return group.slice_bytes if near or age <= self.travelling else 0
 
     def _in_place(self, group: PlannedGroup, age: int, near: bool, begun: bool, sums: Sums) -> int:
         """Of a group whose reduced gradient is the whole buffer itself."""
         if near and sums == "slices":  # there is the sum, and what comes to it
             return group.gradient_bytes * (2 if begun and age < IN_FLIGHT else 1)
-        return group.gradient_bytes if begun and (near or age <= TRAVELLING) else 0
+        return group.gradient_bytes if begun and (near or age <= self.travelling) else 0
 
 
 def step(units: Sequence[PlannedUnit], scaled: bool) -> Held:

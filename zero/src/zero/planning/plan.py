@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero.communication.job import ranks_of_copy
 from zero.config import Config
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
@@ -81,6 +82,7 @@ def plan(
         raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+    sharing = ranks_of_copy(config.shard_ranks, ranks)
     check_model(model, shapes_only=True)
     plans = find_units(model, config.units, config.persistent_below)
     castable = cast_before_use(model, config)
@@ -90,12 +92,12 @@ def plan(
     moments = moments_of(optimizer, config.dtype)
     planner = Planner(config.tiers, lambda tier: tier)
     stepping = steppings(optimizer, config)
-    drafts = draft_units(plans, config, planner, ranks, param_group_of, castable, stepping, moments)
+    drafts = draft_units(plans, config, planner, sharing, param_group_of, castable, stepping, moments)
     policy = GradientPolicy.of(config, ranks)
-    units = tuple(planned(model, drafts, config, policy, ranks, autocast, moments))
+    units = tuple(planned(model, drafts, config, policy, sharing, autocast, moments))
     scaled = ranks > 1 or config.clip_norm is not None or config.scaling is not None
-    memory = plan_memory(units, config, policy, scaled)
-    traffic = plan_traffic(units, config, policy, ranks)
+    memory = plan_memory(units, config, policy, scaled, ranks // sharing)
+    traffic = plan_traffic(units, config, policy, sharing, ranks // sharing)
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     return Plan(config, ranks, sum(p.numel() for p in parameters), trainable, units, memory, traffic)

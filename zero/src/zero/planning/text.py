@@ -49,6 +49,7 @@ def _traffic(traffic: TrafficPlan) -> list[str]:
     moved = {kind.replace("_", "-"): nbytes for kind, nbytes in traffic.collectives.items()}
     moved |= {
         "sent to other ranks": traffic.link,
+        "of this to other copies": traffic.to_copies,
         "device to host": traffic.to_host,
         "host to device": traffic.to_device,
         "read from disk": traffic.read,

@@ -18,11 +18,13 @@ class TrafficPlan:
     """Bytes of one rank in an optimizer step, all micro-batches together.
 
     collectives: by kind, of whole buffers, as `Engine.traffic` counts them, single numbers aside. link: what
-    of them leaves this rank, at best. to_host, to_device: between the memories. read, written: of the disk.
+    of them leaves this rank, at best. to_copies: what of that goes to ranks of other copies. to_host,
+    to_device: between the memories. read, written: of the disk.
     """
 
     collectives: dict[str, int]
     link: int
+    to_copies: int
     to_host: int
     to_device: int
     read: int
@@ -30,11 +32,12 @@ class TrafficPlan:
 
 
 def plan_traffic(
-    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int
+    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int, copies: int
 ) -> TrafficPlan:
-    """Each unit is used once in a forward."""
+    """Each unit is used once in a forward. ranks: that share a copy of the model. copies: their number."""
     reductions = 1 if policy.local else policy.steps
     collectives: dict[str, int] = {}
+    between = 0  # bytes of the slices that copies add up
     moved = _Moved()
     kept = _kept_between(units, config.prefetch)
     for unit in units:
@@ -43,13 +46,25 @@ def plan_traffic(
         for group in unit.groups:
             for kind, nbytes in _collectives(group, reductions, ranks, gathers):
                 collectives[kind] = collectives.get(kind, 0) + nbytes
+            between += _between_copies(group, reductions) if copies > 1 else 0
             moved += _of_parameters(group, gathers)
             moved += _of_gradients(group, reductions)
             moved += _of_records(group, config.tiers.compact)
             moved += _of_exchange(group)
     whole = sum(nbytes * _passes(kind, ranks) for kind, nbytes in collectives.items())
-    link = int(whole * (ranks - 1) / ranks)
-    return TrafficPlan(collectives, link, moved.to_host, moved.to_device, moved.read, moved.written)
+    inside = int(whole * (ranks - 1) / ranks)
+    to_copies = int(between * _passes("all_reduce", copies) * (copies - 1) / copies)
+    if between:
+        collectives["all_reduce"] = collectives.get("all_reduce", 0) + between
+    return TrafficPlan(
+        collectives,
+        inside + to_copies,
+        to_copies,
+        moved.to_host,
+        moved.to_device,
+        moved.read,
+        moved.written,
+    )
 
 
 def _passes(kind: str, ranks: int) -> float:
@@ -95,6 +110,15 @@ def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int)
         yield "all_gather", gathers * group.travel_bytes
     elif group.trainable:
         yield "all_gather", group.own_bytes  # after the step
+
+
+def _between_copies(group: PlannedGroup, reductions: int) -> int:
+    """Slices that stay are added up over the copies when the micro-batches are; others whenever they come."""
+    if not group.trainable:
+        return 0
+    if group.placement.gradients == "device":
+        return group.slice_bytes
+    return reductions * group.shard_numel * group.sent.itemsize
 
 
 def _of_parameters(group: PlannedGroup, gathers: int) -> _Moved:

@@ -28,7 +28,7 @@ def build_units(
 def _build_unit(
     index: int, draft: UnitDraft, config: Config, stores: Stores, communicator: Communicator
 ) -> ShardedUnit:
-    group, accelerator, plan = communicator.group, stores.accelerator, draft.plan
+    group, accelerator, plan = communicator.shards, stores.accelerator, draft.plan
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
     resident = draft.whole or (group.size == 1 and all(g.placement.params == "device" for g in draft.groups))
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)

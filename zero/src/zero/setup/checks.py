@@ -90,8 +90,8 @@ def _digest(
 ) -> int:
     """What all ranks must have in common."""
     text = [
-        f"{config.stage} {config.precision} {config.gather_dtype} {config.gradient_accumulation_steps} "
-        f"{config.accumulate} {config.scaling is None}"
+        f"{config.stage} {config.shard_ranks} {config.precision} {config.gather_dtype} "
+        f"{config.gradient_accumulation_steps} {config.accumulate} {config.scaling is None}"
     ]
     for plan in plans:
         text.append(plan.name)

@@ -76,23 +76,23 @@ def draft_units(
     plans: Sequence[UnitPlan],
     config: Config,
     planner: Planner,
-    world_size: int,
+    ranks: int,
     param_group_of: dict[nn.Parameter, int],
     castable: Collection[nn.Parameter],
     stepping: dict[nn.Parameter, Stepping],
     moments: Mapping[nn.Parameter, float],
 ) -> list[UnitDraft]:
-    """Cut units into groups, and decide where the state of each goes. castable: parameters that autocast
-    casts before each use. moments: values that optimizers keep for an element of each parameter; empty where
-    nobody asks. Changes nothing."""
+    """Cut units into groups, and decide where the state of each goes. ranks: that share a copy of the
+    model. castable: parameters that autocast casts before each use. moments: values that optimizers keep for
+    an element of each parameter; empty where nobody asks. Changes nothing."""
     whole = [config.stage < 3 or plan.persistent for plan in plans]
-    ways = _Ways(config.codes if world_size > 1 else None, castable)
+    ways = _Ways(config.codes if ranks > 1 else None, castable)
     parts = [
         _partition(plan, config, _STILL if resident else ways, param_group_of, stepping)
         for plan, resident in zip(plans, whole, strict=True)
     ]
-    own_state = _OwnState(parts, moments, world_size if config.stage > 0 else 1)
-    policy = GradientPolicy.of(config, world_size)
+    own_state = _OwnState(parts, moments, ranks if config.stage > 0 else 1)
+    policy = GradientPolicy.of(config, ranks)
     candidates = [
         _candidate(kind, named, policy, own_state, resident)
         for groups, resident in zip(parts, whole, strict=True)

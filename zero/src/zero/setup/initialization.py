@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import accelz
 from zero.communication.communicator import Communicator
-from zero.communication.job import join
+from zero.communication.job import join, split
 from zero.compiled.split import split_by_use
 from zero.config import Config
 from zero.engine import Engine
@@ -73,11 +73,12 @@ def initialize(
     group, control = join(accelerator, config.timeout)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
     check_equal(plans, config, communicator, param_group_of, castable, optimizer)
-    tiers = config.tiers
+    communicator.split(split(accelerator, group, config.shard_ranks))
+    tiers, ranks = config.tiers, communicator.shards.size
     stores = Stores(accelerator, tiers.folder, tiers.compact, visits=tiers.step == "device")
     stepping = steppings(optimizer, config)
     planner = Planner(tiers, stores.resolve)
-    drafts = draft_units(plans, config, planner, group.size, param_group_of, castable, stepping, moments)
+    drafts = draft_units(plans, config, planner, ranks, param_group_of, castable, stepping, moments)
     planner.warn_of_shortfalls()
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)

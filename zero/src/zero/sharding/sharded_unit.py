@@ -248,7 +248,7 @@ class ShardedUnit:
     def settle(self) -> None:
         """From freshly flattened to resident, or to SHARDED, where only shards remain."""
         for group in self.groups:
-            group.settle(self.resident, self._communicator.group)
+            group.settle(self.resident, self._communicator.shards)
         if not self.resident:
             self._guard()
 

@@ -1,0 +1,88 @@
+"""The second way of a reduced slice, where the model has several copies: between those who have the same one.
+
+A slice that stays on the device goes once per optimizer step, when the micro-batches are added up in it (two
+hops; MiCS, Zhang et al., 2022). One that leaves the device goes before it does, every time. Either way beside
+the backward of the units that follow.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accelz.flat_buffer import FlatBuffer
+from zero.communication.communicator import Communicator, NamedHandle
+from zero.gradients.group_gradients import GroupGradients
+
+IN_FLIGHT = 2  # units whose slices may be under way at once
+
+
+@dataclass
+class _Sum:
+    """slice_: what is to be added to the gradients when it is the sum; None where it is in them."""
+
+    gradients: GroupGradients
+    slice_: Tensor | None
+    handle: NamedHandle
+
+
+class CopySums:
+    """Slices under way between the copies. arrived(gradients): called when a slice of the last micro-batch is
+    complete."""
+
+    def __init__(self, communicator: Communicator, arrived: Callable[[GroupGradients], None]) -> None:
+        self._communicator = communicator
+        self._arrived = arrived
+        self._flying: deque[_Sum] = deque()
+
+    def take(self, gradients: GroupGradients, whole: FlatBuffer, slice_: Tensor, last: bool) -> None:
+        """Out of `whole` a slice has been reduced over the ranks of this copy. last: micro-batch."""
+        gradients.take_back(whole)
+        if gradients.slice.stays and not gradients.total:
+            gradients.slice.add(slice_)
+            if last:
+                gradients.total = True
+                self._start(gradients, gradients.slice.near, None)
+        else:
+            self._start(gradients, slice_, slice_)
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        while self._flying:
+            self._settle_oldest()
+
+    def clear(self) -> None:
+        """Forget all that is under way: nothing writes to slices any more."""
+        for sum_ in self._flying:
+            if not self._communicator.failed:
+                sum_.handle.wait()
+        self._flying.clear()
+
+    def device_bytes(self) -> int:
+        """Bytes of the device that are in use for slices under way, and for nothing else."""
+        return sum(sum_.slice_.nbytes for sum_ in self._flying if sum_.slice_ is not None)
+
+    def of_all(self, gradients: GroupGradients) -> Tensor | None:
+        """Collective. A slice summed over the copies, apart from itself; None where it is that sum."""
+        if not gradients.slice.stays or gradients.total:
+            return None
+        value = gradients.slice.near.clone()
+        self._communicator.all_reduce_copies(gradients.unit.name, value).wait()
+        return value
+
+    def _start(self, gradients: GroupGradients, values: Tensor, slice_: Tensor | None) -> None:
+        handle = self._communicator.all_reduce_copies(gradients.unit.name, values)
+        self._flying.append(_Sum(gradients, slice_, handle))
+        while len({sum_.gradients.unit for sum_ in self._flying}) > IN_FLIGHT:
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        sum_ = self._flying.popleft()
+        sum_.handle.wait()
+        if sum_.slice_ is not None:
+            with self._communicator.postponing():
+                sum_.gradients.slice.add(sum_.slice_)
+        self._arrived(sum_.gradients)
