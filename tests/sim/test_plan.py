@@ -191,6 +191,24 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
         None,
     ),
     "unknown to the optimizer": ({"precision": "bf16"}, only_some, None),
+    "copies": ({"precision": "bf16", "shard_ranks": 2}, torch.optim.AdamW, None),
+    "copies, stage 2": ({"stage": 2, "shard_ranks": 2}, torch.optim.AdamW, None),
+    "copies, accumulated": (
+        {"precision": "bf16", "gradient_accumulation_steps": 2, "shard_ranks": 2},
+        torch.optim.AdamW,
+        None,
+    ),
+    "copies, accumulated locally, sent narrow": (
+        {"gradient_accumulation_steps": 2, "accumulate": "local", "reduce_dtype": "bf16", "shard_ranks": 2},
+        torch.optim.AdamW,
+        None,
+    ),
+    "copies, optimizer on the host": (
+        {"precision": "bf16", "offload": {"optimizer": "host"}, "shard_ranks": 2},
+        torch.optim.AdamW,
+        None,
+    ),
+    "copies, whole parameters": ({"shard_ranks": 2}, Stranger, None),
     "two kernels": ({"precision": "bf16"}, two_kernels, None),
     "two kernels, half on the host": (
         {"precision": "bf16", "offload": {"optimizer": "host", "fraction": 0.5}},
@@ -200,10 +218,14 @@ CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
 }
 
 
+def _sizes(case: str) -> tuple[int, ...]:
+    return (4,) if "shard_ranks" in CASES[case][0] else (1, 2)
+
+
 @pytest.mark.parametrize(
     ("case", "size"),
     # What autocast casts where parameters stay whole is its own, as activations are.
-    [(case, size) for case in CASES for size in (1, 2) if size > 1 or CASES[case][2] is None],
+    [(case, size) for case in CASES for size in _sizes(case) if size > 1 or CASES[case][2] is None],
 )
 def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str) -> None:
     settings, optimizer, autocast = CASES[case]

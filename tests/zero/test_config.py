@@ -264,6 +264,7 @@ def test_the_public_face_is_frozen() -> None:
     assert list(zero.Config.model_fields) == [
         "stage",
         "precision",
+        "shard_ranks",
         "gradient_accumulation_steps",
         "accumulate",
         "reduce_dtype",

@@ -129,7 +129,8 @@ def narrow_body(context: Context, folder: str) -> dict[str, tuple[float, bool]]:
 def test_what_rounds_and_what_is_elsewhere(cluster: Clusters, tmp_path: Path) -> None:
     for found in cluster(RANKS).run(narrow_body, limit=180, folder=str(tmp_path)):
         for name, (error, equal) in found.items():
-            assert error < 2e-2, (name, error)
+            # Blocks of 8 bits begin elsewhere where shards are cut elsewhere.
+            assert error < (5e-2 if name == "8 bits" else 2e-2), (name, error)
             assert equal, name
 
 

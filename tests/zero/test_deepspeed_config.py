@@ -62,6 +62,9 @@ def test_a_usual_one_is_taken_over(tmp_path: Path) -> None:
         ),
         ({"communication_data_type": "bfp16"}, {"stage": 0, "reduce_dtype": "bf16"}),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, {"gather_dtype": "int8"}),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 8, "mics_hierarchical_params_gather": True}},
+            {"shard_ranks": 8}),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": -1}}, {"stage": 3}),
         ({"zero_optimization": {"stage": 3}, "compile": {"deepcompile": True}}, {"compile": True}),
         ({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}, _accumulating := {
             "stage": 0, "gradient_accumulation_steps": 8}),
@@ -131,6 +134,7 @@ def test_tiers() -> None:
         ),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "set stage=3"),
         ({"zero_optimization": {"stage": 1, "zero_quantized_weights": True}}, "set stage=3"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, "shard_ranks = 1: .* equal to 2"),
     ],
 )
 def test_what_cannot_be_taken_over_is_refused(given: dict[str, Any], said: str) -> None:

@@ -24,9 +24,10 @@ Ranks = Callable[[int], Cluster]
 TIMEOUT = 4.0  # seconds; a busy machine takes one or two to form the groups
 
 
-def dying_body(context: Context, when: str) -> tuple[str, str, float]:
+def dying_body(context: Context, when: str, shard_ranks: int | None = None) -> tuple[str, str, float]:
     model = fresh()
-    engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
+    config = zero.Config(timeout=TIMEOUT, shard_ranks=shard_ranks)
+    engine = zero.initialize(model, decaying(model), config)
     engine.backward(straight(model, 0, context.rank))
     engine.step()
     if context.rank == 1 and when == "forward":
@@ -57,6 +58,17 @@ def test_a_dead_or_silent_rank_is_named(disposable: Ranks, when: str) -> None:
         assert kind == "CommunicationError"
         assert re.search(r"rank\(s\) .*\b1\b.* did not answer", message), message
         assert re.search("(all_gather|reduce_scatter) of unit '(<root>|blocks.[0-3])'", message), message
+        assert seconds < 4 * TIMEOUT
+
+
+def test_a_dead_rank_of_another_copy_is_named(disposable: Ranks) -> None:
+    """Ranks 2 and 3 share a copy of the model that rank 1 has no part in."""
+    outcomes = disposable(4).outcomes(dying_body, limit=40, when="backward", shard_ranks=2)
+    for survivor in (outcomes[rank] for rank in (0, 2, 3)):
+        assert survivor.status == "returned", survivor
+        kind, message, seconds = survivor.value
+        assert kind == "CommunicationError"
+        assert re.search(r"rank\(s\) .*\b1\b.* did not answer", message), message
         assert seconds < 4 * TIMEOUT
 
 

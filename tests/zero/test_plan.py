@@ -280,6 +280,15 @@ def test_side_by_side(tmp_path: Path) -> None:
     )
 
 
+def test_copies_of_the_model() -> None:
+    found = run("plan", MODEL, "-n", 8, "--shard-ranks", 2)
+    assert found.stdout.rstrip() == str(planned(8, shard_ranks=2))
+    table = run("plan", MODEL, "-n", 8, "--shard-ranks", 2, "--compare").stdout
+    assert [line.split("  ")[0] for line in table.splitlines()[1:4]] == ["as given", "one copy", "stage 0"]
+    assert "does not divide the 8 ranks" in refused("plan", MODEL, "-n", 8, "--shard-ranks", 3)
+    assert "every rank has all" in refused("plan", MODEL, "-n", 8, "--shard-ranks", 2, "--stage", 0)
+
+
 def test_a_checkpoint_is_enough(tmp_path: Path) -> None:
     """Names, shapes and dtypes say as much as the model, blocks and ties included."""
     torch.manual_seed(0)

@@ -109,6 +109,9 @@ def plan(
     ],
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks of the job.")],
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="0 to 3; 3 where nothing is said.")] = None,
+    shard_ranks: Annotated[
+        int | None, typer.Option(min=2, help="That share a copy of the model; all where nothing is said.")
+    ] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or model.")] = None,
     optimizer: Annotated[
         str, typer.Option(help="Of torch.optim, or Lion; muon has matrices, AdamW the rest.")
@@ -135,7 +138,12 @@ def plan(
     from zero.planning import command
     from zero.planning import target as targets
 
-    named = {"stage": stage, "precision": precision, "offload": targets.offload_of(offload or [])}
+    named = {
+        "stage": stage,
+        "shard_ranks": shard_ranks,
+        "precision": precision,
+        "offload": targets.offload_of(offload or []),
+    }
     changes = {k: v for k, v in named.items() if v is not None and (k != "offload" or offload)}
     settings = targets.settings(config, changes, ranks)
     options = targets.options_of(optimizer_options)

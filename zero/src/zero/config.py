@@ -23,12 +23,12 @@ class Config(Validated):
 
     stage: 0 replicates everything (data parallel), 1 shards the optimizer state, 2 also the gradients,
         3 also the parameters (Rajbhandari et al., ZeRO, 2020).
+    precision: dtype of the floating-point parameters. "bf16" and "fp16" keep fp32 master weights in the
+        optimizer; "model" leaves every parameter the dtype it has.
     shard_ranks: how many ranks share a copy of the model: consecutive ones, such as those of a machine, where
         the network between machines is slow (hybrid sharding; MiCS, Zhang et al., 2022). Every further
         so many ranks have a copy of their own, and only reduced slices of gradients travel between copies.
         None, or as many as there are: all ranks share one copy. It must divide the number of ranks.
-    precision: dtype of the floating-point parameters. "bf16" and "fp16" keep fp32 master weights in the
-        optimizer; "model" leaves every parameter the dtype it has.
     gradient_accumulation_steps: micro-batches (calls of `backward`) per optimizer step.
     accumulate: "sharded" reduces every micro-batch and keeps only this rank's slice; "local" keeps whole
         gradients and communicates once per optimizer step. Stage 1 is always local.
@@ -59,8 +59,8 @@ class Config(Validated):
     """
 
     stage: Literal[0, 1, 2, 3] = 3
-    shard_ranks: int | None = Field(default=None, ge=2)
     precision: Literal["model", "fp32", "bf16", "fp16"] = "model"
+    shard_ranks: int | None = Field(default=None, ge=2)
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     accumulate: Literal["sharded", "local"] = "sharded"
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None

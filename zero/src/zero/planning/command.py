@@ -75,7 +75,8 @@ def verdict(made: Plan, memory: int) -> str:
 
 
 def compared(planned: Planned, base: Config) -> dict[str, Plan]:
-    """The settings as given, stages 0 to 3, and stage 3 with state elsewhere, as far as they are possible."""
+    """The settings as given, and with one copy of the model; stages 0 to 3, and stage 3 with state elsewhere:
+    as far as they are possible."""
     plans = {"as given": planned(base)}
     for name, config in _variants(base):
         with suppress(ConfigError, OptimizerError):  # not for this optimizer
@@ -97,6 +98,8 @@ def side_by_side(plans: Mapping[str, Plan], memory: int | None) -> str:
 def _variants(base: Config) -> Iterator[tuple[str, Config]]:
     fields = {name: getattr(base, name) for name in Config.model_fields if name != "offload"}
     of_stage_3 = {"gather_dtype": None, "autocast_modules": ()}
+    if base.shard_ranks is not None:
+        yield "one copy", Config(**{**fields, "offload": base.offload, "shard_ranks": None})
     yield "stage 0", Config(**{**fields, **of_stage_3, "shard_ranks": None, "stage": 0})
     for stage in (1, 2):
         yield f"stage {stage}", Config(**{**fields, **of_stage_3, "stage": stage})
