@@ -20,6 +20,7 @@ from benchmarks import (
     collectives,
     compiled,
     consolidate,
+    host_peers,
     kernels,
     machine,
     offload,
@@ -29,6 +30,7 @@ from benchmarks import (
     saving,
     step,
 )
+from benchmarks.hosts import COUNT
 from benchmarks.job import JobError
 from benchmarks.link import LinkError
 from benchmarks.result import Result
@@ -107,11 +109,17 @@ def step_(
     optimizer: Annotated[StepOptimizer, typer.Option(help="muon: beside AdamW; no DeepSpeed.")] = (
         StepOptimizer.adamw
     ),
+    link: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Gbit/s between two hosts that share the ranks out (needs root)."),
+    ] = None,
     json: JsonFile = None,
     markdown: MarkdownFile = None,
     name: Name = "",
 ) -> None:
     """A training step of a small Llama-like decoder, by zero and by its peers."""
+    if link is not None and ranks % COUNT:
+        raise typer.BadParameter(f"--link is between two hosts: {ranks} ranks cannot be shared out evenly")
     of_muon = optimizer is StepOptimizer.muon
     named = tuple(name for name in _peers(peer) if not (of_muon and name == "deepspeed3"))
     options = step.StepOptions(
@@ -128,6 +136,7 @@ def step_(
         memory,
         limit,
         optimizer.value,
+        link,
     )
     _report([partial(step.run, options)], Outputs(json, markdown, name))
 
@@ -320,7 +329,7 @@ def _write(context: dict[str, Any], results: Sequence[Result], outputs: Outputs)
 
 def _peers(names: str) -> tuple[str, ...]:
     chosen = tuple(name.strip() for name in names.split(",") if name.strip())
-    known = (*peers.PEERS, *offload_peers.PEERS)
+    known = (*peers.PEERS, *offload_peers.PEERS, *host_peers.PEERS)
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the peers are {', '.join(known)}")

@@ -12,12 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from benchmarks.hosts import INTERFACE, Hosts
 
 HOST = "127.0.0.1"
 GRACE = 10.0  # seconds that ranks have to leave before they are killed
@@ -31,18 +33,28 @@ class JobError(Exception):
 class Job:
     """`ranks` processes, each with `service(*args)`; `call` runs one of its methods on every rank.
 
-    threads: OMP threads per rank. limit: seconds that a call may take.
+    threads: OMP threads per rank. limit: seconds that a call may take. hosts: share the ranks out evenly, and
+    this process is on the first; None: all are where it is.
     """
 
     def __init__(
-        self, service: Callable[..., object], args: tuple[Any, ...], ranks: int, threads: int, limit: float
+        self,
+        service: Callable[..., object],
+        args: tuple[Any, ...],
+        ranks: int,
+        threads: int,
+        limit: float,
+        hosts: Hosts | None = None,
     ) -> None:
         self._limit = limit
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
+        each = ranks if hosts is None else ranks // len(hosts.places)
         for rank in range(ranks):
-            with _environment(_torchrun(rank, ranks, threads, self._store.port)):
+            place = nullcontext if hosts is None else hosts.places[rank // each]
+            torchrun = _torchrun(rank, ranks, each, threads, self._store.port)
+            with place(), _environment(torchrun if hosts is None else torchrun | _between(hosts)):
                 self._start(service, args)
         self._collect("start", LAUNCH_LIMIT)
 
@@ -135,12 +147,19 @@ def _serve(pipe: Connection, service: Callable[..., object], args: tuple[Any, ..
         dist.destroy_process_group()
 
 
-def _torchrun(rank: int, ranks: int, threads: int, port: int) -> dict[str, str]:
+def _between(hosts: Hosts) -> dict[str, str]:
+    """What ranks of several hosts are told besides."""
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # that these addresses have no names
+    return {"MASTER_ADDR": hosts.address, "GLOO_SOCKET_IFNAME": INTERFACE, **quiet}
+
+
+def _torchrun(rank: int, ranks: int, each: int, threads: int, port: int) -> dict[str, str]:
+    """each: ranks of a host."""
     return {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % each),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(each),
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is hosted here, not by rank 0

@@ -33,31 +33,34 @@ def limited(gigabits: float | None) -> Iterator[None]:
         yield
         return
     with open(OWN) as before:
-        _enter()
+        enter(NEW_NETWORK)
         try:
-            _run("ip", "link", "set", "lo", "up")
+            run("ip", "link", "set", "lo", "up")
             rate = ["rate", f"{round(gigabits * 1000)}mbit", "burst", BURST, "latency", "1s"]
-            _run("tc", "qdisc", "add", "dev", "lo", "root", "tbf", *rate)
+            run("tc", "qdisc", "add", "dev", "lo", "root", "tbf", *rate)
             yield
         finally:
-            _call("setns", before.fileno(), NEW_NETWORK)
+            system_call("setns", before.fileno(), NEW_NETWORK)
 
 
-def _enter() -> None:
+def enter(flags: int) -> None:
+    """Put this thread into new namespaces. Raises LinkError where this user may make none."""
     try:
-        _call("unshare", NEW_NETWORK)
+        system_call("unshare", flags)
     except OSError as error:
         raise LinkError(f"this user may not make a network of its own: {error.strerror}") from error
 
 
-def _call(function: str, *arguments: int) -> None:
+def system_call(function: str, *arguments: int) -> None:
+    """One of libc's. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, function)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """One of iproute2's commands. Raises LinkError."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
     except FileNotFoundError as error:

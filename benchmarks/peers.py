@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,13 +35,14 @@ Named = Iterable[tuple[str, nn.Parameter]]
 @dataclass(frozen=True)
 class Setting:
     """What a peer is built from. batch: sequences per rank. timeout: seconds, of one collective. optimizer:
-    AdamW, or Muon for the blocks' matrices beside it."""
+    AdamW, or Muon for the blocks' matrices beside it. hosts: that share the ranks out."""
 
     precision: Literal["bf16", "fp32"]
     ranks: int
     batch: int
     timeout: float
     optimizer: Literal["adamw", "muon"] = "adamw"
+    hosts: int = 1
 
 
 class Peer(ABC):
@@ -111,9 +112,14 @@ class ZeroPeer(Peer):
         setting: Setting,
         stage: Literal[1, 2, 3],
         offload: zero.Offload | None = None,
+        shard_ranks: int | None = None,
     ) -> None:
         config = zero.Config(
-            stage=stage, precision=setting.precision, timeout=setting.timeout, offload=offload
+            stage=stage,
+            precision=setting.precision,
+            timeout=setting.timeout,
+            offload=offload,
+            shard_ranks=shard_ranks,
         )
         self._engine = zero.initialize(model, _optimizers(model, setting), config)
         self._engine.traffic.clear()
@@ -154,11 +160,17 @@ def build_ddp(model: Decoder, setting: Setting) -> Peer:
     return TorchPeer(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizers)
 
 
-def build_fsdp2(model: Decoder, setting: Setting, **options: Any) -> Peer:
-    """options: more of `fully_shard`'s."""
+def build_fsdp2(
+    model: Decoder,
+    setting: Setting,
+    mesh: Callable[[str], DeviceMesh] | None = None,
+    **options: Any,
+) -> Peer:
+    """mesh: of a device type, once the job has been joined; None for all ranks in a row. options: more of
+    `fully_shard`'s."""
     _join(setting)
-    device = _move(model)
-    options["mesh"] = init_device_mesh(device.type, (setting.ranks,))
+    kind = _move(model).type
+    options["mesh"] = init_device_mesh(kind, (setting.ranks,)) if mesh is None else mesh(kind)
     if setting.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for block in model.blocks:

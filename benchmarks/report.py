@@ -72,6 +72,8 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         Column("to_plain", "× plain", _times),
         Column("to_fsdp2", "× fsdp2", _times),
         Column("to_fsdp2-host", "× fsdp2-host", _times),
+        Column("to_fsdp2-hsdp", "× fsdp2-hsdp", _times),
+        Column("to_zero3", "× zero3", _times),
         Column("rank_bytes", "rank MB", _megabytes),
         Column("node_bytes", "node MB", _megabytes),
         Column("moved_bytes", "moved MB", _megabytes),
@@ -188,6 +190,11 @@ LEGENDS: dict[Kind, str] = {
 }
 
 
+def _between_hosts(settings: dict[str, Any]) -> str:
+    link = settings.get("link")
+    return "" if link is None else f" on two hosts at {link:g} Gbit/s"
+
+
 def title(result: Result) -> str:
     """One line that tells this result from others."""
     s = result.settings
@@ -195,7 +202,7 @@ def title(result: Result) -> str:
         return (
             f"step on {s['device']}: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), "
             f"{s['precision']}, {s.get('optimizer', 'adamw')}, "
-            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}, "
+            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}{_between_hosts(s)}, "
             f"batch {s['batch']} × {s['length']} per rank"
         )
     if result.kind == "compiled":

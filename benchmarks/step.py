@@ -21,6 +21,7 @@ from typing import Any, Literal
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks import memory, offload_peers, peers
+from benchmarks.hosts import Hosts, two_hosts
 from benchmarks.job import LAUNCH_LIMIT, Job
 from benchmarks.model import SIZES, activation_bytes, count_parameters
 from benchmarks.result import Result
@@ -34,13 +35,19 @@ PROCESS_BYTES = 300_000_000  # of an imported process, activations included
 CONTEXT_BYTES = 600_000_000  # of the device's memory, for a process that has nothing there yet
 FILLED = 0.8  # of the free memory, at most: what frees and allocates leaves gaps
 LOSS_REFERENCE = "ddp"
-REFERENCES = ("plain", "fsdp2", "fsdp2-host")  # peers whose time all others are compared with
+REFERENCES = (
+    "plain",
+    "fsdp2",
+    "fsdp2-host",
+    "fsdp2-hsdp",
+    "zero3",
+)  # peers whose time all others are compared with
 
 
 @dataclass(frozen=True)
 class StepOptions:
     """device: the accelz backend. batch: sequences per rank. steps: timed ones in a turn. limit: seconds
-    that one call may take."""
+    that one call may take. link: Gbit/s between two hosts that share the ranks out; None for one host."""
 
     device: str = "cpu"
     size: str = "medium"
@@ -55,6 +62,7 @@ class StepOptions:
     memory: bool = True
     limit: float = 120.0
     optimizer: Literal["adamw", "muon"] = "adamw"
+    link: float | None = None
 
 
 @dataclass
@@ -83,16 +91,25 @@ class Record:
 
 
 def run(options: StepOptions) -> Result:
-    """Time all peers of `options` that are installed. Raises JobError if one fails or hangs."""
+    """Time all peers of `options` that are installed. Raises JobError if one fails or hangs, and LinkError
+    where there can be no two hosts."""
+    if options.link is None:
+        return _run(options, None)
+    with two_hosts(options.link) as hosts:
+        return _run(options, hosts)
+
+
+def _run(options: StepOptions, hosts: Hosts | None) -> Result:
     names = [name for name in options.peers if peers.is_installed(name)]
     records = {name: Record() for name in names}
-    together = _fits(options, names)
-    for name, job, first in _turns_together(options, names) if together else _turns_apart(options, names):
+    together = _fits(options, names, hosts)
+    turns = _turns_together if together else _turns_apart
+    for name, job, first in turns(options, names, hosts):
         records[name].add(job.call("run", FIRST_STEPS if first else 1, 0 if first else options.steps))
         records[name].moved = job.call("traffic")[0]
     for name, record in records.items():
         if record.peak is None and options.memory and memory.available():
-            record.peak = _measure_memory(name, options)
+            record.peak = _measure_memory(name, options, hosts)
     settings = {
         **asdict(options),
         "parameters": count_parameters(options.size),
@@ -102,15 +119,22 @@ def run(options: StepOptions) -> Result:
     return Result("step", settings, [_row(name, records) for name in names], _notes(options, records))
 
 
-def launch(name: str, options: StepOptions) -> Job:
-    setting = peers.Setting(options.precision, options.ranks, options.batch, options.limit, options.optimizer)
+def launch(name: str, options: StepOptions, hosts: Hosts | None = None) -> Job:
+    setting = peers.Setting(
+        options.precision,
+        options.ranks,
+        options.batch,
+        options.limit,
+        options.optimizer,
+        1 if hosts is None else len(hosts.places),
+    )
     args = (options.device, name, options.size, options.length, setting)
-    return Job(StepRank, args, options.ranks, options.threads, options.limit)
+    return Job(StepRank, args, options.ranks, options.threads, options.limit, hosts)
 
 
-def _measure_memory(name: str, options: StepOptions) -> memory.Peak:
+def _measure_memory(name: str, options: StepOptions, hosts: Hosts | None) -> memory.Peak:
     """Of the processes, by a launch of their own."""
-    with launch(name, options) as job:
+    with launch(name, options, hosts) as job:
         base = memory.base(job.pids)
         job.call("build", limit=LAUNCH_LIMIT)
         with memory.PeakMeter(job.pids, base) as meter:
@@ -118,10 +142,12 @@ def _measure_memory(name: str, options: StepOptions) -> memory.Peak:
         return meter.peak
 
 
-def _turns_together(options: StepOptions, names: Sequence[str]) -> Iterator[tuple[str, Job, bool]]:
+def _turns_together(
+    options: StepOptions, names: Sequence[str], hosts: Hosts | None
+) -> Iterator[tuple[str, Job, bool]]:
     """(peer, its ranks, whether they have just been launched), turn by turn."""
     with ExitStack() as stack:
-        jobs = {name: stack.enter_context(launch(name, options)) for name in names}
+        jobs = {name: stack.enter_context(launch(name, options, hosts)) for name in names}
         for name, job in jobs.items():
             job.call("build", limit=LAUNCH_LIMIT)
             yield name, job, True
@@ -129,9 +155,11 @@ def _turns_together(options: StepOptions, names: Sequence[str]) -> Iterator[tupl
             yield name, jobs[name], False
 
 
-def _turns_apart(options: StepOptions, names: Sequence[str]) -> Iterator[tuple[str, Job, bool]]:
+def _turns_apart(
+    options: StepOptions, names: Sequence[str], hosts: Hosts | None
+) -> Iterator[tuple[str, Job, bool]]:
     for name in _order(names, options.rounds):
-        with launch(name, options) as job:
+        with launch(name, options, hosts) as job:
             job.call("build", limit=LAUNCH_LIMIT)
             yield name, job, True
             yield name, job, False
@@ -143,7 +171,7 @@ def _order(names: Sequence[str], rounds: int) -> Iterator[str]:
         yield from (*names[start:], *names[:start])
 
 
-def _fits(options: StepOptions, names: Sequence[str]) -> bool:
+def _fits(options: StepOptions, names: Sequence[str], hosts: Hosts | None) -> bool:
     """Whether all peers can be alive at once, by a generous estimate."""
     parameters = count_parameters(options.size)
     state = STATE_BYTES * parameters
@@ -154,14 +182,14 @@ def _fits(options: StepOptions, names: Sequence[str]) -> bool:
     rank = state + CONTEXT_BYTES + activation_bytes(options.size, options.batch * options.length)
     if away + len(names) * PROCESS_BYTES > on_host:
         return False
-    return len(names) * rank < FILLED * _device_room(options, names)
+    return len(names) * rank < FILLED * _device_room(options, names, hosts)
 
 
-def _device_room(options: StepOptions, names: Sequence[str]) -> int:
+def _device_room(options: StepOptions, names: Sequence[str], hosts: Hosts | None) -> int:
     """Bytes of the device's free memory for each rank of a job, as a launch finds it."""
     if not names:
         return 0
-    with launch(names[0], options) as job:
+    with launch(names[0], options, hosts) as job:
         room: int = min(job.call("room", limit=LAUNCH_LIMIT))
         return room
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import accelz
 from accelz.accelerator import Accelerator
-from benchmarks import compiled_peers, model, offload_peers, peers
+from benchmarks import compiled_peers, host_peers, model, offload_peers, peers
 
 POOL = 4  # batches that a rank trains on in turn: few enough that a working peer's loss falls
 
@@ -53,7 +53,8 @@ class StepRank:
         accelerator = self._accelerator = self._bound()
         batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
         self._batches = [(x.to(accelerator.device), y.to(accelerator.device)) for x, y in batches]
-        make = (peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS)[self._name]
+        every = peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS | host_peers.PEERS
+        make = every[self._name]
         with accelerator.device:  # random numbers for a large model take a host half a minute
             network = model.build(self._size, self._length)
         self._peer = make(network, self._setting)

@@ -1,0 +1,31 @@
+"""The peers of training on several hosts, each of which has a copy of the model of its own (HSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.model import Decoder
+from benchmarks.peers import Peer, Setting, ZeroPeer, build_fsdp2
+
+
+def build_fsdp2_hsdp(model: Decoder, setting: Setting) -> Peer:
+    """Sharded inside of a host, replicated between them."""
+
+    def mesh(device: str) -> DeviceMesh:
+        shape = (setting.hosts, setting.ranks // setting.hosts)
+        return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+
+    return build_fsdp2(model, setting, mesh=mesh)
+
+
+def build_zero_hsdp(model: Decoder, setting: Setting) -> Peer:
+    """Stage 3, sharded inside of a host."""
+    return ZeroPeer(model, setting, stage=3, shard_ranks=setting.ranks // setting.hosts)
+
+
+PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
+    "fsdp2-hsdp": build_fsdp2_hsdp,
+    "zero3-hsdp": build_zero_hsdp,
+}

@@ -1,0 +1,106 @@
+"""Two hosts on one machine: each has a network and a name of its own, and a cable between them.
+
+Ranks of a host reach each other as on any machine, through its loopback or its memory; what goes to the other
+host crosses the cable, which carries so much in either direction.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+
+from benchmarks.link import BURST, NEW_NETWORK, LinkError, enter, run, system_call
+
+NEW_NAME = 0x04000000  # CLONE_NEWUTS
+COUNT = 2
+INTERFACE = "eth0"
+_OWN = {"net": "/proc/thread-self/ns/net", "uts": "/proc/thread-self/ns/uts"}
+
+Place = Callable[[], AbstractContextManager[None]]
+"""Inside of it this thread, and the processes that it starts, are on a certain host."""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """address: of the first. places: one of each host."""
+
+    address: str
+    places: tuple[Place, ...]
+
+
+@contextmanager
+def two_hosts(gigabits: float) -> Iterator[Hosts]:
+    """In the block this thread is on the first of two hosts; gigabits: per second, of the cable, each way.
+
+    Raises LinkError where this user may make no network, or iproute2 is missing.
+    """
+    with ExitStack() as stack:
+        back = _kept(stack)
+        stack.callback(_go, back)
+        first, second = (_new_host(stack, f"host{index}") for index in range(COUNT))
+        _go(first)
+        inhabitant = subprocess.Popen(["sleep", "infinity"])  # a network is named by who is in it
+        stack.callback(_end, inhabitant)
+        _go(second)
+        peer = ["peer", "name", INTERFACE, "netns", str(inhabitant.pid)]
+        run("ip", "link", "add", INTERFACE, "type", "veth", *peer)
+        for index, host in enumerate((first, second)):
+            _go(host)
+            _plug_in(_address(index), gigabits)
+        _go(first)
+        yield Hosts(_address(0), (_place(first, first), _place(second, first)))
+
+
+def _address(index: int) -> str:
+    return f"10.111.0.{index + 1}"
+
+
+def _plug_in(address: str, gigabits: float) -> None:
+    run("ip", "link", "set", "lo", "up")
+    run("ip", "address", "add", f"{address}/24", "dev", INTERFACE)
+    run("ip", "link", "set", INTERFACE, "up")
+    rate = ["rate", f"{round(gigabits * 1000)}mbit", "burst", BURST, "latency", "1s"]
+    run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *rate)
+
+
+def _new_host(stack: ExitStack, name: str) -> list[int]:
+    enter(NEW_NETWORK | NEW_NAME)
+    socket.sethostname(name)
+    return _kept(stack)
+
+
+def _kept(stack: ExitStack) -> list[int]:
+    """Descriptors of what this thread is in."""
+    found = [os.open(path, os.O_RDONLY) for path in _OWN.values()]
+    for descriptor in found:
+        stack.callback(os.close, descriptor)
+    return found
+
+
+def _go(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        system_call("setns", descriptor, 0)
+
+
+def _place(there: list[int], back: list[int]) -> Place:
+    @contextmanager
+    def place() -> Iterator[None]:
+        _go(there)
+        try:
+            yield
+        finally:
+            _go(back)
+
+    return place
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+__all__ = ["COUNT", "INTERFACE", "Hosts", "LinkError", "Place", "two_hosts"]
