@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from benchmarks.job import Job
 
 from benchmarks import hosts
-from benchmarks.job import Job
 
 NBYTES = 20_000_000
 GIGABITS = 0.5
