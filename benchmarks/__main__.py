@@ -122,6 +122,9 @@ def step_(
         raise typer.BadParameter(f"--link is between two hosts: {ranks} ranks cannot be shared out evenly")
     of_muon = optimizer is StepOptimizer.muon
     named = tuple(name for name in _peers(peer) if not (of_muon and name == "deepspeed3"))
+    if set(named) & set(host_peers.PEERS) and (link is None or ranks < 2 * COUNT):
+        needed = f"--link, and --ranks {2 * COUNT} or more"
+        raise typer.BadParameter(f"{', '.join(host_peers.PEERS)} need {needed}")
     options = step.StepOptions(
         device,
         size.value,

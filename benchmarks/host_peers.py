@@ -1,4 +1,6 @@
-"""The peers of training on several hosts, each of which has a copy of the model of its own (HSDP)."""
+"""The peers of training on several hosts, each of which has a copy of the model of its own (HSDP).
+
+They need two ranks on each of at least two hosts."""
 
 from __future__ import annotations
 

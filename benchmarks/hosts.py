@@ -43,11 +43,9 @@ def two_hosts(gigabits: float) -> Iterator[Hosts]:
         stack.callback(_go, back)
         first, second = (_new_host(stack, f"host{index}") for index in range(COUNT))
         _go(first)
-        inhabitant = subprocess.Popen(["sleep", "infinity"])  # a network is named by who is in it
-        stack.callback(_end, inhabitant)
-        _go(second)
-        peer = ["peer", "name", INTERFACE, "netns", str(inhabitant.pid)]
-        run("ip", "link", "add", INTERFACE, "type", "veth", *peer)
+        with _inhabitant() as pid:  # a network is named by who is in it
+            _go(second)
+            run("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(pid))
         for index, host in enumerate((first, second)):
             _go(host)
             _plug_in(_address(index), gigabits)
@@ -98,9 +96,14 @@ def _place(there: list[int], back: list[int]) -> Place:
     return place
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
+@contextmanager
+def _inhabitant() -> Iterator[int]:
+    """A process where this thread is now; its number."""
+    with subprocess.Popen(["sleep", "infinity"]) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
 
 
 __all__ = ["COUNT", "INTERFACE", "Hosts", "LinkError", "Place", "two_hosts"]

@@ -28,6 +28,7 @@ from zero.setup.checks import check_model
         ({"stagee": 3}, "did you mean 'stage'"),
         ({"offload_everything": True}, "known: stage, precision"),
         ({"precision": "float16"}, "precision = 'float16'"),
+        ({"cast_buffers": True}, "cast_buffers: precision='model' leaves every dtype"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps = 0"),
         ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps = 1.5"),
         ({"accumulate": "never"}, "accumulate = 'never'"),

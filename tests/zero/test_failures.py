@@ -32,7 +32,7 @@ def dying_body(context: Context, when: str, shard_ranks: int | None = None) -> t
     engine.step()
     if context.rank == 1 and when == "forward":
         model.blocks[2].register_forward_pre_hook(lambda *_: os._exit(7))
-    if context.rank == 1 and when == "backward":
+    if context.rank == (1 if shard_ranks is None else 2) and when == "backward":
         model.blocks[1].register_full_backward_pre_hook(lambda *_: os._exit(7))
     if context.rank == 1 and when == "asleep":
         context.group.store.wait(["noticed/0", "noticed/2"], timedelta(seconds=4 * TIMEOUT))
@@ -62,14 +62,15 @@ def test_a_dead_or_silent_rank_is_named(disposable: Ranks, when: str) -> None:
 
 
 def test_a_dead_rank_of_another_copy_is_named(disposable: Ranks) -> None:
-    """Ranks 2 and 3 share a copy of the model that rank 1 has no part in."""
+    """Ranks 2 and 3 share a copy of the model. What goes wrong in a group of them counts its ranks from 0."""
     outcomes = disposable(4).outcomes(dying_body, limit=40, when="backward", shard_ranks=2)
-    for survivor in (outcomes[rank] for rank in (0, 2, 3)):
-        assert survivor.status == "returned", survivor
-        kind, message, seconds = survivor.value
+    for rank in (0, 1, 3):
+        assert outcomes[rank].status == "returned", outcomes[rank]
+        kind, message, seconds = outcomes[rank].value
         assert kind == "CommunicationError"
-        assert re.search(r"rank\(s\) .*\b1\b.* did not answer", message), message
+        assert re.search(r"rank\(s\) .*\b2\b.* did not answer", message), message
         assert seconds < 4 * TIMEOUT
+    assert "(this group's ranks 0 to 1 are 2, 3 of the job)" in outcomes[3].value[1]
 
 
 def diverging_body(context: Context, path: tuple[int, ...]) -> tuple[str, str, float]:
@@ -134,13 +135,14 @@ def trap(*_: Any) -> None:
     raise Trap("stop here")
 
 
-def exception_body(context: Context) -> dict[str, Any]:
-    """Exceptions in forward and backward, on all ranks, then ten steps as if nothing had happened."""
-    expected = train_zero(context, fresh(), straight, zero.Config(timeout=10), decaying, steps=6)
+def exception_body(context: Context, shard_ranks: int | None) -> dict[str, Any]:
+    """Exceptions in forward and backward, on all ranks, then six steps as if nothing had happened."""
+    config = zero.Config(timeout=10, shard_ranks=shard_ranks)
+    expected = train_zero(context, fresh(), straight, config, decaying, steps=6)
     result: dict[str, Any] = {}
     for where in ("forward", "backward", "own hook", "checkpointed forward"):
         model = fresh()
-        engine = zero.initialize(model, decaying(model), zero.Config(timeout=10))
+        engine = zero.initialize(model, decaying(model), config)
         handle = _set_trap(model, where)
         recompute = "non-reentrant" if where.startswith("checkpointed") else ""
         try:
@@ -169,18 +171,18 @@ def _set_trap(model: Stack, where: str) -> Any:
     return model.blocks[2].up.register_forward_hook(trap)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_an_exception_leaves_the_engine_usable(cluster: Clusters, size: int) -> None:
-    for found in cluster(size).run(exception_body):
+@pytest.mark.parametrize(("size", "shard_ranks"), [(1, None), (2, None), (4, 2)])
+def test_an_exception_leaves_the_engine_usable(cluster: Clusters, size: int, shard_ranks: int | None) -> None:
+    for found in cluster(size).run(exception_body, shard_ranks=shard_ranks):
         for where, (outcome, idle, same) in found.items():
             assert outcome == "trapped", where
             assert idle, where
             assert same, where
 
 
-def accumulating_exception_body(context: Context) -> bool:
+def accumulating_exception_body(context: Context, shard_ranks: int | None) -> bool:
     """An exception drops the whole window: nothing of it reaches the next step."""
-    config = zero.Config(gradient_accumulation_steps=2, timeout=10)
+    config = zero.Config(gradient_accumulation_steps=2, timeout=10, shard_ranks=shard_ranks)
     expected = train_zero(context, fresh(), straight, config, decaying, steps=4)
     model = fresh()
     engine = zero.initialize(model, decaying(model), config)
@@ -200,8 +202,11 @@ def accumulating_exception_body(context: Context) -> bool:
     return losses == expected.losses
 
 
-def test_an_exception_drops_the_accumulation_window(cluster: Clusters) -> None:
-    assert all(cluster(2).run(accumulating_exception_body))
+@pytest.mark.parametrize(("size", "shard_ranks"), [(2, None), (4, 2)])
+def test_an_exception_drops_the_accumulation_window(
+    cluster: Clusters, size: int, shard_ranks: int | None
+) -> None:
+    assert all(cluster(size).run(accumulating_exception_body, shard_ranks=shard_ranks))
 
 
 def one_rank_raises_body(context: Context) -> str:

@@ -112,6 +112,12 @@ class Config(Validated):
         return self
 
     @model_validator(mode="after")
+    def _buffers_to_cast(self) -> Config:
+        if self.cast_buffers and self.precision == "model":
+            raise ValueError("cast_buffers: precision='model' leaves every dtype as it is; set a precision")
+        return self
+
+    @model_validator(mode="after")
     def _offload_fits_the_stage(self) -> Config:
         if self.tiers.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")

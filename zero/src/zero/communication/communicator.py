@@ -99,6 +99,7 @@ class Communicator:
             unit,
             output.numel(),
             output.dtype,
+            self.shards,
             lambda: self._collectives.all_gather(output, shard, self.shards, async_op=True),
         )
 
@@ -109,6 +110,7 @@ class Communicator:
             unit,
             full.numel(),
             full.dtype,
+            self.shards,
             lambda: self._collectives.reduce_scatter(output, full, self.shards, async_op=True),
         )
 
@@ -127,6 +129,7 @@ class Communicator:
             unit,
             total,
             parts.dtype,
+            self.shards,
             lambda: self._collectives.all_to_all(output, parts, received, sent, self.shards, async_op=True),
         )
 
@@ -134,10 +137,10 @@ class Communicator:
         """Over the ranks of a copy."""
         return self._all_reduce(unit, tensor, op, self.shards)
 
-    def all_reduce_copies(self, unit: str, tensor: Tensor) -> NamedHandle:
-        """Add a slice up over the copies of the model, of which there are several."""
+    def all_reduce_copies(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
+        """Over the ranks that have the same slices, in several copies of the model."""
         assert self.copies is not None
-        return self._all_reduce(unit, tensor, "sum", self.copies)
+        return self._all_reduce(unit, tensor, op, self.copies)
 
     def _all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp, group: Group) -> NamedHandle:
         return self._issue(
@@ -145,6 +148,7 @@ class Communicator:
             unit,
             tensor.numel(),
             tensor.dtype,
+            group,
             lambda: self._collectives.all_reduce(tensor, group, op, async_op=True),
         )
 
@@ -156,6 +160,7 @@ class Communicator:
             unit,
             tensor.numel(),
             tensor.dtype,
+            self.group,
             lambda: self._collectives.broadcast(tensor, source, self.group, async_op=True),
         ).wait()
 
@@ -258,10 +263,10 @@ class Communicator:
         try:
             self._collectives.all_reduce(tensor, self._control, "max")
         except CollectiveError as error:
-            self._explain(error, self._count, text, began)
+            self._explain(error, self._count, text, began, self._control)
 
     def _issue(
-        self, op: str, unit: str, numel: int, dtype: torch.dtype, call: Callable[[], Handle]
+        self, op: str, unit: str, numel: int, dtype: torch.dtype, group: Group, call: Callable[[], Handle]
     ) -> NamedHandle:
         """numel: of the whole buffer, equal on all ranks."""
         if self.failed:
@@ -273,14 +278,17 @@ class Communicator:
         self._log.append((self._count, text))
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += numel * dtype.itemsize
-        explain = partial(self._explain, number=self._count, text=text, began=time.monotonic())
+        began = time.monotonic()
+        explain = partial(self._explain, number=self._count, text=text, began=began, group=group)
         try:
             return NamedHandle(call(), explain)
         except CollectiveError as error:
             explain(error)
 
-    def _explain(self, error: CollectiveError, number: int, text: str, began: float) -> NoReturn:
-        cause = " ".join(str(error).split())
+    def _explain(
+        self, error: CollectiveError, number: int, text: str, began: float, group: Group
+    ) -> NoReturn:
+        cause = " ".join(str(error).split()) + self._numbers(group)
         self.failed = self.failed or cause
         failure = Failure(number, text, time.monotonic() - began, cause)
         reports = self._reports.exchange(dict(self._log), failure)
@@ -288,6 +296,16 @@ class Communicator:
         if difference:
             raise RankMismatchError(f"{difference}. {_ADVICE}") from error
         raise CommunicationError(self._reports.describe(failure, reports)) from error
+
+    def _numbers(self, group: Group) -> str:
+        """What the job calls the ranks of a group, where its collectives' errors number them otherwise."""
+        if group.size == self.group.size:
+            return ""
+        first = self.group.rank - self.shards.rank
+        ranks = range(first, first + self.shards.size)
+        if group is self.copies:
+            ranks = range(self.shards.rank, self.group.size, self.shards.size)
+        return f" (this group's ranks 0 to {group.size - 1} are {', '.join(map(str, ranks))} of the job)"
 
     def _explain_mismatch(self) -> NoReturn:
         self.failed = "the ranks issued different collectives"

@@ -28,8 +28,8 @@ REPEATS = 3  # gathers of each unit that are timed; the fastest counts
 
 @dataclass(frozen=True)
 class Candidate:
-    """A unit that may persist. nbytes: what it takes then, beside memory that ranks have in common. saved:
-    gathers a step. seconds: of one gather. Both are means over the ranks."""
+    """A unit that may persist. nbytes: what it takes then, beside memory that ranks have in common, where
+    that is most. saved: gathers a step. seconds: of one gather. Both are means over the ranks."""
 
     unit: str
     what: Gathered
@@ -121,14 +121,17 @@ class Persistence:
         """The same on every rank."""
         repeated = self._repeated(profile)
         with self._runtime.unseen():
-            mine = [(profile.gathers[what] / WATCHED - 1, self._seconds(what)) for what in repeated]
+            mine = [
+                (profile.gathers[what] / WATCHED - 1, self._seconds(what), self._runtime.nbytes(what))
+                for what in repeated
+            ]
         found = []
         for what, of_ranks in zip(
             repeated, zip(*self._communicator.share_all(mine), strict=True), strict=True
         ):
-            saved, seconds = (fmean(values) for values in zip(*of_ranks, strict=True))
-            name, nbytes = self._runtime.unit(what).name, self._runtime.nbytes(what)
-            found.append(Candidate(name, what, nbytes, saved, seconds))
+            saved, seconds, nbytes = zip(*of_ranks, strict=True)
+            name = self._runtime.unit(what).name
+            found.append(Candidate(name, what, max(nbytes), fmean(saved), fmean(seconds)))
         return found
 
     def _repeated(self, profile: Profile) -> list[Gathered]:

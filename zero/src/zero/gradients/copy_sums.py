@@ -1,8 +1,8 @@
 """The second way of a reduced slice, where the model has several copies: between those who have the same one.
 
 A slice that stays on the device goes once per optimizer step, when the micro-batches are added up in it (two
-hops; MiCS, Zhang et al., 2022). One that leaves the device goes before it does, every time. Either way beside
-the backward of the units that follow.
+hops; MiCS, Zhang et al., 2022). One that leaves the device, or may have to, goes before it does, every time.
+Either way beside the backward of the units that follow.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CopySums:
     def take(self, gradients: GroupGradients, whole: FlatBuffer, slice_: Tensor, last: bool) -> None:
         """Out of `whole` a slice has been reduced over the ranks of this copy. last: micro-batch."""
         gradients.take_back(whole)
-        if gradients.slice.stays and not gradients.total:
+        if gradients.two_hops and not gradients.total:
             gradients.slice.add(slice_)
             if last:
                 gradients.total = True
@@ -67,7 +67,7 @@ class CopySums:
 
     def of_all(self, gradients: GroupGradients) -> Tensor | None:
         """Collective. A slice summed over the copies, apart from itself; None where it is that sum."""
-        if not gradients.slice.stays or gradients.total:
+        if not gradients.two_hops or gradients.total:
             return None
         value = gradients.slice.near.clone()
         self._communicator.all_reduce_copies(gradients.unit.name, value).wait()

@@ -23,11 +23,13 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class GradientPolicy:
     """steps: micro-batches per optimizer step. local: communicate only at the last of them. reduce_dtype:
-    dtype gradients travel in; None keeps the one they are computed in, or added up in on this rank."""
+    dtype gradients travel in; None keeps the one they are computed in, or added up in on this rank. settled:
+    no rank moves gradients elsewhere by itself."""
 
     steps: int
     local: bool
     reduce_dtype: torch.dtype | None
+    settled: bool
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> GradientPolicy:
@@ -36,6 +38,7 @@ class GradientPolicy:
             steps=config.gradient_accumulation_steps,
             local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
             reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
+            settled=config.offload != "auto",
         )
 
     def slice_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -52,9 +55,10 @@ class GroupGradients:
     """The gradients of one trainable group. slice: what is left of them when they are reduced.
 
     fired: parameters whose gradient came in this backward. closed: no more will come in this backward.
-    filled: parameters that have a value in `whole`. total: the slice is the sum over all copies of the model;
-    set by who adds them up. have: parameters with a gradient on this rank since
-    the last agreement; used: on any rank since the last step.
+    filled: parameters that have a value in `whole`. two_hops: over several copies of the model the slice is
+    added up once per optimizer step, else whatever a micro-batch leaves; the same on all ranks. total: the
+    slice is the sum over all copies of the model; set by who adds them up. have: parameters with a gradient
+    on this rank since the last agreement; used: on any rank since the last step.
     """
 
     def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
@@ -67,6 +71,7 @@ class GroupGradients:
         self.have: set[int] = set()
         self.used: set[int] = set()
         self.reduced = False
+        self.two_hops = policy.settled and group.placement.gradients == "device"
         self.total = False
         self.whole: FlatBuffer | None = None
         self._stores = stores

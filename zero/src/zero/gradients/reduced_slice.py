@@ -40,11 +40,6 @@ class ReducedSlice:
         return self._landing is not None or self._values is not None  # a landing ends with the values set
 
     @property
-    def stays(self) -> bool:
-        """Whether it is to be on the device."""
-        return self._group.placement.gradients == "device"
-
-    @property
     def away(self) -> bool:
         """Whether there is a gradient that takes no memory of the device."""
         if (landing := self._landing) is not None:
@@ -67,14 +62,14 @@ class ReducedSlice:
 
     @property
     def near(self) -> Tensor:
-        """The gradient of a group whose gradients stay on the device."""
+        """The gradient of a group whose gradients are on the device."""
         values = self.get()
         assert isinstance(values, Tensor)
         return values
 
     def add(self, slice_: Tensor) -> None:
         """Add what a micro-batch left on the device; the caller drops it."""
-        if self.stays:
+        if self._group.placement.gradients == "device":
             self._fold(slice_)
             return
         self.find()  # the one before it has had a micro-batch to land in

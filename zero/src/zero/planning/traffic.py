@@ -46,7 +46,7 @@ def plan_traffic(
         for group in unit.groups:
             for kind, nbytes in _collectives(group, reductions, ranks, gathers):
                 collectives[kind] = collectives.get(kind, 0) + nbytes
-            between += _between_copies(group, reductions) if copies > 1 else 0
+            between += _between_copies(group, reductions, policy.settled) if copies > 1 else 0
             moved += _of_parameters(group, gathers)
             moved += _of_gradients(group, reductions)
             moved += _of_records(group, config.tiers.compact)
@@ -112,11 +112,11 @@ def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int)
         yield "all_gather", group.own_bytes  # after the step
 
 
-def _between_copies(group: PlannedGroup, reductions: int) -> int:
+def _between_copies(group: PlannedGroup, reductions: int, settled: bool) -> int:
     """Slices that stay are added up over the copies when the micro-batches are; others whenever they come."""
     if not group.trainable:
         return 0
-    if group.placement.gradients == "device":
+    if group.placement.gradients == "device" and settled:
         return group.slice_bytes
     return reductions * group.shard_numel * group.sent.itemsize
 

@@ -23,7 +23,7 @@ Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and ind
 
 
 class WholeValues(Uncopied):
-    """The sharded units as a set of named parameters.
+    """The sharded units as a set of named parameters. To make it is collective.
 
     check(): raises where they cannot be gathered now. interrupt(): told that weights have changed by half.
     on_written(): told that values in a `gathered` block have gone to the shards.
@@ -37,6 +37,8 @@ class WholeValues(Uncopied):
         self.on_written: Callable[[], None] = lambda: None
         self.units = tuple(units)
         self.communicator = communicator
+        # Of several copies of the model some may have memory in common, and others none.
+        self._common = communicator.agree(any(unit.common for unit in units))
         self._names = names
         self._places: dict[str, Place] = {
             name: (unit, group, index)
@@ -140,7 +142,7 @@ class WholeValues(Uncopied):
         torch.clear_autocast_cache()  # in a block that goes on, what it has made of weights is old
         for unit in self.units:
             unit.begin_write()
-        if any(unit.common for unit in self.units):
+        if self._common:
             self.communicator.fence("before a change of the weights")
 
     def hold(self, names: Sequence[str]) -> None:
