@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
-from benchmarks.link import BURST, NEW_NETWORK, LinkError, enter, run, system_call
+from benchmarks.link import NEW_NETWORK, enter, run, system_call, throttle
 
 NEW_NAME = 0x04000000  # CLONE_NEWUTS
 COUNT = 2
@@ -61,8 +61,7 @@ def _plug_in(address: str, gigabits: float) -> None:
     run("ip", "link", "set", "lo", "up")
     run("ip", "address", "add", f"{address}/24", "dev", INTERFACE)
     run("ip", "link", "set", INTERFACE, "up")
-    rate = ["rate", f"{round(gigabits * 1000)}mbit", "burst", BURST, "latency", "1s"]
-    run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *rate)
+    throttle(INTERFACE, gigabits)
 
 
 def _new_host(stack: ExitStack, name: str) -> list[int]:
@@ -104,6 +103,3 @@ def _inhabitant() -> Iterator[int]:
             yield process.pid
         finally:
             process.kill()
-
-
-__all__ = ["COUNT", "INTERFACE", "Hosts", "LinkError", "Place", "two_hosts"]

@@ -36,8 +36,7 @@ def limited(gigabits: float | None) -> Iterator[None]:
         enter(NEW_NETWORK)
         try:
             run("ip", "link", "set", "lo", "up")
-            rate = ["rate", f"{round(gigabits * 1000)}mbit", "burst", BURST, "latency", "1s"]
-            run("tc", "qdisc", "add", "dev", "lo", "root", "tbf", *rate)
+            throttle("lo", gigabits)
             yield
         finally:
             system_call("setns", before.fileno(), NEW_NETWORK)
@@ -49,6 +48,12 @@ def enter(flags: int) -> None:
         system_call("unshare", flags)
     except OSError as error:
         raise LinkError(f"this user may not make a network of its own: {error.strerror}") from error
+
+
+def throttle(interface: str, gigabits: float) -> None:
+    """Let an interface of this thread's network send no more than so much a second. Raises LinkError."""
+    rate = ["rate", f"{round(gigabits * 1000)}mbit", "burst", BURST, "latency", "1s"]
+    run("tc", "qdisc", "add", "dev", interface, "root", "tbf", *rate)
 
 
 def system_call(function: str, *arguments: int) -> None:

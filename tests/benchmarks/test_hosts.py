@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from benchmarks.job import Job
 
-from benchmarks import hosts
+from benchmarks import hosts, link
 
 NBYTES = 20_000_000
 GIGABITS = 0.5
@@ -20,7 +20,7 @@ def two() -> Iterator[hosts.Hosts]:
     try:
         made = hosts.two_hosts(GIGABITS)
         found = made.__enter__()
-    except hosts.LinkError as error:
+    except link.LinkError as error:
         pytest.skip(str(error))
     yield found
     made.__exit__(None, None, None)
@@ -63,7 +63,7 @@ def test_the_thread_is_back_where_it_was() -> None:
                 with place():
                     found.append(name())
             found.append(name())
-    except hosts.LinkError as error:
+    except link.LinkError as error:
         pytest.skip(str(error))
     assert found == ["host0", "host0", "host1", "host0"]
     assert name() == before
