@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -185,6 +186,62 @@ def optional_body(context: Context) -> float:
 def test_ranks_that_use_different_parameters_of_a_unit(cluster: Clusters, size: int) -> None:
     """At stage 3 all ranks gather the same units, but what they use inside is theirs."""
     assert max(cluster(size).run(optional_body)) < 1e-5
+
+
+LATE = {
+    "after what a rank leaves out": ((2, 2, 1, 0), (2, 2, 0)),
+    "before what a rank leaves out": ((0, 1, 2, 2), (0, 2, 2)),
+}
+
+
+def late_body(context: Context, name: str) -> dict[int, float]:
+    """A block recomputed twice gets its gradients one after the other, in two backwards of their own."""
+
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        x = features(step, rank, model).requires_grad_()
+        return model(x, LATE[name][rank == 1], recompute="reentrant").loss
+
+    errors = {}
+    reference = train_averaging(context, fresh(), loss, decaying, steps=4)
+    for stage in (0, 1, 2):
+        run = train_zero(context, fresh(), loss, zero.Config(stage=stage, timeout=10), decaying, steps=4)
+        error = relative_error(run.losses, reference.losses)
+        errors[stage] = max(error, state_error(run.state, reference.state) if run.state else 0.0)
+    return errors
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_gradients_that_are_late_on_some_ranks(cluster: Clusters, name: str) -> None:
+    """Below stage 3 ranks may use different units; what has come after a reduction waits for all of them."""
+    for found in cluster(3).run(late_body, name=name):
+        assert max(found.values()) < 1e-5, found
+
+
+class Returning(nn.Module):
+    """A layer of the root that is recomputed, and called once more before; nothing else is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2)).requires_grad_(False)
+        self.shared = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](torch.tanh(self.shared(x.requires_grad_())))
+        x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.blocks[1](x).square().mean()
+
+
+def returning_body(context: Context) -> float:
+    torch.manual_seed(2)
+    model = Returning()
+    reference = train_averaging(context, model, plain_loss, steps=4)
+    run = train_zero(context, model, plain_loss, zero.Config(timeout=10), steps=4)
+    return relative_error(run.losses, reference.losses)
+
+
+def test_gradients_of_a_backward_in_the_backward_do_not_end_the_outer_one(cluster: Clusters) -> None:
+    """The root is needed again although all its parameters have their gradients."""
+    assert max(cluster(2).run(returning_body)) < 1e-5
 
 
 class SideChannel(nn.Module):

@@ -143,6 +143,7 @@ class Passes(Uncopied):
     def _take(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
         if not self.phase.in_backward:
             raise UsageError(_OUTSIDE)
+        self._hooks[gradients.unit].gradient_arrived()
         self.reducer.receive(gradients, index, gradient)
 
     def _begin_forward(

@@ -136,20 +136,18 @@ class GradientReducer:
         """Reduce what is left, and agree with the other ranks on which parameters were used.
 
         Every group is reduced, used or not: a rank cannot know what the others used before it has
-        issued the reductions that they may be waiting in.
+        issued the reductions that they may be waiting in. For the same reason what has come to a group since
+        it was reduced waits until all ranks know of it.
         """
         if not self._communicate:
             return
         alone = self._communicator.group.size == 1
-        for gradients in self._order:
-            if gradients.filled or not (gradients.reduced or alone):
-                self._reduce(gradients)
-        while self._reductions:
-            self._settle_oldest()
-        if self._copies is not None:
-            self._copies.finish()
+        self._reduce_all([g for g in self._order if not g.reduced and (g.filled or not alone)])
         self._learn_order()
-        self._agree_on_usage()
+        late = self._agree_on_usage()
+        if late:
+            self._reduce_all(late)
+            self._communicator.agree()
 
     def norm_and_nonfinite(self) -> Tensor:
         """Of this rank's slices: (2,) fp32 on the device, sum of squares and whether one is not finite.
@@ -236,6 +234,14 @@ class GradientReducer:
         while len({r.gradients.unit for r in self._reductions}) >= IN_FLIGHT:
             self._settle_oldest()
 
+    def _reduce_all(self, which: Iterable[GroupGradients]) -> None:
+        for gradients in which:
+            self._reduce(gradients)
+        while self._reductions:
+            self._settle_oldest()
+        if self._copies is not None:
+            self._copies.finish()
+
     def _settle_oldest(self) -> None:
         done = self._reductions.pop(0)
         if done.handle is not None:
@@ -262,17 +268,23 @@ class GradientReducer:
             for index in gradients.used:
                 yield gradients.group.parameters[index]
 
-    def _agree_on_usage(self) -> None:
-        """Note which parameters have a gradient on any rank."""
+    def _agree_on_usage(self) -> list[GroupGradients]:
+        """Note which parameters have a gradient on any rank. Returns the groups, in the order of reductions,
+        to which some rank had gradients come after their reduction."""
         counts = [len(g.group.parameters) for g in self.all]
-        if self._communicator.agree(any(g.partial for g in self.all)):
+        late: list[int] = []
+        if self._communicator.agree(any(g.partial or g.filled for g in self.all)):
             mine = torch.cat([_flags(g.have, n) for g, n in zip(self.all, counts, strict=True)])
-            used = [f.nonzero().flatten().tolist() for f in self._communicator.any_of(mine).split(counts)]
+            after = torch.tensor([bool(g.filled) for g in self._order], dtype=torch.uint8)
+            *flags, after = self._communicator.any_of(torch.cat([mine, after])).split([*counts, len(after)])
+            used = [f.nonzero().flatten().tolist() for f in flags]
+            late = after.nonzero().flatten().tolist()
         else:
             used = [range(n) for n in counts]
         for gradients, indices in zip(self.all, used, strict=True):
             gradients.used.update(indices)
             gradients.have.clear()
+        return [self._order[i] for i in late]
 
     def _learn_order(self) -> None:
         """After the first backward, take rank 0's order of completion for all later ones."""

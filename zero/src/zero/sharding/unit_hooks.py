@@ -82,9 +82,18 @@ class UnitHooks(Uncopied):
         self._call = None
         self._awaited.clear()
 
+    def gradient_arrived(self) -> None:
+        """A parameter has a gradient. Where a backward runs in the backward (reentrant checkpointing), another
+        may follow from the outer one: it does not tell the end of calls that the outer one has begun."""
+        task = torch._C._current_graph_task_id()
+        for call in self._unit.calls_in_backward:
+            if isinstance(call, _Call) and call.task < task:
+                call.tells_end = False
+
     def gradients_complete(self) -> None:
         """Every trainable parameter has its gradient: calls that no input tells the end of are over."""
-        open_ended = {c for c in self._unit.calls_in_backward if isinstance(c, _Call) and not c.has_input}
+        calls = [c for c in self._unit.calls_in_backward if isinstance(c, _Call)]
+        open_ended = {c for c in calls if c.tells_end and not c.has_input}
         self._unit.calls_in_backward -= open_ended
         if open_ended:  # else whoever gathered it releases it: a call at its end, or a graph
             self._unit.release()
@@ -162,6 +171,8 @@ class _Call:
     def __init__(self, hooks: UnitHooks, cast: Cast, has_input: bool) -> None:
         self.cast = cast
         self.has_input = has_input
+        self.task = -1  # autograd's, in which its backward began
+        self.tells_end = True  # when all gradients are there, if no input does
         self._hooks = weakref.ref(hooks)
 
     def watch(self, outputs: Iterable[Tensor]) -> bool:
@@ -175,6 +186,7 @@ class _Call:
         hooks = self._hooks()
         if hooks is None:
             raise UsageError("the model and its engine are gone: keep them until engine.backward(loss)")
+        self.task = torch._C._current_graph_task_id()
         hooks.begin_backward(self)
 
     def end(self) -> None:
