@@ -322,7 +322,54 @@ class _Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
-ARCHITECTURES: tuple[type[nn.Module], ...] = (Mixture, CrossAttention, LowRank)
+class RecomputedLowRank(LowRank):
+    """Gradients go to a leaf, through frozen weights behind the last one that is trained."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x.square().mean()
+
+
+class Normed(nn.Module):
+    """The first thing that is trained is a small vector, before frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False), _Adapted())
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class FrozenBetween(nn.Module):
+    """Of the root a head is trained, and frozen weights are between units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.between = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.between(self.blocks[0](x)))
+        return self.head(self.blocks[1](x)).square().mean()
+
+
+ARCHITECTURES: tuple[type[nn.Module], ...] = (
+    Mixture,
+    CrossAttention,
+    LowRank,
+    RecomputedLowRank,
+    Normed,
+    FrozenBetween,
+)
 
 
 def plain_loss(model: nn.Module, step: int, rank: int) -> Tensor:
@@ -335,11 +382,13 @@ def architectures_body(context: Context) -> dict[str, float]:
         torch.manual_seed(2)
         model = kind()
         reference = train_averaging(context, model, plain_loss, steps=6)
-        run = train_zero(context, model, plain_loss, zero.Config(), steps=6)
-        errors[kind.__name__] = max(
-            relative_error(run.losses, reference.losses),
-            state_error(run.state, reference.state) if run.state else 0.0,
-        )
+        for persistent in (0, WIDTH + 1):
+            config = zero.Config(persistent_below=persistent, timeout=10)
+            run = train_zero(context, copy.deepcopy(model), plain_loss, config, steps=6)
+            errors[f"{kind.__name__}, persistent below {persistent}"] = max(
+                relative_error(run.losses, reference.losses),
+                state_error(run.state, reference.state) if run.state else 0.0,
+            )
     return errors
 
 

@@ -3,8 +3,10 @@
 forward     before: gather; after: release, unless backward needs the unit again at once.
 backward    begins when a gradient reaches an output of the unit's forward: gather. It is over when the
             gradient of the forward's newest input is ready: autograd runs nodes newest first, so every
-            node made after that input has run by then. A call without such an input (the first module)
-            is over when all trainable parameters have their gradients, or with the whole backward; its
+            node made after that input has run by then. A leaf (what reentrant checkpointing hands in) is
+            older than anything: a view of it goes into the forward instead. A call without such an input
+            (the first module) is over when all trainable parameters have their gradients and no others lie
+            within, whose gradients may yet come through the unit's, or with the whole backward; its
             gradients are reduced with the latter: when they are complete may differ between ranks.
 
 Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered. So do
@@ -28,7 +30,7 @@ from zero.sharding.cast import Cast
 from zero.sharding.copies import Uncopied
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit
-from zero.sharding.tensors import iter_tensors
+from zero.sharding.tensors import iter_tensors, map_tensors
 
 
 @dataclass
@@ -67,6 +69,9 @@ class UnitHooks(Uncopied):
         self._depth = 0  # anchors being called, one inside another
         self._call: _Call | None = None
         self._awaited: set[_Call] = set()  # calls whose backward may come
+        own = {parameter for group in unit.groups for parameter in group.parameters}
+        within = dict.fromkeys(p for anchor in unit.anchors for p in anchor.parameters())
+        self._others = [parameter for parameter in within if parameter not in own]
         self._on_over = on_over
         # Here and not as decorators: dynamo takes seconds to import, which only engines need.
         self._enter = torch.compiler.disable(self._gather_before)
@@ -83,43 +88,52 @@ class UnitHooks(Uncopied):
         self._awaited.clear()
 
     def gradient_arrived(self) -> None:
-        """A parameter has a gradient. Where a backward runs in the backward (reentrant checkpointing), another
-        may follow from the outer one: it does not tell the end of calls that the outer one has begun."""
+        """A parameter has a gradient. In a backward that runs in another (reentrant checkpointing) that says
+        nothing of calls that the outer one has begun: more may follow from there."""
         task = torch._C._current_graph_task_id()
         for call in self._unit.calls_in_backward:
             if isinstance(call, _Call) and call.task < task:
-                call.tells_end = False
+                call.ends_with_gradients = False
 
     def gradients_complete(self) -> None:
         """Every trainable parameter has its gradient: calls that no input tells the end of are over."""
-        calls = [c for c in self._unit.calls_in_backward if isinstance(c, _Call)]
-        open_ended = {c for c in calls if c.tells_end and not c.has_input}
+        if any(parameter.requires_grad for parameter in self._others):
+            return
+        calls = {call for call in self._unit.calls_in_backward if isinstance(call, _Call)}
+        open_ended = {call for call in calls if call.ends_with_gradients and not call.has_input}
         self._unit.calls_in_backward -= open_ended
         if open_ended:  # else whoever gathered it releases it: a call at its end, or a graph
             self._unit.release()
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._phase.in_graph:
-            self._enter(args, kwargs)
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        return None if self._phase.in_graph else self._enter((args, kwargs))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._phase.in_graph:
             self._leave(output)
 
-    def _gather_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _gather_before(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+        """What goes into the forward."""
         self._depth += 1
         self._unit.holds += 1
         if self._depth > 1:
-            return
+            return inputs
         cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
         self._schedule.acquire(self._unit, cast)
         self._phase.mark(self._unit.name)
         self._call = None
         if torch.is_grad_enabled():
-            newest = _newest_input((args, kwargs))
+            newest = _newest_input(inputs)
+            if newest is None:
+                inputs, newest = _with_view_of_leaf(inputs)
             self._call = _Call(self, cast, has_input=newest is not None)
             if newest is not None:
                 _when_ready(newest, self._call.end)
+            else:
+                self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
+        return inputs
 
     def _release_after(self, output: Any) -> None:
         if self._depth == 0:
@@ -172,7 +186,7 @@ class _Call:
         self.cast = cast
         self.has_input = has_input
         self.task = -1  # autograd's, in which its backward began
-        self.tells_end = True  # when all gradients are there, if no input does
+        self.ends_with_gradients = True  # of the unit's parameters, where it has no input
         self._hooks = weakref.ref(hooks)
 
     def watch(self, outputs: Iterable[Tensor]) -> bool:
@@ -221,6 +235,21 @@ def _run(calls: list[Callable[[], None]], gradient: Tensor) -> None:
 
 
 def _newest_input(inputs: Any) -> Tensor | None:
-    """The input whose producer is the last one made; leaves have no producer and tell nothing."""
+    """The input whose producer is the last one made; leaves have no producer."""
     candidates = [t for t in iter_tensors(inputs) if t.grad_fn is not None]
     return max(candidates, key=lambda t: t.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
+
+
+def _with_view_of_leaf(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], Tensor | None]:
+    """The inputs with a view in place of the first leaf that gradients go to, and that view, whose producer
+    is as old as the call. Parameters stay what they are."""
+    views: list[Tensor] = []
+
+    def view(tensor: Tensor) -> Tensor:
+        if views or not (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter):
+            return tensor
+        views.append(tensor.view_as(tensor))
+        return views[0]
+
+    viewed = map_tensors(view, inputs)
+    return viewed, next(iter(views), None)
