@@ -70,6 +70,7 @@ class CompiledModel:
         self._parameters = [p for u in units for g in u.groups if g.trainable for p in g.parameters]
         self._frames: dict[tuple[bool, ...], Callable[..., Any]] = {}  # by which of them are not frozen
         self._is_one_graph = True
+        self._units_wait = False  # to be compiled, for the backward of a forward that ran without
         module._compiled_call_impl = self  # what Module.compile() sets: calls of the module come here
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +98,8 @@ class CompiledModel:
         """Collective, between optimizer steps."""
         if self._is_one_graph:
             self._persistence.after_step()
+        elif self._units_wait:
+            self._compile_units()
 
     def _frame(self) -> Callable[..., Any]:
         """What calls the model through torch.compile; another where other parameters are frozen than before,
@@ -135,17 +138,23 @@ class CompiledModel:
         result = self._module._call_impl(*args, **kwargs)
         self._why = _reason(error)
         self._is_one_graph = False
-        for module in dict.fromkeys(a for u in self._units for a in u.anchors if self._is_block(a)):
-            forward = torch.compile(
-                module.forward, backend=self._settings.inner, dynamic=self._settings.dynamic
-            )
-            module.forward = forward
+        self._units_wait = torch.is_grad_enabled()  # what its backward recomputes, it computes as it did here
+        if not self._units_wait:
+            self._compile_units()
         warnings.warn(
             f"zero: the model is compiled unit by unit, because it is not one graph: {self._why} "
             f"(engine.explain() says more){self._lost}",
             stacklevel=3,
         )
         return result
+
+    def _compile_units(self) -> None:
+        self._units_wait = False
+        for module in dict.fromkeys(a for u in self._units for a in u.anchors if self._is_block(a)):
+            forward = torch.compile(
+                module.forward, backend=self._settings.inner, dynamic=self._settings.dynamic
+            )
+            module.forward = forward
 
     def _is_block(self, module: nn.Module) -> bool:
         """Not the root, which what it calls would be compiled into."""
