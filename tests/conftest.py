@@ -16,6 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="the accelz backend that the tests run on")
     parser.addoption("--max-ranks", type=int, default=8, help="skip distributed tests with more ranks")
     parser.addoption("--kills", type=int, default=12, help="how often a job that saves is killed")
+    parser.addoption("--runs", type=int, default=16, help="how many runs are drawn at random")
 
 
 def pytest_configure() -> None:
@@ -44,6 +45,12 @@ def cluster(request: pytest.FixtureRequest, device: str) -> Iterator[Clusters]:
     clusters.limit = request.config.getoption("--max-ranks")
     yield clusters
     clusters.stop()
+
+
+@pytest.fixture(scope="session")
+def runs(request: pytest.FixtureRequest) -> int:
+    """How many runs to draw at random."""
+    return int(request.config.getoption("--runs"))
 
 
 class LimitedClusters(Clusters):

@@ -149,4 +149,4 @@ def breaks_body(context: Context) -> dict[str, Any]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_graph_breaks_go_unit_by_unit(cluster: Clusters, size: int) -> None:
     for found in cluster(size).run(breaks_body, limit=120):
-        assert found == {path: (True, 1, 1) for path in BROKEN}
+        assert found == dict.fromkeys(BROKEN, (True, 1, 1))
