@@ -103,7 +103,7 @@ class Drawn:
     def bound(self) -> float:
         """What errors stay below: far above rounding, far below what a lost gradient makes of them."""
         if self.autocast or self.reduce or self.codes or self.precision == "bf16":
-            return 0.3 if self.codes else 0.1
+            return 0.3
         return 2e-3 if self.optimizer == "muon" else 2e-4  # it multiplies in bf16
 
     def config(self, settings: dict[str, Any]) -> zero.Config:
