@@ -242,14 +242,19 @@ def _newest_input(inputs: Any) -> Tensor | None:
 
 def _with_view_of_leaf(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], Tensor | None]:
     """The inputs with a view in place of the first leaf that gradients go to, and that view, whose producer
-    is as old as the call. Parameters stay what they are."""
+    is as old as the call. Parameters stay what they are, as does what not every view is for."""
     views: list[Tensor] = []
 
     def view(tensor: Tensor) -> Tensor:
-        if views or not (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor, nn.Parameter):
+        if views or not _is_plain_leaf(tensor):
             return tensor
         views.append(tensor.view_as(tensor))
         return views[0]
 
     viewed = map_tensors(view, inputs)
     return viewed, next(iter(views), None)
+
+
+def _is_plain_leaf(tensor: Tensor) -> bool:
+    leaf = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+    return leaf and tensor.layout is torch.strided and not tensor.is_nested
