@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import WIDTH, Block, LanguageModel, Stack, features, tokens
-from tests.zero.training import relative_error, state_error, train_averaging, train_zero
+from tests.zero.training import adamw, relative_error, state_error, train_averaging, train_zero
 
 STRAIGHT = (0, 1, 2, 3)
 
@@ -218,30 +218,117 @@ def test_gradients_that_are_late_on_some_ranks(cluster: Clusters, name: str) -> 
 
 
 class Returning(nn.Module):
-    """A layer of the root that is recomputed, and called once more before; nothing else is trained."""
+    """A layer of the root that is recomputed, and called once more before or after; the rest is frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2)).requires_grad_(False)
+        self.between = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.shared = nn.Linear(WIDTH, WIDTH)
+        self.before = before
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](torch.tanh(self.shared(x.requires_grad_())))
-        x = checkpoint(self.shared, x, use_reentrant=True)
+        if self.before:
+            x = self.blocks[0](torch.tanh(self.shared(x.requires_grad_())))
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        else:
+            x = checkpoint(self.shared, x.requires_grad_(), use_reentrant=True)
+            x = self.shared(torch.tanh(self.between(x)))
         return self.blocks[1](x).square().mean()
 
 
-def returning_body(context: Context) -> float:
+def returning_body(context: Context, before: bool) -> float:
     torch.manual_seed(2)
-    model = Returning()
+    model = Returning(before)
     reference = train_averaging(context, model, plain_loss, steps=4)
     run = train_zero(context, model, plain_loss, zero.Config(timeout=10), steps=4)
     return relative_error(run.losses, reference.losses)
 
 
-def test_gradients_of_a_backward_in_the_backward_do_not_end_the_outer_one(cluster: Clusters) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_gradients_of_a_backward_in_the_backward_do_not_end_the_outer_one(
+    cluster: Clusters, before: bool
+) -> None:
     """The root is needed again although all its parameters have their gradients."""
-    assert max(cluster(2).run(returning_body)) < 1e-5
+    assert max(cluster(2).run(returning_body, before=before)) < 1e-5
+
+
+class Conditioned(nn.Module):
+    """Blocks that pass on what is older than their input, as it came."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.condition = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(_Conditioned(returns) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        condition = self.condition(x)
+        x = torch.tanh(x)
+        for block in self.blocks:
+            x, condition = block(x * 1.0, condition)
+        return x.square().mean() + condition.mean()
+
+
+class _Conditioned(nn.Module):
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+        self.returns = returns
+
+    def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        return self.block(x + condition), condition if self.returns else condition * 1.0
+
+
+def conditioned_body(context: Context, returns: bool) -> tuple[float, int]:
+    torch.manual_seed(2)
+    model = Conditioned(returns)
+    reference = train_averaging(context, model, plain_loss, steps=3)
+    engine = zero.initialize(model, adamw(model), zero.Config(prefetch=0, timeout=10))
+    losses = []
+    for step in range(3):
+        engine.traffic.clear()
+        loss = plain_loss(model, step, context.rank)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return relative_error(losses, reference.losses), engine.traffic.calls["all_gather"]
+
+
+def test_what_a_unit_passes_on_does_not_bring_it_back(cluster: Clusters) -> None:
+    """Its gradient is ready when the unit's backward is over."""
+    for returned, made in zip(
+        cluster(2).run(conditioned_body, returns=True),
+        cluster(2).run(conditioned_body, returns=False),
+        strict=True,
+    ):
+        assert max(returned[0], made[0]) < 1e-5
+        assert returned[1] == made[1]
+
+
+class SelfAttending(nn.Module):
+    """Blocks that look at what they are given: one tensor twice, and a container of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_SelfAttending() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, seen = x.requires_grad_(), {"input": x}
+        for block in self.blocks:
+            x = block(x, x, seen)
+        assert len(seen) == 1 + len(self.blocks)
+        return x.square().mean()
+
+
+class _SelfAttending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+
+    def forward(self, query: Tensor, key: Tensor, seen: dict[str, Tensor]) -> Tensor:
+        assert query is key
+        seen[f"block {len(seen)}"] = key.detach()
+        return self.block(query + key)
 
 
 class SideChannel(nn.Module):
@@ -366,6 +453,7 @@ ARCHITECTURES: tuple[type[nn.Module], ...] = (
     Mixture,
     CrossAttention,
     LowRank,
+    SelfAttending,
     RecomputedLowRank,
     Normed,
     FrozenBetween,

@@ -5,9 +5,9 @@ backward    begins when a gradient reaches an output of the unit's forward: gath
             gradient of the forward's newest input is ready: autograd runs nodes newest first, so every
             node made after that input has run by then. A leaf (what reentrant checkpointing hands in) is
             older than anything: a view of it goes into the forward instead. A call without such an input
-            (the first module) is over when all trainable parameters have their gradients and no others lie
-            within, whose gradients may yet come through the unit's, or with the whole backward; its
-            gradients are reduced with the latter: when they are complete may differ between ranks.
+            (the first module) is over when all parameters have their gradients, if none is frozen and no
+            others lie within, whose gradients may yet come through the unit's; or with the whole backward.
+            Its gradients are reduced with the latter: when they are complete may differ between ranks.
 
 Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered. So do
 an output that is a view of a parameter, and a backward that is to be differentiated itself.
@@ -30,7 +30,7 @@ from zero.sharding.cast import Cast
 from zero.sharding.copies import Uncopied
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit
-from zero.sharding.tensors import iter_tensors, map_tensors
+from zero.sharding.tensors import iter_tensors
 
 
 @dataclass
@@ -71,7 +71,7 @@ class UnitHooks(Uncopied):
         self._awaited: set[_Call] = set()  # calls whose backward may come
         own = {parameter for group in unit.groups for parameter in group.parameters}
         within = dict.fromkeys(p for anchor in unit.anchors for p in anchor.parameters())
-        self._others = [parameter for parameter in within if parameter not in own]
+        self._own, self._others = own, [parameter for parameter in within if parameter not in own]
         self._on_over = on_over
         # Here and not as decorators: dynamo takes seconds to import, which only engines need.
         self._enter = torch.compiler.disable(self._gather_before)
@@ -96,8 +96,9 @@ class UnitHooks(Uncopied):
                 call.ends_with_gradients = False
 
     def gradients_complete(self) -> None:
-        """Every trainable parameter has its gradient: calls that no input tells the end of are over."""
-        if any(parameter.requires_grad for parameter in self._others):
+        """Every trainable parameter has its gradient: calls that no input tells the end of are over, unless
+        gradients may yet go through frozen parameters, or to those of other units."""
+        if any(p.requires_grad for p in self._others) or not all(p.requires_grad for p in self._own):
             return
         calls = {call for call in self._unit.calls_in_backward if isinstance(call, _Call)}
         open_ended = {call for call in calls if call.ends_with_gradients and not call.has_input}
@@ -126,9 +127,10 @@ class UnitHooks(Uncopied):
         self._call = None
         if torch.is_grad_enabled():
             newest = _newest_input(inputs)
+            leaf = newest is None
             if newest is None:
                 inputs, newest = _with_view_of_leaf(inputs)
-            self._call = _Call(self, cast, has_input=newest is not None)
+            self._call = _Call(self, cast, newest, has_producer=newest is not None and not leaf)
             if newest is not None:
                 _when_ready(newest, self._call.end)
             else:
@@ -159,7 +161,7 @@ class UnitHooks(Uncopied):
             self._unit.calls_in_backward.add(call)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
                 self._unit.calls_in_backward.add(DIFFERENTIATED)
-            if call in self._awaited and not call.has_input and self._unit.ranks > 1:
+            if call in self._awaited and not call.has_producer and self._unit.ranks > 1:
                 self._unit.open_ended = True
             self._schedule.acquire(self._unit, call.cast)
             self._phase.mark(self._unit.name)
@@ -180,18 +182,23 @@ class _Call:
 
     Autograd's graph holds it, where Python's collector does not see, and a model may keep an output of its
     own. So it does not hold the unit: a cycle would never be freed.
+
+    newest: the input whose gradient ends it. has_producer: that input is no leaf.
     """
 
-    def __init__(self, hooks: UnitHooks, cast: Cast, has_input: bool) -> None:
+    def __init__(self, hooks: UnitHooks, cast: Cast, newest: Tensor | None, has_producer: bool) -> None:
         self.cast = cast
-        self.has_input = has_input
+        self.has_input = newest is not None
+        self.has_producer = has_producer
+        self._since = -1 if newest is None else _age(newest)
         self.task = -1  # autograd's, in which its backward began
         self.ends_with_gradients = True  # of the unit's parameters, where it has no input
         self._hooks = weakref.ref(hooks)
 
     def watch(self, outputs: Iterable[Tensor]) -> bool:
-        """Hook the outputs that gradients can reach; whether there are any."""
-        tensors = [t for t in outputs if t.grad_fn is not None]
+        """Hook the outputs that gradients can reach; whether there are any. What was there before the call,
+        and is passed on, has nothing of it."""
+        tensors = [t for t in outputs if t.grad_fn is not None and _age(t) > self._since]
         for tensor in tensors:
             _when_ready(tensor, self.begin)
         return bool(tensors)
@@ -236,25 +243,28 @@ def _run(calls: list[Callable[[], None]], gradient: Tensor) -> None:
 
 def _newest_input(inputs: Any) -> Tensor | None:
     """The input whose producer is the last one made; leaves have no producer."""
-    candidates = [t for t in iter_tensors(inputs) if t.grad_fn is not None]
-    return max(candidates, key=lambda t: t.grad_fn._sequence_nr(), default=None)  # type: ignore[union-attr]
+    return max((t for t in iter_tensors(inputs) if t.grad_fn is not None), key=_age, default=None)
+
+
+def _age(tensor: Tensor) -> int:
+    """The number of a tensor's producer: newer ones have larger."""
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn._sequence_nr()
 
 
 def _with_view_of_leaf(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], Tensor | None]:
-    """The inputs with a view in place of the first leaf that gradients go to, and that view, whose producer
-    is as old as the call. Parameters stay what they are, as does what not every view is for."""
-    views: list[Tensor] = []
-
-    def view(tensor: Tensor) -> Tensor:
-        if views or not _is_plain_leaf(tensor):
-            return tensor
-        views.append(tensor.view_as(tensor))
-        return views[0]
-
-    viewed = map_tensors(view, inputs)
-    return viewed, next(iter(views), None)
+    """The inputs with a view in place of the first leaf among them that gradients go to, and that view, whose
+    producer is as old as the call. Parameters stay what they are, and so do the caller's containers."""
+    args, kwargs = inputs
+    leaf = next(filter(_is_plain_leaf, (*args, *kwargs.values())), None)
+    if leaf is None:
+        return inputs, None
+    view = leaf.view_as(leaf)
+    viewed = tuple(view if value is leaf else value for value in args)
+    return (viewed, {name: view if value is leaf else value for name, value in kwargs.items()}), view
 
 
-def _is_plain_leaf(tensor: Tensor) -> bool:
-    leaf = tensor.is_leaf and tensor.requires_grad and not isinstance(tensor, nn.Parameter)
-    return leaf and tensor.layout is torch.strided and not tensor.is_nested
+def _is_plain_leaf(value: Any) -> bool:
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return False
+    return value.is_leaf and value.requires_grad and value.layout is torch.strided and not value.is_nested
