@@ -16,7 +16,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import WIDTH, LanguageModel, Stack, device_of, features, tokens
 from tests.zero.test_paths import straight
-from tests.zero.training import relative_error, same_bits, train_reference, train_zero
+from tests.zero.training import relative_error, same_bits, train_averaging, train_reference, train_zero
 from zero.sharding.autocast import cast_before_use
 
 STEPS = 6
@@ -455,3 +455,42 @@ def long_block_body(context: Context, long: bool) -> tuple[list[float], dict[str
 def test_a_block_over_many_steps(cluster: Clusters) -> None:
     """Autocast keeps casts of weights till its block ends: not those of weights that have changed."""
     assert cluster(2).run(long_block_body, long=True) == cluster(2).run(long_block_body, long=False)
+
+
+class Dropped(nn.Module):
+    """Blocks that a rank may leave out by itself (LayerDrop; Fan et al., 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Dropped() for _ in range(3))
+
+    def forward(self, x: Tensor, dropped: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, index == dropped)
+        return x.float().square().mean()
+
+
+class _Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, dropped: bool) -> Tensor:
+        return x if dropped else x + torch.tanh(self.layer(x))
+
+
+def dropped_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = features(step, rank, model)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=step % 3 != 2):
+        return model(x, 1 if rank == 1 and step != 3 else 3)
+
+
+def dropped_body(context: Context) -> float:
+    reference = train_averaging(context, seeded(Dropped), dropped_loss, gentle, STEPS)
+    config = zero.Config(timeout=10)
+    run = train_zero(context, seeded(Dropped), dropped_loss, config, gentle, STEPS)
+    return relative_error(run.losses, reference.losses)
+
+
+def test_a_rank_without_gradients_reduces_in_the_dtype_of_the_others(cluster: Clusters) -> None:
+    assert max(cluster(2).run(dropped_body)) < 1e-2

@@ -9,7 +9,6 @@ import os
 import re
 import stat
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -325,9 +324,8 @@ class Gates:
 
     def __init__(self, records: list[Record]) -> None:
         self.stuck: list[tuple[str, int]] = []
-        self._open: dict[tuple[str, int], Event] = defaultdict(Event)
-        self._begun: dict[tuple[str, int], Event] = defaultdict(Event)
-        self._done: dict[tuple[str, int], Event] = defaultdict(Event)
+        moves = [(move, number) for move in ("read", "write") for number in range(-1, len(records) + 1)]
+        self._open, self._begun, self._done = ({key: Event() for key in moves} for _ in range(3))
         self._number = {record.sections[0].place: n for n, record in enumerate(records)}
 
     def open(self, move: str, number: int) -> None:

@@ -130,7 +130,10 @@ class GroupGradients:
         return self.allocate(numel * dtype.itemsize, lambda: torch.empty(numel, dtype=dtype, device=device))
 
     def seal(self) -> Tensor:
-        """The whole buffer ready to be reduced: zero wherever no gradient came."""
+        """The whole buffer ready to be reduced: zero wherever no gradient came. Where none came at all it has
+        the dtype that other ranks' gradients have."""
+        if self.whole is None:
+            self._gradient_dtype = self._computed_dtype()
         whole = self._open()
         for index in range(self._count):
             if index not in self.filled:
@@ -199,6 +202,11 @@ class GroupGradients:
         """A whole buffer that has been reduced is free for other gradients."""
         whole.release()
         self._buffers.setdefault(whole.data.dtype, whole)
+
+    def _computed_dtype(self) -> torch.dtype:
+        """What the parameters were computed with, and so their gradients have."""
+        cast = None if self.unit.resident else self.group.form(self.unit.computed_in).dtype
+        return cast or self.group.dtype
 
     def _whole_dtype(self) -> torch.dtype:
         if self._policy.local and self._policy.steps > 1:

@@ -41,7 +41,7 @@ class ShardedUnit:
     holds: users that need the unit gathered now: a forward under way, or a `zero.gathered` block.
     calls_in_backward: forward calls whose backward has begun and is not over; VIEWED and DIFFERENTIATED, who
     need the unit until the end of the engine's backward. open_ended: nothing but the end of this backward
-    tells that no gradient will come any more.
+    tells that no gradient will come any more. computed_in: the cast of the last forward call.
     persistent: casts whose buffers a release leaves alone, until the weights change.
     """
 
@@ -62,6 +62,7 @@ class ShardedUnit:
         self.holds = 0
         self.calls_in_backward: set[object] = set()
         self.open_ended = False
+        self.computed_in = OWN
         self.persistent: set[Cast] = set()
         self._communicator = communicator
         self._classes = {p: type(p) for g in groups for p in g.parameters}

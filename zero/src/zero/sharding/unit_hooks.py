@@ -122,6 +122,7 @@ class UnitHooks(Uncopied):
         if self._depth > 1:
             return inputs
         cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
+        self._unit.computed_in = cast
         self._schedule.acquire(self._unit, cast)
         self._phase.mark(self._unit.name)
         self._call = None
@@ -196,9 +197,10 @@ class _Call:
         self._hooks = weakref.ref(hooks)
 
     def watch(self, outputs: Iterable[Tensor]) -> bool:
-        """Hook the outputs that gradients can reach; whether there are any. What was there before the call,
-        and is passed on, has nothing of it."""
-        tensors = [t for t in outputs if t.grad_fn is not None and _age(t) > self._since]
+        """Hook the outputs that gradients can reach; whether there are any. What is older than the newest
+        input, and passed on, has nothing of the call. That input itself may be all that comes out on this
+        rank, while others gather."""
+        tensors = [t for t in outputs if t.grad_fn is not None and _age(t) >= self._since]
         for tensor in tensors:
             _when_ready(tensor, self.begin)
         return bool(tensors)
