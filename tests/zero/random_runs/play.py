@@ -234,7 +234,7 @@ class Play:
             self.worse("state", float((got - expected).abs().max()), 0.0, float(expected.abs().max()))
 
     def do_two_forwards(self, step: int) -> None:
-        """Of which one backward goes through both, with another rank's batch as the second."""
+        """Of which one backward goes through both, with the batch of a later step as the second."""
         for _ in range(self.drawn.accumulation):
             value = self.loss(step) + 0.5 * self.loss(step + 7)
             self.engine.backward(value)
@@ -285,13 +285,15 @@ class Play:
 
 
 def play_body(context: Context, seeds: list[int], folder: str, compiled: bool = False) -> None:
-    warnings.simplefilter("ignore")
+    """Play the runs of these seeds; a failure tells what was drawn and done."""
     for seed in seeds:
         drawn = Drawn.draw(seed, compiled)
         play = Play(context, drawn, Path(folder) / str(seed))
         play.folder.mkdir(exist_ok=True)
         try:
-            errors = play.run()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                errors = play.run()
             assert max(errors.values()) < drawn.bound, errors
         except Exception as error:
             error.add_note("\n".join(map(str, play.told)))

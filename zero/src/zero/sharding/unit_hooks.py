@@ -128,10 +128,10 @@ class UnitHooks(Uncopied):
         self._call = None
         if torch.is_grad_enabled():
             newest = _newest_input(inputs)
-            leaf = newest is None
+            has_producer = newest is not None
             if newest is None:
                 inputs, newest = _with_view_of_leaf(inputs)
-            self._call = _Call(self, cast, newest, has_producer=newest is not None and not leaf)
+            self._call = _Call(self, cast, newest, has_producer)
             if newest is not None:
                 _when_ready(newest, self._call.end)
             else:
