@@ -155,37 +155,104 @@ class Optional(nn.Module):
 
 
 class Optionals(nn.Module):
-    def __init__(self) -> None:
+    """gain: a parameter so small that it may be kept whole on all ranks."""
+
+    def __init__(self, shape: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Optional() for _ in range(5))
         self.first = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.shape = shape
 
     def forward(self, x: Tensor, use_extra: bool) -> Tensor:
         x = self.first(x)
-        for layer in self.layers:
+        if self.shape == "side by side":
+            x = torch.stack([layer(x, use_extra) for layer in self.layers]).sum(0)
+        for layer in self.layers if self.shape != "side by side" else ():
+            if self.shape == "after one thrown away":
+                layer(x, False)
             x = layer(x, use_extra)
-        return x.square().mean()
+        if self.shape == "twice":
+            for layer in self.layers:
+                x = layer(x, False)
+        return (x * self.gain if use_extra else x).square().mean()
 
 
 def optional_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(features(step, rank, model), use_extra=(step + rank) % 3 == 0)
 
 
-def optional_body(context: Context) -> float:
+def optional_body(context: Context, shape: str, persistent_below: int) -> float:
     torch.manual_seed(2)
-    model = Optionals()
+    model = Optionals(shape)
+    config = zero.Config(timeout=10, persistent_below=persistent_below)
     reference = train_averaging(context, model, optional_loss, decaying, steps=8)
-    run = train_zero(context, model, optional_loss, zero.Config(timeout=10), decaying, steps=8)
+    run = train_zero(context, model, optional_loss, config, decaying, steps=8)
     return max(
         relative_error(run.losses, reference.losses),
         state_error(run.state, reference.state) if run.state else 0.0,
     )
 
 
+@pytest.mark.parametrize("persistent_below", [0, 2, 20])
+@pytest.mark.parametrize("shape", ["in a row", "side by side", "twice", "after one thrown away"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_use_different_parameters_of_a_unit(cluster: Clusters, size: int) -> None:
-    """At stage 3 all ranks gather the same units, but what they use inside is theirs."""
-    assert max(cluster(size).run(optional_body)) < 1e-5
+def test_ranks_that_use_different_parameters_of_a_unit(
+    cluster: Clusters, size: int, shape: str, persistent_below: int
+) -> None:
+    """At stage 3 all ranks gather the same units, but what they use inside is theirs: what they issue is in
+    one order even so, which libraries with one queue for everything need."""
+    found = cluster(size).run(optional_body, shape=shape, persistent_below=persistent_below)
+    assert max(found) < 1e-5
+
+
+class Dropping(nn.Module):
+    """A block that is recomputed in the backward, or left out on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+
+    def forward(self, x: Tensor, drop: bool) -> Tensor:
+        return x if drop else self.block(x)
+
+
+class Droppings(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Dropping() for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, dropped: list[bool]) -> Tensor:
+        x = self.first(x)
+        for layer, drop in zip(self.layers, dropped, strict=True):
+            x = checkpoint(layer, x, drop, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def dropping_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    chance = torch.rand(4, generator=torch.Generator().manual_seed(7 * step + rank))
+    return model(features(step, rank, model), (chance < 0.4).tolist())
+
+
+def dropping_body(context: Context, reentrant: bool) -> float:
+    torch.manual_seed(2)
+    model = Droppings(reentrant)
+    reference = train_averaging(context, model, dropping_loss, decaying, steps=6)
+    errors = []
+    for prefetch in (0, 1, 3):
+        config = zero.Config(timeout=10, prefetch=prefetch)
+        run = train_zero(context, copy.deepcopy(model), dropping_loss, config, decaying, steps=6)
+        errors.append(relative_error(run.losses, reference.losses))
+        errors.append(state_error(run.state, reference.state) if run.state else 0.0)
+    return max(errors)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ranks_that_drop_different_layers_and_recompute_the_rest(cluster: Clusters, reentrant: bool) -> None:
+    """What is recomputed is whole already: no rank gathers other units ahead for it."""
+    assert max(cluster(3).run(dropping_body, reentrant=reentrant)) < 1e-5
 
 
 LATE = {

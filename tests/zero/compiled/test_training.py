@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -150,3 +151,37 @@ def breaks_body(context: Context) -> dict[str, Any]:
 def test_graph_breaks_go_unit_by_unit(cluster: Clusters, size: int) -> None:
     for found in cluster(size).run(breaks_body, limit=120):
         assert found == dict.fromkeys(BROKEN, (True, 1, 1))
+
+
+class Recomputed(nn.Module):
+    """A chain with a graph break that notes which of its parts are compiled when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.compiled: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        self.compiled.append(all("forward" in block.__dict__ for block in self.blocks))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def recomputed_body(context: Context) -> list[bool]:
+    model = Recomputed()
+    engine = zero.initialize(model, adamw(model), zero.Config(compile=AOT))
+    for step in range(3):
+        x = torch.full((2, 8), 1.0 + step, device=engine.accelerator.device, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            engine.backward(checkpoint(model, x, use_reentrant=True).square().mean())
+        engine.step()
+    return model.compiled
+
+
+def test_what_a_checkpoint_recomputes_runs_as_it_did(cluster: Clusters) -> None:
+    """Units are compiled when no backward may recompute what ran without."""
+    for compiled in cluster(1).run(recomputed_body):
+        assert compiled == [False, False, True, True, True, True]

@@ -83,8 +83,7 @@ class Communicator:
         self.failed = ""  # what went wrong; nothing can be exchanged after that
         self._count = 0
         self._shared = 0
-        # Running hashes of reductions, whose timing is a rank's own, and of everything else.
-        self._hashes = {"reductions": 0, "others": 0}
+        self._hash = 0  # of all collectives so far
         self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
 
     def split(self, split: Split) -> None:
@@ -172,17 +171,14 @@ class Communicator:
         """
         if self.group.size == 1:
             return flag
-        mine = list(self._hashes.values())
-        ballot = torch.tensor(
-            [*mine, *(-h for h in mine), int(flag), int(bool(self._fault))], dtype=torch.int64
-        )
+        ballot = torch.tensor([self._hash, -self._hash, flag, bool(self._fault)], dtype=torch.int64)
         self._exchange("agreement", ballot)
-        highest, lowest = ballot[: len(mine)], ballot[len(mine) : -2]
-        if not torch.equal(highest, -lowest):
+        highest, lowest, flagged, faulty = ballot.tolist()
+        if highest != -lowest:
             self._explain_mismatch()
-        if ballot[-1]:
+        if faulty:
             self._raise_fault()
-        return bool(ballot[-2])
+        return bool(flagged)
 
     @contextmanager
     def postponing(self) -> Iterator[None]:
@@ -273,8 +269,7 @@ class Communicator:
             raise CommunicationError(f"no collective is possible after an earlier failure: {self.failed}")
         text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')})"
         self._count += 1
-        kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
-        self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
+        self._hash = crc32(text.encode(), self._hash)
         self._log.append((self._count, text))
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += numel * dtype.itemsize

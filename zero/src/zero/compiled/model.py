@@ -138,7 +138,8 @@ class CompiledModel:
         result = self._module._call_impl(*args, **kwargs)
         self._why = _reason(error)
         self._is_one_graph = False
-        self._units_wait = torch.is_grad_enabled()  # what its backward recomputes, it computes as it did here
+        # What a backward recomputes it computes as it was here; a checkpoint may have turned gradients off.
+        self._units_wait = torch.is_grad_enabled() or self._module.training
         if not self._units_wait:
             self._compile_units()
         warnings.warn(

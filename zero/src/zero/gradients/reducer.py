@@ -6,8 +6,11 @@ reduce-scattered (replicated groups: all-reduced) and its bytes are dropped; wha
 slice, the *sum* over ranks. Averaging, unscaling and clipping are one factor that the optimizer applies.
 
 Buffers are reduced in one fixed order, so that ranks whose graphs differ (a module used on one rank only)
-still issue the same collectives. What is incomplete at the end of the backward is agreed on over host
-memory: a parameter that no rank used has no gradient and is not stepped, as with `grad = None`.
+still issue the same collectives. Where units are gathered in between, a group waits until the backward of its
+unit's calls is over, even if its gradients have all come: that all ranks see at the same time, and a gather
+and a reduction in different orders make ranks wait for one another. What is incomplete at the end of the
+backward is agreed on over host memory: a parameter that no rank used has no gradient and is not stepped, as
+with `grad = None`.
 """
 
 from __future__ import annotations
@@ -70,8 +73,9 @@ class GradientReducer:
         self._communicator = communicator
         self._policy = policy
         self._on_complete = on_complete
+        awaits_end = not all(unit.resident for unit in units)
         self.all: tuple[GroupGradients, ...] = tuple(
-            GroupGradients(group, unit, stores, policy)
+            GroupGradients(group, unit, stores, policy, awaits_end)
             for unit in units
             for group in unit.groups
             if group.trainable
@@ -119,14 +123,11 @@ class GradientReducer:
         if not again and all(g.full for g in self._by_unit[gradients.unit]):
             self._on_complete(gradients.unit)
 
-    def close(self, unit: ShardedUnit) -> None:
-        """The unit's backward is over: parameters without a gradient will not get one any more.
-
-        Without this a parameter that only some ranks use would hold back the reductions of one rank
-        while the others wait for them.
-        """
+    def close(self, unit: ShardedUnit, last: bool = True) -> None:
+        """The backward of one of the unit's calls is over. last: no other is to come, so parameters without
+        a gradient will not get one any more."""
         for gradients in self._by_unit.get(unit, ()):
-            if not gradients.complete:
+            if not gradients.complete and (last or gradients.full):
                 gradients.closed = True
                 self._observed.append(gradients)
         if self._communicate:

@@ -40,8 +40,7 @@ class ShardedUnit:
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
     holds: users that need the unit gathered now: a forward under way, or a `zero.gathered` block.
     calls_in_backward: forward calls whose backward has begun and is not over; VIEWED and DIFFERENTIATED, who
-    need the unit until the end of the engine's backward. open_ended: nothing but the end of this backward
-    tells that no gradient will come any more. computed_in: the cast of the last forward call.
+    need the unit until the end of the engine's backward. computed_in: the cast of the last forward call.
     persistent: casts whose buffers a release leaves alone, until the weights change.
     """
 
@@ -61,7 +60,6 @@ class ShardedUnit:
         self.resident = resident
         self.holds = 0
         self.calls_in_backward: set[object] = set()
-        self.open_ended = False
         self.computed_in = OWN
         self.persistent: set[Cast] = set()
         self._communicator = communicator
@@ -72,11 +70,6 @@ class ShardedUnit:
         self._bound = OWN
         self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
         self._codes = next((group.travel.codes for group in groups if group.travel.codes), None)
-
-    @property
-    def ranks(self) -> int:
-        """How many there are, whether they have shards of the unit or all of it."""
-        return self._communicator.group.size
 
     @property
     def common(self) -> bool:

@@ -7,7 +7,6 @@ backward    begins when a gradient reaches an output of the unit's forward: gath
             older than anything: a view of it goes into the forward instead. A call without such an input
             (the first module) is over when all parameters have their gradients, if none is frozen and no
             others lie within, whose gradients may yet come through the unit's; or with the whole backward.
-            Its gradients are reduced with the latter: when they are complete may differ between ranks.
 
 Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered. So do
 an output that is a view of a parameter, and a backward that is to be differentiated itself.
@@ -29,7 +28,7 @@ from zero.sharding import autocast
 from zero.sharding.cast import Cast
 from zero.sharding.copies import Uncopied
 from zero.sharding.schedule import Schedule
-from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit
+from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors
 
 
@@ -51,7 +50,7 @@ class Phase:
 class UnitHooks(Uncopied):
     """Hooks of one unit on its anchors (modules whose forward needs its parameters).
 
-    on_over(unit): called when the backward of all its calls is over.
+    on_over(unit, last): called when the backward of one of its calls is over. last: no other is to come.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class UnitHooks(Uncopied):
         schedule: Schedule,
         phase: Phase,
         device_type: str,
-        on_over: Callable[[ShardedUnit], None],
+        on_over: Callable[[ShardedUnit, bool], None],
     ) -> None:
         self._unit = unit
         self._schedule = schedule
@@ -68,7 +67,8 @@ class UnitHooks(Uncopied):
         self._device_type = device_type
         self._depth = 0  # anchors being called, one inside another
         self._call: _Call | None = None
-        self._awaited: set[_Call] = set()  # calls whose backward may come
+        # Calls whose backward may come: not of outputs that are gone.
+        self._awaited: weakref.WeakSet[_Call] = weakref.WeakSet()
         own = {parameter for group in unit.groups for parameter in group.parameters}
         within = dict.fromkeys(p for anchor in unit.anchors for p in anchor.parameters())
         self._own, self._others = own, [parameter for parameter in within if parameter not in own]
@@ -82,7 +82,6 @@ class UnitHooks(Uncopied):
 
     def reset(self) -> None:
         """Forget calls under way: after a backward, or an exception."""
-        self._unit.open_ended = False
         self._depth = 0
         self._call = None
         self._awaited.clear()
@@ -123,20 +122,27 @@ class UnitHooks(Uncopied):
             return inputs
         cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
         self._unit.computed_in = cast
-        self._schedule.acquire(self._unit, cast)
+        self._acquire(cast)
         self._phase.mark(self._unit.name)
         self._call = None
         if torch.is_grad_enabled():
             newest = _newest_input(inputs)
-            has_producer = newest is not None
             if newest is None:
                 inputs, newest = _with_view_of_leaf(inputs)
-            self._call = _Call(self, cast, newest, has_producer)
+            self._call = _Call(self, cast, newest)
             if newest is not None:
-                _when_ready(newest, self._call.end)
+                _when_ready(newest, partial(_end, weakref.ref(self._call)))
             else:
                 self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
         return inputs
+
+    def _acquire(self, cast: Cast) -> None:
+        """Gather; what is recomputed while its backward goes on is there, and nothing to learn an order from:
+        ranks that have used nothing of the unit do not recompute it."""
+        if self._unit.calls_in_backward and self._unit.state(cast) is State.GATHERED:
+            self._unit.gather(cast)
+        else:
+            self._schedule.acquire(self._unit, cast)
 
     def _release_after(self, output: Any) -> None:
         if self._depth == 0:
@@ -162,35 +168,34 @@ class UnitHooks(Uncopied):
             self._unit.calls_in_backward.add(call)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
                 self._unit.calls_in_backward.add(DIFFERENTIATED)
-            if call in self._awaited and not call.has_producer and self._unit.ranks > 1:
-                self._unit.open_ended = True
             self._schedule.acquire(self._unit, call.cast)
             self._phase.mark(self._unit.name)
 
     def end_backward(self, call: _Call) -> None:
         """The gradient of the call's newest input is ready."""
+        awaited, began = call in self._awaited, call in self._unit.calls_in_backward
         self._awaited.discard(call)
+        self._unit.calls_in_backward.discard(call)
         self._phase.mark(self._unit.name)
-        if call in self._unit.calls_in_backward:
-            self._unit.calls_in_backward.discard(call)
-            if not self._awaited:
-                self._on_over(self._unit)
+        if awaited or began:
+            self._on_over(self._unit, not self._awaited)
+        if began:
             self._unit.release()
 
 
 class _Call:
     """One forward call of a unit, as its backward will see it.
 
-    Autograd's graph holds it, where Python's collector does not see, and a model may keep an output of its
-    own. So it does not hold the unit: a cycle would never be freed.
+    Autograd's graph holds it by its outputs, where Python's collector does not see, and a model may keep an
+    output of its own. So it does not hold the unit: a cycle would never be freed. Its input does not hold it:
+    that may live on when the outputs are gone, and no backward comes any more.
 
-    newest: the input whose gradient ends it. has_producer: that input is no leaf.
+    newest: the input whose gradient ends it.
     """
 
-    def __init__(self, hooks: UnitHooks, cast: Cast, newest: Tensor | None, has_producer: bool) -> None:
+    def __init__(self, hooks: UnitHooks, cast: Cast, newest: Tensor | None) -> None:
         self.cast = cast
         self.has_input = newest is not None
-        self.has_producer = has_producer
         self._since = -1 if newest is None else _age(newest)
         self.task = -1  # autograd's, in which its backward began
         self.ends_with_gradients = True  # of the unit's parameters, where it has no input
@@ -216,6 +221,12 @@ class _Call:
         hooks = self._hooks()
         if hooks is not None:  # else the input is somebody else's, and its gradient not of this call
             hooks.end_backward(self)
+
+
+def _end(call: weakref.ref[_Call]) -> None:
+    alive = call()
+    if alive is not None:
+        alive.end()
 
 
 _CALLS = (
