@@ -118,8 +118,8 @@ def expected_peaks(stage: int, size: int, narrow: bool) -> dict[str, int]:
     state = (3 if narrow else 2) * MODEL // parts  # moments, and masters
     gradients = model // parts  # reduced, until the step is over
     if sharded:
-        # The layer in use and the next one whole, and gradients as below.
-        backward = 2 * layer + 3 * layer + gradients - layer // size
+        # The layer in use and the next one whole, and gradients as below; at the end no layer is next.
+        backward = 2 * layer + 3 * layer + gradients - 2 * layer // size
     elif parts > 1:
         # Autograd's own, its copy in the buffer, one under reduction; the last layer's is not reduced yet.
         backward = 3 * layer + gradients - layer // parts

@@ -54,25 +54,16 @@ class GradientPolicy:
 class GroupGradients:
     """The gradients of one trainable group. slice: what is left of them when they are reduced.
 
-    awaits_end: gradients are complete when the backward of the unit's calls is over, and not before. fired:
-    parameters whose gradient came in this backward. closed: no more will come in this backward.
+    fired: parameters whose gradient came in this backward. closed: no more will come in this backward.
     filled: parameters that have a value in `whole`. two_hops: over several copies of the model the slice is
     added up once per optimizer step, else whatever a micro-batch leaves; the same on all ranks. total: the
     slice is the sum over all copies of the model; set by who adds them up. have: parameters with a gradient
     on this rank since the last agreement; used: on any rank since the last step.
     """
 
-    def __init__(
-        self,
-        group: FlatGroup,
-        unit: ShardedUnit,
-        stores: Stores,
-        policy: GradientPolicy,
-        awaits_end: bool = False,
-    ) -> None:
+    def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
         self.group = group
         self.unit = unit
-        self.awaits_end = awaits_end
         self.slice = ReducedSlice(group, stores, policy.widen, policy.slice_dtype(group.dtype))
         self.fired: set[int] = set()
         self.closed = False
@@ -90,11 +81,6 @@ class GroupGradients:
         self._lent: list[FlatBuffer] = []
         self._gradient_dtype = group.dtype
         self._count = len(group.parameters)
-
-    @property
-    def complete(self) -> bool:
-        """Whether everything that will come in this backward has come."""
-        return self.closed or (self.full and not self.awaits_end)
 
     @property
     def full(self) -> bool:

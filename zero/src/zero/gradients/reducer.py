@@ -6,11 +6,10 @@ reduce-scattered (replicated groups: all-reduced) and its bytes are dropped; wha
 slice, the *sum* over ranks. Averaging, unscaling and clipping are one factor that the optimizer applies.
 
 Buffers are reduced in one fixed order, so that ranks whose graphs differ (a module used on one rank only)
-still issue the same collectives. Where units are gathered in between, a group waits until the backward of its
-unit's calls is over, even if its gradients have all come: that all ranks see at the same time, and a gather
-and a reduction in different orders make ranks wait for one another. What is incomplete at the end of the
-backward is agreed on over host memory: a parameter that no rank used has no gradient and is not stepped, as
-with `grad = None`.
+still issue the same collectives. With several ranks each waits until the backward of its unit's calls is
+over, even if its gradients have all come: that all ranks see at the same time, and gathers and reductions in
+different orders make ranks wait for one another. What is incomplete at the end of the backward is agreed on
+over host memory: a parameter that no rank used has no gradient and is not stepped, as with `grad = None`.
 """
 
 from __future__ import annotations
@@ -73,9 +72,8 @@ class GradientReducer:
         self._communicator = communicator
         self._policy = policy
         self._on_complete = on_complete
-        awaits_end = not all(unit.resident for unit in units)
         self.all: tuple[GroupGradients, ...] = tuple(
-            GroupGradients(group, unit, stores, policy, awaits_end)
+            GroupGradients(group, unit, stores, policy)
             for unit in units
             for group in unit.groups
             if group.trainable
@@ -93,6 +91,7 @@ class GradientReducer:
         self._last = True
         self.follower: Follower | None = None
         self._reductions: list[_Reduction] = []
+        self._alone = communicator.group.size == 1
         self._copies = None if communicator.copies is None else CopySums(communicator, self._arrived)
 
     @property
@@ -116,10 +115,8 @@ class GradientReducer:
         gradients.add(index, gradient)
         if not gradients.full:
             return
-        if gradients.complete:
-            self._observed.append(gradients)
-        if self._communicate:
-            self._advance()
+        if self._alone:
+            self._close(gradients)
         if not again and all(g.full for g in self._by_unit[gradients.unit]):
             self._on_complete(gradients.unit)
 
@@ -127,9 +124,13 @@ class GradientReducer:
         """The backward of one of the unit's calls is over. last: no other is to come, so parameters without
         a gradient will not get one any more."""
         for gradients in self._by_unit.get(unit, ()):
-            if not gradients.complete and (last or gradients.full):
-                gradients.closed = True
-                self._observed.append(gradients)
+            if last or gradients.full:
+                self._close(gradients)
+
+    def _close(self, gradients: GroupGradients) -> None:
+        if not gradients.closed:
+            gradients.closed = True
+            self._observed.append(gradients)
         if self._communicate:
             self._advance()
 
@@ -142,8 +143,7 @@ class GradientReducer:
         """
         if not self._communicate:
             return
-        alone = self._communicator.group.size == 1
-        self._reduce_all([g for g in self._order if not g.reduced and (g.filled or not alone)])
+        self._reduce_all([g for g in self._order if not g.reduced and (g.filled or not self._alone)])
         self._learn_order()
         late = self._agree_on_usage()
         if late:
@@ -216,7 +216,7 @@ class GradientReducer:
             gradients.clear()
 
     def _advance(self) -> None:
-        while self._next < len(self._order) and self._order[self._next].complete:
+        while self._next < len(self._order) and self._order[self._next].closed:
             self._reduce(self._order[self._next])
             self._next += 1
 

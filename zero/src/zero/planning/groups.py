@@ -130,7 +130,7 @@ class PlannedGroup:
 class PlannedUnit:
     """name: as the engine has it. parameters: elements, without padding. largest: bytes of the gradient of
     its largest trainable parameter, once for each use: autograd adds them up first. last: of the largest that
-    completes a group, its first parameter's."""
+    is there yet when a group is complete, its first parameter's."""
 
     name: str
     groups: tuple[PlannedGroup, ...]
@@ -181,13 +181,12 @@ def planned(
             for group, drafted in zip(groups, draft.groups, strict=True)
             if group.trainable
         ]
-        waits = ranks > 1 and draft.plan.name in (ROOT, PERSISTENT)  # until the backward is over
         yield PlannedUnit(
             draft.plan.name,
             tuple(groups),
             parameters=sum(parameter.numel() for parameter in place),
             largest=max((nbytes for of_group in sizes for nbytes in of_group.values()), default=0),
-            last=0 if waits else max((of_group[min(of_group)] for of_group in sizes), default=0),
+            last=0 if ranks > 1 else max((of_group[min(of_group)] for of_group in sizes), default=0),
         )
 
 
