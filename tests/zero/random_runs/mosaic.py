@@ -28,8 +28,11 @@ KINDS = (
     "unseen",
     "hooked",
     "keyword",
+    "dropped",
 )
-MOODS = ("steady", "steady", "skips", "cuts", "reverses")
+BY_RANK = ("experts", "dropped")
+"""Kinds that use other parameters on each rank."""
+MOODS = ("steady", "steady", "skips", "cuts", "reverses", "beside")
 RECOMPUTE = ("", "", "", "reentrant", "not reentrant")
 
 
@@ -54,22 +57,31 @@ class Recipe:
             order.append(rng.choice(order))
         if rng.random() < 0.2:
             order.pop(rng.randrange(len(order)))
+        dropped = (
+            "dropped" in kinds
+        )  # which needs a gradient's way through it, where it is dropped, and no other
         return cls(
             width=4 * rng.randint(2, 5),
             kinds=kinds,
             order=tuple(order),
             recompute=tuple(rng.choice(RECOMPUTE) for _ in order),
             tied=rng.random() < 0.5,
-            mood=rng.choice(MOODS),
-            frozen_embedding=rng.random() < 0.25,
+            mood=rng.choice([mood for mood in MOODS if not (dropped and mood in ("cuts", "beside"))]),
+            frozen_embedding=rng.random() < 0.25 and not dropped,
             from_root=rng.random() < 0.3,
         )
 
+    @property
+    def by_rank(self) -> bool:
+        """Whether ranks use other parameters in some steps."""
+        return any(kind in BY_RANK for kind in self.kinds)
+
     def traceable(self) -> Recipe:
-        """Without what is something else in a graph: hooks of parameters, reentrant checkpointing."""
+        """Without what is something else in a graph: hooks of parameters, reentrant checkpointing, units that
+        only some ranks use."""
         return replace(
             self,
-            kinds=tuple("mlp" if kind == "hooked" else kind for kind in self.kinds),
+            kinds=tuple("mlp" if kind in ("hooked", "dropped") else kind for kind in self.kinds),
             recompute=tuple("not reentrant" if again else "" for again in self.recompute),
         )
 
@@ -111,6 +123,8 @@ class Part(nn.Module):
             self.empty = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, x: Tensor, chosen: int) -> Tensor | tuple[Tensor, Tensor]:
+        if self.kind == "dropped" and chosen == 0:
+            return x
         h = self.norm(x)
         if self.kind == "attention":
             h = self.attention(h, h, h, need_weights=False)[0]
@@ -172,12 +186,15 @@ class Mosaic(nn.Module):
     def forward(self, tokens: Tensor, chosen: int, step: int = 0) -> dict[str, Tensor]:
         x = self.embedding(tokens)
         x = x + self.shift.to(x.dtype)
-        aside = []
+        aside, into = [], x
         for place, (at, again) in enumerate(self.path(step)):
             part = self.parts[at]
             if self.recipe.mood == "cuts" and step % 3 == 1 and place == 1:
                 x = x.detach()
-            x = self.call(part, again, x, chosen)
+            if self.recipe.mood == "beside":
+                x = x + 0.5 * self.call(part, again, into, chosen)
+            else:
+                x = self.call(part, again, x, chosen)
             if place == 0 and self.recipe.from_root:
                 x = torch.tanh(self.between(x))
             if part.kind == "aside":

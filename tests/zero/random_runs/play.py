@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Context
 from tests.zero.random_runs.drawn import Drawn, optimizer_of
-from tests.zero.random_runs.mosaic import batch
+from tests.zero.random_runs.mosaic import Part, batch
 from tests.zero.random_runs.plain import Plain
 from tests.zero.random_runs.settings import draw_settings
 
@@ -201,9 +201,13 @@ class Play:
             hook.remove()
 
     def anywhere(self) -> nn.Module:
-        called = [self.model.parts[i] for i in self.model.recipe.order] + [self.model.norm]
+        """A module that runs on all ranks."""
+        called = [self.model.norm, *(part for part in self.called() if part.kind != "dropped")]
         modules = [m for part in called for n, m in part.named_modules() if "experts" not in n]
         return self.rng.choice([m for m in modules if not isinstance(m, nn.ModuleList)])
+
+    def called(self) -> list[Part]:
+        return [self.model.parts[i] for i in self.model.recipe.order]
 
     def do_forward_fails(self, step: int) -> None:
         self.fails(self.anywhere(), step, backward=False)
@@ -211,13 +215,10 @@ class Play:
 
     def do_backward_fails(self, step: int) -> None:
         """Not where ranks that leave out units of others have come further in their reductions than those."""
-        if "experts" in self.drawn.recipe.kinds and "Linear" in self.engine.config.units:
+        if self.drawn.recipe.by_rank and self.engine.config.stage < 3:
             return
-        self.fails(
-            self.rng.choice([self.model.norm, *(self.model.parts[i].norm for i in self.model.recipe.order)]),
-            step,
-            True,
-        )
+        norms = [part.norm for part in self.called() if part.kind != "dropped"]
+        self.fails(self.rng.choice([self.model.norm, *norms]), step, True)
         self.engine.zero_grad()
 
     def do_drop(self, step: int) -> None:
@@ -257,7 +258,7 @@ class Play:
 
         def of(part: nn.Module, step: int) -> Tensor:
             weight = next(part.parameters())
-            value = part(x.to(weight.device, weight.dtype), step % 3)
+            value = part(x.to(weight.device, weight.dtype), 1 + step % 2)
             return (value[0] if isinstance(value, tuple) else value).float().square().mean()
 
         for _ in range(self.drawn.accumulation):

@@ -37,7 +37,7 @@ def draw_settings(rng: random.Random, run: Drawn, ranks: int, folder: Path) -> S
 
 def _draw_units(rng: random.Random, run: Drawn, stage: int) -> Any:
     chosen = rng.choice(("auto", "auto", ("Part",), ("Linear", "Part")))
-    by_rank = "experts" in run.recipe.kinds and stage == 3  # all ranks have to use the same units then
+    by_rank = run.recipe.by_rank and stage == 3  # all ranks have to use the same units then
     return ("Part",) if "Linear" in chosen and by_rank else chosen
 
 

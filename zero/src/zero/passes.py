@@ -184,9 +184,9 @@ class Passes(Uncopied):
             return None
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))  # type: ignore[no-any-return]
 
-    def _backward_over(self, unit: ShardedUnit, last: bool = True) -> None:
+    def _backward_over(self, unit: ShardedUnit) -> None:
         if self.phase.in_backward:
-            self.reducer.close(unit, last)
+            self.reducer.close(unit)
 
     def _gradients_complete(self, unit: ShardedUnit) -> None:
         self._hooks[unit].gradients_complete()

@@ -120,12 +120,10 @@ class GradientReducer:
         if not again and all(g.full for g in self._by_unit[gradients.unit]):
             self._on_complete(gradients.unit)
 
-    def close(self, unit: ShardedUnit, last: bool = True) -> None:
-        """The backward of one of the unit's calls is over. last: no other is to come, so parameters without
-        a gradient will not get one any more."""
+    def close(self, unit: ShardedUnit) -> None:
+        """The backward of the unit's calls is over: no parameter will get a gradient any more."""
         for gradients in self._by_unit.get(unit, ()):
-            if last or gradients.full:
-                self._close(gradients)
+            self._close(gradients)
 
     def _close(self, gradients: GroupGradients) -> None:
         if not gradients.closed:

@@ -50,7 +50,7 @@ class Phase:
 class UnitHooks(Uncopied):
     """Hooks of one unit on its anchors (modules whose forward needs its parameters).
 
-    on_over(unit, last): called when the backward of one of its calls is over. last: no other is to come.
+    on_over(unit): called when the backward of its calls is over, and none is to come.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class UnitHooks(Uncopied):
         schedule: Schedule,
         phase: Phase,
         device_type: str,
-        on_over: Callable[[ShardedUnit, bool], None],
+        on_over: Callable[[ShardedUnit], None],
     ) -> None:
         self._unit = unit
         self._schedule = schedule
@@ -177,8 +177,8 @@ class UnitHooks(Uncopied):
         self._awaited.discard(call)
         self._unit.calls_in_backward.discard(call)
         self._phase.mark(self._unit.name)
-        if awaited or began:
-            self._on_over(self._unit, not self._awaited)
+        if (awaited or began) and not self._awaited:
+            self._on_over(self._unit)
         if began:
             self._unit.release()
 
