@@ -186,6 +186,14 @@ class Collectives:
         _check_there(tensor)
         return _handle(lambda: self._start_broadcast(tensor, source, group), (tensor,), async_op)
 
+    def check(self, group: Group) -> None:
+        """Raise CollectiveError if a collective of the group has failed without anybody being told.
+
+        Where a library works beside the host, `wait` orders streams and may be over long before the
+        collective is. After `streams.synchronize()` this knows of everything before. The default is for
+        libraries whose `wait` raises.
+        """
+
     def barrier(self, group: Group) -> None:
         """Return once every rank of the group has called this."""
         token = torch.zeros(1)  # a host tensor: the same on every device, and it blocks the host

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 
+import torch
 from torch.distributed import Store
 
 from accelz.collectives import Collectives, Group
+from accelz.errors import CollectiveError
 
 AFTER_A_TIMEOUT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
@@ -15,9 +17,10 @@ AFTER_A_TIMEOUT = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN": "0",
 }
-"""A collective that timed out is aborted, its stream goes on, and the process stays (2: CleanUpOnly). By
-default NCCL's watchdog ends the process, before the engine could say which rank did not come to which unit;
-or it tells all ranks to dump what they did, waits a minute for that, and the monitor ends them then."""
+"""A collective that timed out is aborted, its stream goes on, and the process stays (2: CleanUpOnly). What
+is computed from then on is worthless, as `NcclCollectives.check` tells. By default NCCL's watchdog ends the
+process, before the engine could say which rank did not come to which unit; or it tells all ranks to dump what
+they did, waits a minute for that, and the monitor ends them then."""
 
 ON_ONE_MACHINE = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -50,6 +53,12 @@ class NcclCollectives(Collectives):
             # Not a default: a process that was a rank itself hands its own down to the ranks it starts.
             os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{place}"
         return super().init(timeout, rank, world_size, store)
+
+    def check(self, group: Group) -> None:
+        """The watchdog notes an error before it aborts, and streams go on only after that."""
+        error = group.process_group._get_backend(torch.device("cuda")).get_error()
+        if error.name != "SUCCESS":
+            raise CollectiveError(f"NCCL's watchdog has aborted a collective: {error.name}")
 
 
 def _set_defaults(variables: dict[str, str]) -> None:

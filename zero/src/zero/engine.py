@@ -141,7 +141,12 @@ class Engine:
         self._check_backward(loss)
         try:
             with self._passes.backward(last=self._micro_steps + 1 == self.config.gradient_accumulation_steps):
-                self._scaled(loss).backward()
+                scaled = self._scaled(loss)
+                entry = scaled.register_hook(self._passes.enter)
+                try:
+                    scaled.backward()
+                finally:
+                    entry.remove()  # the user may keep the loss
         except torch.OutOfMemoryError as error:
             self._recover()
             self._make_room(error)
@@ -245,7 +250,9 @@ class Engine:
         master: the fp32 masters instead of the 16-bit weights.
         """
         self._late.check_whole()
-        return model_state.read(self.module, self._whole, master)
+        state = model_state.read(self.module, self._whole, master)
+        self._communicator.check()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
         """Load a whole model from rank 0's `state` (ignored on other ranks) into shards and masters.

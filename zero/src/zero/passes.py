@@ -22,6 +22,7 @@ from zero.optimizer.visits import Visits
 from zero.settings.compilation import Compile
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.copies import Uncopied
+from zero.sharding.progress import Progress
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, ShardedUnit
 from zero.sharding.tensors import map_tensors
@@ -63,8 +64,9 @@ class Passes(Uncopied):
         self._schedule = Schedule(list(units), config.prefetch, disk)
         device_type = stores.accelerator.device.type
         self._watch = AutocastWatch(module, config, device_type, not all(u.resident for u in units))
+        self._progress = progress = Progress(self._expect)
         self._hooks = {
-            unit: UnitHooks(unit, self._schedule, self.phase, device_type, self._backward_over)
+            unit: UnitHooks(unit, self._schedule, self.phase, progress, device_type, self._backward_over)
             for unit in units
         }
         policy = GradientPolicy.of(config, communicator.group.size)
@@ -108,10 +110,22 @@ class Passes(Uncopied):
             ):  # of the model as a whole: its parts have been called, whose order this was
                 self._schedule.begin(training=True)
             self._forwards = 0
-        for hooks in self._hooks.values():
-            hooks.reset()
+        self._reset()
         torch.clear_autocast_cache()  # a block that goes on casts anew: these casts are of units gone since
         self.release_all()
+
+    def enter(self, gradient: Tensor) -> None:
+        """A hook on the loss: autograd runs."""
+        self._progress.enter()
+
+    def _expect(self) -> None:
+        for hooks in self._hooks.values():
+            hooks.expect()
+
+    def _reset(self) -> None:
+        self._progress.reset()
+        for hooks in self._hooks.values():
+            hooks.reset()
 
     def release_all(self, keep: object = None) -> None:
         """Drop whole values, also of forwards that no backward has followed; see ShardedUnit.forget_calls."""
@@ -123,8 +137,8 @@ class Passes(Uncopied):
         """After an exception: drop gradients, gathers and calls under way."""
         try:
             self.reducer.clear()
+            self._reset()
             for unit in self._units:
-                self._hooks[unit].reset()
                 unit.abandon()
         except CommunicationError:
             pass  # the original error says more

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelz.collectives import Group
+from accelz.errors import CollectiveError
 from accelz.host_staged import HostStaged
 from accelz_sim import faults
 
@@ -31,8 +32,19 @@ class FaultyWork(dist.Work):
         raise RuntimeError(f"{self._name} failed: a fault that was switched on")
 
 
+class AbortedWork(dist.Work):
+    """A collective that ends without having done anything."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+
 class SimCollectives(HostStaged):
     """Staged through the host, unless a fault hits."""
+
+    def check(self, group: Group) -> None:
+        if faults.collective_was_aborted():
+            raise CollectiveError("a collective was aborted: a fault that was switched on")
 
     def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
         return _fault("all_gather", group) or super()._start_all_gather(output, shard, group)
@@ -56,4 +68,6 @@ def _fault(name: str, group: Group) -> dist.Work | None:
     kind = faults.next_collective()
     if kind is None:
         return None
+    if kind == "is aborted":
+        return AbortedWork()
     return FaultyWork(name, group.timeout if kind == "stalls" else 0.0)

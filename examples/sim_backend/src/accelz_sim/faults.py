@@ -3,6 +3,7 @@
 with faults.out_of_memory(3): ...              # the third allocation from here raises
 with faults.collective("fails", 2): ...        # the second collective from here raises at wait()
 with faults.collective("stalls", 1): ...       # the next one is never joined by this rank
+with faults.collective("is aborted", 1): ...   # the next one does nothing, and wait() does not tell
 with faults.prompt_streams(): ...              # side streams run at once: is it a missing wait?
 with faults.late_stream(stream): ...           # only this one runs late: does all else wait for it?
 """
@@ -17,7 +18,7 @@ from torch import Stream
 
 from accelz_sim import _C
 
-Kind = Literal["fails", "stalls"]
+Kind = Literal["fails", "stalls", "is aborted"]
 
 
 @contextmanager
@@ -37,15 +38,16 @@ def out_of_memory(nth: int) -> Iterator[None]:
 def collective(kind: Kind, nth: int) -> Iterator[None]:
     """Make the `nth` collective from here fail or stall on this rank, once.
 
-    Either way this rank does not join it, so the others run into their timeout. "fails": wait() raises
-    CollectiveError here at once. "stalls": wait() raises it when the group's timeout has passed.
+    This rank does not join it, so the others run into their timeout. "fails": wait() raises CollectiveError
+    here at once. "stalls": wait() raises it when the group's timeout has passed. "is aborted", for all ranks
+    at once: wait() returns, as a library's does that works beside the host, and check() raises in the block.
     """
-    global _armed
+    global _armed, _aborted
     _armed = _Armed(kind, _positive(nth))
     try:
         yield
     finally:
-        _armed = None
+        _armed, _aborted = None, False
 
 
 @contextmanager
@@ -81,18 +83,25 @@ class _Armed:
 
 
 _armed: _Armed | None = None
+_aborted = False
 
 
 def next_collective() -> Kind | None:
     """Count one collective; the fault that hits it, if one does. For `accelz_sim.collectives` alone."""
-    global _armed
+    global _armed, _aborted
     if _armed is None:
         return None
     _armed.left -= 1
     if _armed.left > 0:
         return None
     kind, _armed = _armed.kind, None
+    _aborted = kind == "is aborted"
     return kind
+
+
+def collective_was_aborted() -> bool:
+    """Whether a collective has been aborted in this block. For `accelz_sim.collectives` alone."""
+    return _aborted
 
 
 def _positive(nth: int) -> int:

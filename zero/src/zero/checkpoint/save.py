@@ -77,6 +77,8 @@ class Saver:
         self, job: Job, steps: int, state: Mapping[str, Any], rank_state: Mapping[str, Any], copy: bool
     ) -> None:
         """Everything that looks at the engine: in the background it changes meanwhile."""
+        self._engine.accelerator.streams.synchronize()
+        self._engine.communicator.check()  # nothing of a collective that failed is published
         job.mine = collect(self._engine, _plain(rank_state))
         if job.exchange.rank == 0:
             job.described = {

@@ -163,6 +163,19 @@ class Communicator:
             lambda: self._collectives.broadcast(tensor, source, self.group, async_op=True),
         ).wait()
 
+    def check(self) -> None:
+        """Raise CommunicationError if the library has aborted a collective behind the host's back.
+
+        What has been computed from it is worthless. After `streams.synchronize()` nothing is missed.
+        """
+        groups = {id(group): group for group in (self.group, self.shards, self.copies) if group is not None}
+        try:
+            for group in groups.values():
+                self._collectives.check(group)
+        except CollectiveError as error:
+            self.failed = self.failed or str(error)
+            raise CommunicationError(f"rank {self.group.rank}: {error}. {_WORTHLESS}") from error
+
     def agree(self, flag: bool = False) -> bool:
         """Check that all ranks issued the same collectives so far, and whether any rank raises `flag`.
 
@@ -237,6 +250,7 @@ class Communicator:
         """Every rank's JSON value, by rank. Blocks the host."""
         if self.group.size == 1:
             return [json.loads(json.dumps(value))]  # what other world sizes would see
+        self.check()
         self._shared += 1
         prefix = f"{self._key}/share{self._shared}"
         keys = [f"{prefix}/{rank}" for rank in range(self.group.size)]
@@ -253,6 +267,7 @@ class Communicator:
 
     def _exchange(self, what: str, tensor: Tensor) -> None:
         """A host all-reduce (max) that is no part of the hashed sequence."""
+        self.check()
         self._count += 1
         text, began = f"{what} exchange", time.monotonic()
         self._log.append((self._count, text))
@@ -314,6 +329,10 @@ def _transportable(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)
 
 
+_WORTHLESS = (
+    "What was computed since then is worthless on all ranks, which may include the last optimizer step: look "
+    "at the log of each rank for the first that failed, and go on from the last checkpoint in a new job"
+)
 _ADVICE = (
     "Every rank must run the same modules in the same order; a branch that depends on the rank's data is "
     "the usual cause"

@@ -1,12 +1,13 @@
 """When a unit is gathered and released: the hooks on its modules.
 
 forward     before: gather; after: release, unless backward needs the unit again at once.
-backward    begins when a gradient reaches an output of the unit's forward: gather. It is over when the
-            gradient of the forward's newest input is ready: autograd runs nodes newest first, so every
-            node made after that input has run by then. A leaf (what reentrant checkpointing hands in) is
-            older than anything: a view of it goes into the forward instead. A call without such an input
-            (the first module) is over when all parameters have their gradients, if none is frozen and no
-            others lie within, whose gradients may yet come through the unit's; or with the whole backward.
+backward    begins when a gradient reaches an output of the unit's forward: gather. It is over when autograd
+            comes to what is older than that forward (`progress`): the gradient of an input is ready. A leaf
+            (what reentrant checkpointing hands in) has no producer whose turn could come: a view of it goes
+            into the forward instead, as a view of an input comes out where nothing else does. A call that
+            nothing is older than (the first module) is over when all parameters have their gradients, if none
+            is frozen and no others lie within, whose gradients may yet come through the unit's; or with the
+            whole backward.
 
 Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered. So do
 an output that is a view of a parameter, and a backward that is to be differentiated itself.
@@ -17,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ from zero.errors import UsageError
 from zero.sharding import autocast
 from zero.sharding.cast import Cast
 from zero.sharding.copies import Uncopied
+from zero.sharding.progress import Place, Progress, age_of, next_age
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit, State
-from zero.sharding.tensors import iter_tensors
+from zero.sharding.tensors import iter_tensors, map_tensors
 
 
 @dataclass
@@ -50,7 +51,8 @@ class Phase:
 class UnitHooks(Uncopied):
     """Hooks of one unit on its anchors (modules whose forward needs its parameters).
 
-    on_over(unit): called when the backward of its calls is over, and none is to come.
+    progress: of the engine's backwards. on_over(unit): called when the backward of the unit's calls is over
+    and none is to come.
     """
 
     def __init__(
@@ -58,17 +60,20 @@ class UnitHooks(Uncopied):
         unit: ShardedUnit,
         schedule: Schedule,
         phase: Phase,
+        progress: Progress,
         device_type: str,
         on_over: Callable[[ShardedUnit], None],
     ) -> None:
         self._unit = unit
         self._schedule = schedule
         self._phase = phase
+        self.progress = progress
         self._device_type = device_type
         self._depth = 0  # anchors being called, one inside another
         self._call: _Call | None = None
-        # Calls whose backward may come: not of outputs that are gone.
-        self._awaited: weakref.WeakSet[_Call] = weakref.WeakSet()
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # of outputs that are there yet
+        self._ahead: set[_Call] = set()  # whose backward is to come or under way
+        self._open_ended = False  # a call has been whose end nothing tells
         own = {parameter for group in unit.groups for parameter in group.parameters}
         within = dict.fromkeys(p for anchor in unit.anchors for p in anchor.parameters())
         self._own, self._others = own, [parameter for parameter in within if parameter not in own]
@@ -84,14 +89,25 @@ class UnitHooks(Uncopied):
         """Forget calls under way: after a backward, or an exception."""
         self._depth = 0
         self._call = None
-        self._awaited.clear()
+        self._ahead.clear()
+        self._open_ended = False
+
+    def expect(self) -> None:
+        """Autograd enters a graph: calls that are part of it are to come."""
+        for call in self._calls:
+            if call not in self._ahead and any(map(torch._C._will_engine_execute_node, call.inputs)):
+                self._put_ahead(call)
+
+    def _put_ahead(self, call: _Call) -> None:
+        self._ahead.add(call)
+        self.progress.expect(call, call.start, self._unit.index)
 
     def gradient_arrived(self) -> None:
         """A parameter has a gradient. In a backward that runs in another (reentrant checkpointing) that says
         nothing of calls that the outer one has begun: more may follow from there."""
         task = torch._C._current_graph_task_id()
         for call in self._unit.calls_in_backward:
-            if isinstance(call, _Call) and call.task < task:
+            if isinstance(call, _Call) and call.place[0] < task:
                 call.ends_with_gradients = False
 
     def gradients_complete(self) -> None:
@@ -100,7 +116,7 @@ class UnitHooks(Uncopied):
         if any(p.requires_grad for p in self._others) or not all(p.requires_grad for p in self._own):
             return
         calls = {call for call in self._unit.calls_in_backward if isinstance(call, _Call)}
-        open_ended = {call for call in calls if call.ends_with_gradients and not call.has_input}
+        open_ended = {call for call in calls if call.ends_with_gradients and not call.inputs}
         self._unit.calls_in_backward -= open_ended
         if open_ended:  # else whoever gathered it releases it: a call at its end, or a graph
             self._unit.release()
@@ -110,9 +126,8 @@ class UnitHooks(Uncopied):
     ) -> tuple[Any, Any] | None:
         return None if self._phase.in_graph else self._enter((args, kwargs))
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self._phase.in_graph:
-            self._leave(output)
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return None if self._phase.in_graph else self._leave(output)
 
     def _gather_before(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """What goes into the forward."""
@@ -126,14 +141,11 @@ class UnitHooks(Uncopied):
         self._phase.mark(self._unit.name)
         self._call = None
         if torch.is_grad_enabled():
-            newest = _newest_input(inputs)
-            if newest is None:
-                inputs, newest = _with_view_of_leaf(inputs)
-            self._call = _Call(self, cast, newest)
-            if newest is not None:
-                _when_ready(newest, partial(_end, weakref.ref(self._call)))
-            else:
-                self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
+            inputs, made = _with_producers(inputs)
+            self._call = _Call(self, cast, made, recomputed=self._phase.in_backward)
+            self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
+            for tensor in made:
+                self.progress.watch(tensor)
         return inputs
 
     def _acquire(self, cast: Cast) -> None:
@@ -144,40 +156,57 @@ class UnitHooks(Uncopied):
         else:
             self._schedule.acquire(self._unit, cast)
 
-    def _release_after(self, output: Any) -> None:
+    def _release_after(self, output: Any) -> Any:
+        """What comes out of the forward."""
         if self._depth == 0:
-            return  # reset by an exception further out
+            return output  # reset by an exception further out
         self._depth -= 1
         self._unit.holds -= 1
         if self._depth:
-            return
+            return output
         self._phase.mark(self._unit.name)
         call, self._call = self._call, None
-        outputs = list(iter_tensors(output))
-        needed = call is not None and call.watch(outputs)
-        if call is not None and needed and not self._phase.in_backward:
-            self._awaited.add(call)
-        if self._unit.shows_in(outputs):
+        if call is not None:
+            output = call.told_apart(output)
+        needed = call is not None and self._watch(call, output)
+        if self._unit.shows_in(iter_tensors(output)):
             self._unit.calls_in_backward.add(VIEWED)
         if not (needed and (self._phase.in_backward or self._schedule.needed_soon(self._unit))):
             self._unit.release()
+        return output
+
+    def _watch(self, call: _Call, output: Any) -> bool:
+        """Know when a gradient reaches the outputs; whether there are any that it can reach."""
+        made = [t for t in iter_tensors(output) if call.has_made(t)]
+        for tensor in made:
+            self.progress.watch(tensor, call.begin)
+            if tensor._base is not None and call.has_made(
+                tensor._base
+            ):  # changed in place it has another producer
+                self.progress.watch(tensor._base, call.begin)
+        if made:
+            self._calls.add(call)
+            self._open_ended |= not call.inputs
+        return bool(made)
 
     def begin_backward(self, call: _Call) -> None:
         """A gradient has reached an output of the call."""
         if call not in self._unit.calls_in_backward:
+            if call not in self._ahead:
+                self._put_ahead(call)
             self._unit.calls_in_backward.add(call)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
                 self._unit.calls_in_backward.add(DIFFERENTIATED)
             self._schedule.acquire(self._unit, call.cast)
             self._phase.mark(self._unit.name)
 
-    def end_backward(self, call: _Call) -> None:
-        """The gradient of the call's newest input is ready."""
-        awaited, began = call in self._awaited, call in self._unit.calls_in_backward
-        self._awaited.discard(call)
+    def pass_by(self, call: _Call) -> None:
+        """Autograd has come to what is older than the call."""
+        began = call in self._unit.calls_in_backward
+        self._ahead.discard(call)
         self._unit.calls_in_backward.discard(call)
         self._phase.mark(self._unit.name)
-        if (awaited or began) and not self._awaited:
+        if not (self._ahead or self._open_ended):
             self._on_over(self._unit)
         if began:
             self._unit.release()
@@ -187,94 +216,58 @@ class _Call:
     """One forward call of a unit, as its backward will see it.
 
     Autograd's graph holds it by its outputs, where Python's collector does not see, and a model may keep an
-    output of its own. So it does not hold the unit: a cycle would never be freed. Its input does not hold it:
-    that may live on when the outputs are gone, and no backward comes any more.
+    output of its own. So it does not hold the unit: a cycle would never be freed.
 
-    newest: the input whose gradient ends it.
+    inputs: producers of its inputs. start: the number of the first node that may be its own. recomputed: in a
+    backward, whose thread counts nodes by itself.
     """
 
-    def __init__(self, hooks: UnitHooks, cast: Cast, newest: Tensor | None) -> None:
+    def __init__(self, hooks: UnitHooks, cast: Cast, made: Iterable[Tensor], recomputed: bool) -> None:
         self.cast = cast
-        self.has_input = newest is not None
-        self._since = -1 if newest is None else _age(newest)
-        self.task = -1  # autograd's, in which its backward began
-        self.ends_with_gradients = True  # of the unit's parameters, where it has no input
+        self._recomputed = recomputed
+        self.inputs = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
+        self.start = next_age()
+        self.place: Place = (-1, self.start, 0)
+        self.ends_with_gradients = True  # of the unit's parameters, where it has no inputs
         self._hooks = weakref.ref(hooks)
 
-    def watch(self, outputs: Iterable[Tensor]) -> bool:
-        """Hook the outputs that gradients can reach; whether there are any. What is older than the newest
-        input, and passed on, has nothing of the call. That input itself may be all that comes out on this
-        rank, while others gather."""
-        tensors = [t for t in outputs if t.grad_fn is not None and _age(t) >= self._since]
-        for tensor in tensors:
-            _when_ready(tensor, self.begin)
-        return bool(tensors)
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor comes out of the call; else it was there before, and has nothing of it."""
+        if tensor.grad_fn is None or any(tensor.grad_fn is producer for producer in self.inputs):
+            return False
+        return self._recomputed or age_of(tensor) >= self.start
+
+    def told_apart(self, output: Any) -> Any:
+        """Where nothing but what was there before comes out, views of that: the call has a place in the graph
+        as on ranks that have used the unit."""
+        tensors = [tensor for tensor in iter_tensors(output) if tensor.grad_fn is not None]
+        if not tensors or any(map(self.has_made, tensors)):
+            return output
+        return map_tensors(lambda t: t if t.grad_fn is None else t.view_as(t), output)
 
     def begin(self) -> None:
         hooks = self._hooks()
         if hooks is None:
             raise UsageError("the model and its engine are gone: keep them until engine.backward(loss)")
-        self.task = torch._C._current_graph_task_id()
         hooks.begin_backward(self)
 
-    def end(self) -> None:
+    def pass_by(self) -> None:
         hooks = self._hooks()
-        if hooks is not None:  # else the input is somebody else's, and its gradient not of this call
-            hooks.end_backward(self)
+        if hooks is not None:
+            hooks.pass_by(self)
 
 
-def _end(call: weakref.ref[_Call]) -> None:
-    alive = call()
-    if alive is not None:
-        alive.end()
-
-
-_CALLS = (
-    "_zero_when_ready"  # on a tensor: its producer, and what to call when its gradient is ready, in order
-)
-
-
-def _when_ready(tensor: Tensor, call: Callable[[], None]) -> None:
-    """Run `call` when the tensor's gradient is ready, before its producer's backward; the last one first.
-
-    One unit's output is often the next unit's input: the later unit's backward must be over, its
-    reduction issued and its bytes gone, before the earlier one is gathered. A tensor that was changed in
-    place since has another producer.
-    """
-    producer, calls = tensor.__dict__.get(_CALLS, (None, None))
-    if calls is None or producer is not tensor.grad_fn:
-        calls = []
-        tensor.__dict__[_CALLS] = tensor.grad_fn, calls
-        tensor.register_hook(partial(_run, calls))
-    calls.insert(0, call)
-
-
-def _run(calls: list[Callable[[], None]], gradient: Tensor) -> None:
-    for call in tuple(calls):
-        call()
-
-
-def _newest_input(inputs: Any) -> Tensor | None:
-    """The input whose producer is the last one made; leaves have no producer."""
-    return max((t for t in iter_tensors(inputs) if t.grad_fn is not None), key=_age, default=None)
-
-
-def _age(tensor: Tensor) -> int:
-    """The number of a tensor's producer: newer ones have larger."""
-    assert tensor.grad_fn is not None
-    return tensor.grad_fn._sequence_nr()
-
-
-def _with_view_of_leaf(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], Tensor | None]:
-    """The inputs with a view in place of the first leaf among them that gradients go to, and that view, whose
-    producer is as old as the call. Parameters stay what they are, and so do the caller's containers."""
+def _with_producers(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Tensor]]:
+    """The inputs, and which of them have producers; if none has, with a view in place of the first leaf that
+    gradients go to. Parameters stay what they are, and so do the caller's containers."""
+    made = [tensor for tensor in iter_tensors(inputs) if tensor.grad_fn is not None]
     args, kwargs = inputs
     leaf = next(filter(_is_plain_leaf, (*args, *kwargs.values())), None)
-    if leaf is None:
-        return inputs, None
+    if made or leaf is None:
+        return inputs, made
     view = leaf.view_as(leaf)
     viewed = tuple(view if value is leaf else value for value in args)
-    return (viewed, {name: view if value is leaf else value for name, value in kwargs.items()}), view
+    return (viewed, {name: view if value is leaf else value for name, value in kwargs.items()}), [view]
 
 
 def _is_plain_leaf(value: Any) -> bool:
