@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import ErrorType
 
 from accelz.collectives import Collectives
+from accelz.errors import CollectiveError
 from accelz.flat_buffer import StorageSwap
 from accelz.memory import MemoryStats
 from accelz.torch_device import ActiveMemory
@@ -198,3 +201,14 @@ def test_memory_that_a_stream_still_uses_is_in_use() -> None:
 def test_ranks_may_share_a_gpu_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELZ_CUDA_SHARED_DEVICE", "1")
     assert build().capabilities.shared_device
+
+
+@pytest.mark.parametrize("error", ["SUCCESS", "TIMEOUT", "COMM_ERROR", "REMOTE_ERROR"])
+def test_what_the_watchdog_has_aborted_is_told(error: str) -> None:
+    """`wait` only orders streams, which go on after the abort."""
+    nccl = SimpleNamespace(get_error=lambda: getattr(ErrorType, error))
+    process_group = SimpleNamespace(_get_backend=lambda device: nccl)
+    group: Any = SimpleNamespace(process_group=process_group)
+    told = nullcontext() if error == "SUCCESS" else pytest.raises(CollectiveError, match=error)
+    with told:
+        NcclCollectives(shared_device=False).check(group)

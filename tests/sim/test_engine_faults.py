@@ -11,6 +11,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -379,3 +380,41 @@ def test_gathered_without_room_lets_go_of_what_it_had(sim: Clusters) -> None:
         for said, held in found:
             assert "no room to gather unit" in said
             assert not held
+
+
+def aborted_body(context: Context, when: str, path: str) -> list[str]:
+    """A collective that is aborted behind the host's back, on all ranks: what is said then, and of a save."""
+    from accelz_sim import faults
+
+    run = Run(context, zero.Config(stage=3, units=(nn.Linear,), timeout=20), "AdamW").until("forward")
+
+    def save(async_: bool = False) -> None:
+        run.engine.save_checkpoint(path, async_=async_)
+        run.engine.wait_for_checkpoint()
+
+    do = {
+        "backward": run.backward,
+        "save": save,
+        "save in the background": lambda: save(async_=True),
+        "state": run.engine.state_dict,
+    }[when]
+    with faults.collective("is aborted", 1):
+        run.forward()
+        with pytest.raises(zero.CommunicationError) as failed:
+            do()
+        with pytest.raises(zero.ZeroError) as again:
+            save()
+    return [str(failed.value), str(again.value)]
+
+
+@pytest.mark.parametrize("when", ["backward", "save", "save in the background", "state"])
+def test_nothing_is_saved_of_a_collective_that_was_aborted(tmp_path: Path, when: str) -> None:
+    job = Cluster("sim", 2, timeout=20)
+    try:
+        for told in job.run(aborted_body, when=when, path=str(tmp_path / "run")):
+            for message in told:
+                assert "a collective was aborted" in message
+                assert "go on from the last checkpoint" in message
+    finally:
+        job.stop()
+    assert not (tmp_path / "run").exists()

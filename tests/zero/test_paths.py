@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -253,6 +254,234 @@ def dropping_body(context: Context, reentrant: bool) -> float:
 def test_ranks_that_drop_different_layers_and_recompute_the_rest(cluster: Clusters, reentrant: bool) -> None:
     """What is recomputed is whole already: no rank gathers other units ahead for it."""
     assert max(cluster(3).run(dropping_body, reentrant=reentrant)) < 1e-5
+
+
+class Conditional(nn.Module):
+    """A block that may be dropped, and may leave out what it is given beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+
+    def forward(self, x: Tensor, condition: Tensor | None = None, drop: bool = False) -> Tensor:
+        if drop:
+            return x
+        return self.block(x if condition is None else x + condition)
+
+
+class Conditionals(nn.Module):
+    """Blocks in the ways that ranks may differ in, by name; here: on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.condition = nn.Linear(WIDTH, WIDTH)
+        self.conditions = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(Conditional() for _ in range(3))
+        self.kept: list[Tensor] = []
+
+    def forward(self, features: Tensor, name: str, here: bool) -> Tensor:
+        x = self.first(features)
+        if name == "dropped behind a newer input":
+            newer = self.condition(features)
+            for index, layer in enumerate(self.layers):
+                x = layer(x, newer, drop=here and index == 0)
+        elif name == "dropped beside others":
+            x = sum(layer(x, drop=here and index == 1) for index, layer in enumerate(self.layers))
+        elif name == "newest input unused":
+            for condition, layer in zip(self.conditions, self.layers, strict=True):
+                given = condition(features)
+                x = layer(x, given if here else given.detach())
+        elif name == "shared and dropped":
+            for index in range(4):
+                x = self.layers[index % 2](x, drop=here and index == 0)
+        elif name == "another output kept":
+            for layer in self.layers:
+                other = layer(x)
+                self.kept += [other] if here else []
+                x = layer(x)
+        return x.square().mean()
+
+
+WAYS = (
+    "dropped behind a newer input",
+    "dropped beside others",
+    "newest input unused",
+    "shared and dropped",
+    "another output kept",
+)
+
+
+def ways_body(context: Context) -> dict[str, float]:
+    errors = {}
+    for name in WAYS:
+
+        def loss(model: nn.Module, step: int, rank: int, name: str = name) -> Tensor:
+            return model(features(step, rank, model), name, rank == step % 2)
+
+        torch.manual_seed(2)
+        model = Conditionals()
+        reference = train_averaging(context, model, loss, decaying, steps=4)
+        run = train_zero(context, model, loss, zero.Config(timeout=10), decaying, steps=4)
+        error = relative_error(run.losses, reference.losses)
+        errors[name] = max(error, state_error(run.state, reference.state) if run.state else 0.0)
+    return errors
+
+
+def test_ranks_that_go_different_ways_within_units(cluster: Clusters) -> None:
+    for found in cluster(2).run(ways_body):
+        assert max(found.values()) < 1e-5, found
+
+
+class Sides(nn.Module):
+    """Blocks with one input for all: they are over one by one, not all together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.heads = nn.ModuleList(Block(WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return torch.stack([head(x) for head in self.heads]).square().mean()
+
+
+def order_body(context: Context, thrown_away: bool) -> list[str]:
+    """What a backward issues, from the second step on; `thrown_away`: a forward before whose output is kept
+    on one rank."""
+    torch.manual_seed(2)
+    model = Sides()
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=10, prefetch=0))
+    issued: list[str] = []
+    kept = []
+    for step in range(2):
+        other = model(features(step + 50, context.rank, model)) if thrown_away else None
+        kept += [other] if context.rank == 0 else []
+        loss = model(features(step, context.rank, model))
+        before = engine._communicator._count
+        engine.backward(loss)
+        log = engine._communicator._log
+        issued = [text for number, text in log if number > before and "exchange" not in text]
+        engine.step()
+    ops = {"all_gather": "gather", "reduce_scatter": "reduce"}
+    told = (re.match(r"(\w+) of unit '(.*)'", text) for text in issued)
+    names = (f"{ops[found[1]]} {found[2]}" for found in told if found)
+    return list(dict.fromkeys(names))  # matrices and vectors travel by themselves
+
+
+@pytest.mark.parametrize("thrown_away", [False, True])
+def test_units_on_one_input_are_reduced_one_by_one(cluster: Clusters, thrown_away: bool) -> None:
+    expected = ["reduce heads.3"]
+    for index in (2, 1, 0):
+        expected += [f"gather heads.{index}", f"reduce heads.{index}"]
+    for issued in cluster(2).run(order_body, thrown_away=thrown_away):
+        assert [what for what in issued if "heads" in what] in (expected, ["gather heads.3", *expected])
+
+
+def two_backwards_body(context: Context) -> tuple[float, list[int]]:
+    """Two forwards before two backwards, as of two losses; and how many reductions each of them issues before
+    its end."""
+    torch.manual_seed(2)
+    model = Optionals("in a row")
+    plain = copy.deepcopy(model)
+    config = zero.Config(timeout=10, gradient_accumulation_steps=2)
+    engine = zero.initialize(model, decaying(model), config)
+    optimizer = decaying(plain)
+    early = []
+    finish = engine._reducer.finish_backward
+
+    def counting() -> None:
+        early.append(engine.traffic.calls["reduce_scatter"])
+        finish()
+
+    engine._reducer.finish_backward = counting  # type: ignore[method-assign]
+    for step in range(3):
+        use = context.rank == step % 2
+        losses = [model(features(step + at, context.rank, model), use) for at in (0, 10)]
+        for loss in losses:
+            engine.traffic.clear()
+            engine.backward(loss)
+        engine.step()
+        for rank in range(context.size):
+            for at in (0, 10):
+                batch = features(step + at, rank, plain)
+                (plain(batch, rank == step % 2) / (2 * context.size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = engine.state_dict()
+    expected = plain.state_dict()
+    return state_error(state, expected) if state else 0.0, early
+
+
+def test_two_forwards_before_two_backwards(cluster: Clusters) -> None:
+    """A backward waits for calls that are part of it, and for no others."""
+    for error, early in cluster(2).run(two_backwards_body):
+        assert error < 1e-5
+        assert min(early) >= 5, "layers are reduced while the backward runs"
+
+
+class Viewed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x).view(-1, 2, WIDTH // 2)
+
+
+class ChangedInPlace(nn.Module):
+    """What comes out of a unit is a view, and is changed in place: it has another producer then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Viewed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            y = layer(x)
+            y += 1
+            x = y.reshape(-1, WIDTH)
+        return x.square().mean()
+
+
+class CalledTwiceInside(nn.Module):
+    """A unit that is called twice in a part that a nested backward recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(lambda h, layer=layer: layer(layer(h)), x, use_reentrant=True)
+        return x.square().mean()
+
+
+def reductions_body(context: Context, kind: type[nn.Module]) -> tuple[float, int]:
+    """And how many reductions a step has."""
+    torch.manual_seed(2)
+    model = kind()
+    reference = train_averaging(context, model, plain_loss, decaying, steps=3)
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=10, precision="fp32"))
+    losses = []
+    for step in range(3):
+        engine.traffic.clear()
+        loss = plain_loss(model, step, context.rank)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return relative_error(losses, reference.losses), engine.traffic.calls["reduce_scatter"]
+
+
+@pytest.mark.parametrize("kind", [ChangedInPlace, CalledTwiceInside])
+def test_each_unit_is_reduced_once(cluster: Clusters, kind: type[nn.Module]) -> None:
+    for error, reductions in cluster(2).run(reductions_body, kind=kind):
+        assert error < 1e-5
+        assert reductions == 2 * 4, "matrices and vectors of four units"
 
 
 LATE = {

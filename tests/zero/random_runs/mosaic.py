@@ -57,16 +57,14 @@ class Recipe:
             order.append(rng.choice(order))
         if rng.random() < 0.2:
             order.pop(rng.randrange(len(order)))
-        dropped = (
-            "dropped" in kinds
-        )  # which needs a gradient's way through it, where it is dropped, and no other
+        dropped = "dropped" in kinds  # gradients have to come by, also where it is dropped
         return cls(
             width=4 * rng.randint(2, 5),
             kinds=kinds,
             order=tuple(order),
             recompute=tuple(rng.choice(RECOMPUTE) for _ in order),
             tied=rng.random() < 0.5,
-            mood=rng.choice([mood for mood in MOODS if not (dropped and mood in ("cuts", "beside"))]),
+            mood=rng.choice([mood for mood in MOODS if not (dropped and mood == "cuts")]),
             frozen_embedding=rng.random() < 0.25 and not dropped,
             from_root=rng.random() < 0.3,
         )
