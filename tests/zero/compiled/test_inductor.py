@@ -24,7 +24,11 @@ STEPS = 4
 
 @contextmanager
 def bytes_of_its_own(accelerator: Accelerator) -> Iterator[None]:
-    """Where ranks share memory a release drops nothing, and reading behind it would go unnoticed."""
+    """Where ranks share memory a release drops nothing, and reading behind it would go unnoticed. Ranks on
+    devices do not."""
+    if accelerator.device.type != "cpu":
+        yield
+        return
     before = accelerator.collectives, accelerator.flat_buffers
     accelerator.collectives, accelerator.flat_buffers = GlooLanes(), StorageSwap(accelerator.device)
     try:
@@ -68,14 +72,14 @@ def inductor_body(context: Context) -> dict[str, Any]:
 def test_inductor_trains_as_aot_eager(cluster: Clusters, device: str) -> None:
     """fp32: within rounding. bf16 autocast: fused kernels round less often, which training at this learning
     rate amplifies step by step. Gathers and reductions are the same."""
-    if device != "cpu":
-        pytest.skip("inductor generates code for this test on the CPU only")
+    if device == "sim":
+        pytest.skip("inductor generates no code for the simulated device")
     for found in cluster(2).run(inductor_body, limit=280):
         for runs in found.values():
             assert runs["modes"] == {"graph"}
             assert runs["bytes"][0] == runs["bytes"][1]
         exact, rounded = found.values()
-        assert exact["losses"] < 1e-5, exact
+        assert exact["losses"] < (1e-5 if device == "cpu" else 1e-3), exact
         assert rounded["first loss"] < 1e-3, rounded
         assert rounded["losses"] < 0.1, rounded
 
@@ -99,8 +103,8 @@ def kept_body(context: Context) -> list[int]:
 
 
 def test_what_is_kept_for_the_backward_is_not_gathered_again(cluster: Clusters, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("inductor generates code for this test on the CPU only")
+    if device == "sim":
+        pytest.skip("inductor generates no code for the simulated device")
     layer = 32 * 32 * 4
     for gathered in cluster(2).run(kept_body, limit=280):
         assert gathered == [4 * layer, 4 * layer]  # three forward; backward needs two, and has one of them

@@ -84,12 +84,9 @@ class GroupStep:
 
     def _count(self, steps: Tensor, skip: Tensor | None) -> None:
         increment = 1 if skip is None else 1 - skip
-        if not self.missed:
-            steps.add_(increment)
-            return
-        mask = torch.ones(steps.numel())
-        mask[list(self.missed)] = 0
-        steps.add_(mask.to(steps.device) * increment)
+        steps.add_(increment)
+        for piece in self.missed:  # a mask from the host would wait for the device
+            steps[piece].sub_(increment)
 
 
 def plan_step(
