@@ -141,12 +141,7 @@ class Engine:
         self._check_backward(loss)
         try:
             with self._passes.backward(last=self._micro_steps + 1 == self.config.gradient_accumulation_steps):
-                scaled = self._scaled(loss)
-                entry = scaled.register_hook(self._passes.enter)
-                try:
-                    scaled.backward()
-                finally:
-                    entry.remove()  # the user may keep the loss
+                self._run_autograd(loss)
         except torch.OutOfMemoryError as error:
             self._recover()
             self._make_room(error)
@@ -468,6 +463,14 @@ class Engine:
         """Collective. Raise OffloadError, on every rank, where the disk of one has failed."""
         if self.config.tiers.path is not None:
             self._communicator.agree()
+
+    def _run_autograd(self, loss: Tensor) -> None:
+        scaled = self._scaled(loss)
+        entry = scaled.register_hook(self._passes.enter)
+        try:
+            scaled.backward()
+        finally:
+            entry.remove()  # the user may keep the loss
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """The part of the loss that this micro-batch is of the step's, times the loss scale."""
