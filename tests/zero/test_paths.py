@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import warnings
 import weakref
 from collections.abc import Callable
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -805,6 +807,24 @@ def kept_output_body(context: Context, compile: bool) -> list[bool]:
 def test_a_model_that_keeps_an_output_is_freed(cluster: Clusters, compile: bool) -> None:
     for gone in cluster(2).run(kept_output_body, compile=compile):
         assert all(gone), gone
+
+
+def saved_output_body(context: Context) -> bool:
+    """What a model puts out may be saved and copied while its backward is to come."""
+    model = Mixture()
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=10))
+    output = engine(features(0, context.rank, model))
+    file = BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.save({"output": output, "copy": copy.copy(output)}, file)
+    engine.backward(output.square().mean())
+    file.seek(0)
+    return torch.equal(torch.load(file)["output"], output)
+
+
+def test_an_output_can_be_saved(cluster: Clusters) -> None:
+    assert all(cluster(1).run(saved_output_body))
 
 
 def left_over_body(context: Context) -> dict[str, Any]:

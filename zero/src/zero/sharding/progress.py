@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Place = tuple[int, int, int]
 """A graph task, the number of the first node that may be the call's, and what else keeps calls in order."""
@@ -41,6 +43,8 @@ class Progress:
         self._on_entry = on_entry
         self._entered = -1  # the newest task so far
         self._ahead: list[Passed] = []  # by place
+        # Producer, and what to call. Not an attribute of the tensor, which users may want to save.
+        self._watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def expect(self, call: Passed, start: int, index: int) -> None:
         """The call's backward comes in this task, or has begun. start: the number of the first node that may
@@ -69,25 +73,21 @@ class Progress:
     def watch(self, tensor: Tensor, then: Callable[[], None] | None = None) -> None:
         """Know when the tensor's gradient is ready, before its producer's backward; and call `then`, the last
         one given first. A tensor that was changed in place since has another producer."""
-        producer, watches = tensor.__dict__.get(_WATCHES, (None, None))
-        if watches is None or producer is not tensor.grad_fn:
-            watches = weakref.WeakKeyDictionary()
-            tensor.__dict__[_WATCHES] = tensor.grad_fn, watches
-        if self not in watches:
-            watches[self] = []
-            tensor.register_hook(partial(_come, weakref.ref(self), age_of(tensor), watches[self]))
+        producer, calls = self._watched.get(tensor, (None, []))
+        if producer is None or producer is not tensor.grad_fn:
+            calls = []
+            self._watched[tensor] = tensor.grad_fn, calls
+            hook = partial(_come, weakref.ref(self), age_of(tensor), calls)
+            tensor.register_hook(unserializable_hook(hook))
         if then is not None:
-            watches[self].insert(0, then)
+            calls.insert(0, then)
 
 
-_WATCHES = "_zero_watches"  # on a tensor: its producer, and what to call by engine
-
-
-def _come(progress: weakref.ref[Progress], age: int, then: list[Callable[[], None]], gradient: Any) -> None:
+def _come(progress: weakref.ref[Progress], age: int, calls: list[Callable[[], None]], gradient: Any) -> None:
     alive = progress()
     if alive is not None:
         alive.come_to(age)
-    for call in tuple(then):
+    for call in tuple(calls):
         call()
 
 

@@ -176,14 +176,12 @@ class UnitHooks(Uncopied):
         return output
 
     def _watch(self, call: _Call, output: Any) -> bool:
-        """Know when a gradient reaches the outputs; whether there are any that it can reach."""
+        """Know when a gradient reaches the outputs; whether there are any that it can reach. A view that is
+        changed in place has another producer, made from its base's."""
         made = [t for t in iter_tensors(output) if call.has_made(t)]
-        for tensor in made:
+        bases = [t._base for t in made if t._base is not None and call.has_made(t._base)]
+        for tensor in (*made, *bases):
             self.progress.watch(tensor, call.begin)
-            if tensor._base is not None and call.has_made(
-                tensor._base
-            ):  # changed in place it has another producer
-                self.progress.watch(tensor._base, call.begin)
         if made:
             self._calls.add(call)
             self._open_ended |= not call.inputs
