@@ -335,6 +335,107 @@ def test_ranks_that_go_different_ways_within_units(cluster: Clusters) -> None:
         assert max(found.values()) < 1e-5, found
 
 
+class Bag(dict[str, Tensor]):
+    """A container of the user's, which is handed on as it is."""
+
+
+class InBags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH)
+
+    def forward(self, bag: Bag, drop: bool) -> Bag:
+        return bag if drop else Bag(x=self.block(bag["x"]))
+
+
+class Bags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(InBags() for _ in range(3))
+
+    def forward(self, x: Tensor, here: bool) -> Tensor:
+        bag = Bag(x=self.first(x))
+        for index, layer in enumerate(self.layers):
+            bag = layer(bag, drop=here and index == 1)
+        return bag["x"].square().mean()
+
+
+def bags_body(context: Context) -> float:
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        return model(features(step, rank, model), rank == step % 2)
+
+    torch.manual_seed(2)
+    model = Bags()
+    reference = train_averaging(context, model, loss, decaying, steps=4)
+    run = train_zero(context, model, loss, zero.Config(timeout=10), decaying, steps=4)
+    error = relative_error(run.losses, reference.losses)
+    return max(error, state_error(run.state, reference.state) if run.state else 0.0)
+
+
+def test_a_layer_that_is_dropped_with_its_container(cluster: Clusters) -> None:
+    assert max(cluster(2).run(bags_body)) < 1e-5
+
+
+class Remembering(nn.Module):
+    """What it keeps of the step before is no part of the loss, and detached inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        memory = self.layers[0](memory.detach() + x)
+        return self.layers[1](x), self.layers[0](memory)
+
+
+class Alive(torch.autograd.Function):
+    """Counts graphs that are there."""
+
+    count = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Alive.count += 1
+        weakref.finalize(ctx, Alive.gone)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+    @staticmethod
+    def gone() -> None:
+        Alive.count -= 1
+
+
+def graphs_body(context: Context, name: str) -> list[int]:
+    """Graphs that are there behind each step."""
+    model = Remembering()
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=10))
+    memory = features(9, context.rank, model)
+    alive = []
+    Alive.count = 0
+    for step in range(5):
+        output, new = model(features(step, context.rank, model), memory)
+        memory = Alive.apply(new)
+        if name == "a gradient in the middle":
+            torch.autograd.grad(memory.square().sum(), new)
+            memory = memory.detach()
+        else:
+            engine.backward(output.square().mean())
+            engine.step()
+        del output, new
+        alive.append(Alive.count)
+    return alive
+
+
+@pytest.mark.parametrize("name", ["what is handed on", "a gradient in the middle"])
+def test_graphs_do_not_live_on(cluster: Clusters, name: str) -> None:
+    for alive in cluster(2).run(graphs_body, name=name):
+        assert max(alive) <= 1, alive
+
+
 class Sides(nn.Module):
     """Blocks with one input for all: they are over one by one, not all together."""
 

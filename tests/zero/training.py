@@ -73,7 +73,14 @@ def train_zero(
             run.norms.append(float(engine.grad_norm))
         run.losses.append(value.item())
     run.state = engine.state_dict()
+    check_order(engine)
     return run
+
+
+def check_order(engine: zero.Engine) -> None:
+    """All ranks have issued the same collectives in one order, as libraries with one queue need."""
+    sequences = engine._communicator.share_all(engine._communicator.sequence)
+    assert len(set(sequences)) == 1, "gathers and reductions in other orders on some ranks"
 
 
 def train_reference(

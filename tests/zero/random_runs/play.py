@@ -17,6 +17,7 @@ from tests.zero.random_runs.drawn import Drawn, optimizer_of
 from tests.zero.random_runs.mosaic import Part, batch
 from tests.zero.random_runs.plain import Plain
 from tests.zero.random_runs.settings import draw_settings
+from tests.zero.training import check_order
 
 
 class Planned(Exception):
@@ -87,6 +88,7 @@ class Play:
             self.worse("norm", float(self.engine.grad_norm), norm)
 
     def compare_state(self) -> None:
+        check_order(self.engine)
         state = self.engine.state_dict(master=True)
         if self.context.rank:
             return

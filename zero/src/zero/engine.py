@@ -466,7 +466,7 @@ class Engine:
 
     def _run_autograd(self, loss: Tensor) -> None:
         scaled = self._scaled(loss)
-        entry = scaled.register_hook(self._passes.enter)
+        entry = self._passes.watch(scaled)
         try:
             scaled.backward()
         finally:

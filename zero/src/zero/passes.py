@@ -10,6 +10,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from zero.communication.communicator import Communicator
 from zero.config import Config
@@ -64,7 +65,7 @@ class Passes(Uncopied):
         self._schedule = Schedule(list(units), config.prefetch, disk)
         device_type = stores.accelerator.device.type
         self._watch = AutocastWatch(module, config, device_type, not all(u.resident for u in units))
-        self._progress = progress = Progress(self._expect)
+        self._progress = progress = Progress(device_type, self._expect)
         self._hooks = {
             unit: UnitHooks(unit, self._schedule, self.phase, progress, device_type, self._backward_over)
             for unit in units
@@ -98,6 +99,7 @@ class Passes(Uncopied):
         # A graph's schedule is of itself alone: with another one under way records come in the step.
         self._visits.expected = last and self._forwards == 1
         self.phase.mark("")
+        self._forget_progress()  # of torch.autograd.grad, which may have ended anywhere
         try:
             self.reducer.begin_backward(last)
             with nullcontext() if self._second_try is None else self._second_try.on():
@@ -114,9 +116,19 @@ class Passes(Uncopied):
         torch.clear_autocast_cache()  # a block that goes on casts anew: these casts are of units gone since
         self.release_all()
 
-    def enter(self, gradient: Tensor) -> None:
-        """A hook on the loss: autograd runs."""
+    def watch(self, loss: Tensor) -> RemovableHandle:
+        """Know when autograd begins to run from the loss, until the handle is removed."""
+        self._progress.look_at(loss)
+        handle: RemovableHandle = loss.register_hook(self._enter)
+        return handle
+
+    def _enter(self, gradient: Tensor) -> None:
         self._progress.enter()
+
+    def _forget_progress(self) -> None:
+        self._progress.reset()
+        for hooks in self._hooks.values():
+            hooks.forget_progress()
 
     def _expect(self) -> None:
         for hooks in self._hooks.values():
@@ -191,6 +203,7 @@ class Passes(Uncopied):
             self.release_all(
                 keep=DIFFERENTIATED
             )  # what an earlier forward prefetched or kept, and never used
+            self._forget_progress()
             self._schedule.begin(torch.is_grad_enabled())
             self.on_forward()
         dtype = self._config.dtype

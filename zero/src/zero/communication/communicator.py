@@ -83,7 +83,10 @@ class Communicator:
         self.failed = ""  # what went wrong; nothing can be exchanged after that
         self._count = 0
         self._shared = 0
-        self._hash = 0  # of all collectives so far
+        # Running hashes: of reductions and of everything else, since a graph that is on the host as well may
+        # run either sooner; and of all in their order, which libraries with one queue want to be one.
+        self._hashes = {"reductions": 0, "others": 0}
+        self.sequence = 0
         self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
 
     def split(self, split: Split) -> None:
@@ -184,10 +187,11 @@ class Communicator:
         """
         if self.group.size == 1:
             return flag
-        ballot = torch.tensor([self._hash, -self._hash, flag, bool(self._fault)], dtype=torch.int64)
+        mine = list(self._hashes.values())
+        ballot = torch.tensor([flag, bool(self._fault), *mine, *(-h for h in mine)], dtype=torch.int64)
         self._exchange("agreement", ballot)
-        highest, lowest, flagged, faulty = ballot.tolist()
-        if highest != -lowest:
+        flagged, faulty, *hashes = ballot.tolist()
+        if any(highest != -lowest for highest, lowest in zip(hashes[:2], hashes[2:], strict=True)):
             self._explain_mismatch()
         if faulty:
             self._raise_fault()
@@ -284,7 +288,9 @@ class Communicator:
             raise CommunicationError(f"no collective is possible after an earlier failure: {self.failed}")
         text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')})"
         self._count += 1
-        self._hash = crc32(text.encode(), self._hash)
+        kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
+        self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
+        self.sequence = crc32(text.encode(), self.sequence)
         self._log.append((self._count, text))
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += numel * dtype.itemsize

@@ -6,6 +6,8 @@ used. Hooks on tensors say where autograd is; the same on all ranks, whatever ea
 
 A backward inside a backward (reentrant checkpointing) is a graph task of its own, over before the outer one
 goes on. Each thread numbers its nodes: what a device's thread recomputes is not to be compared with others.
+And each device has a thread: where a graph is on the host as well, nodes of one do not wait for newer ones of
+the other, and a call is over when the gradient of its newest input is ready, as far as that tells.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from bisect import insort
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
+from threading import RLock
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +25,15 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-Place = tuple[int, int, int]
-"""A graph task, the number of the first node that may be the call's, and what else keeps calls in order."""
-
 
 class Passed(Protocol):
-    """A call. place: where it began, when its backward is ahead."""
+    """A call. task: the graph task that its backward is in. start: the number of the first node that may be
+    its own. until: that of its newest input; -1 where it has none. index: of its unit."""
 
-    place: Place
+    task: int
+    start: int
+    until: int
+    index: int
 
     def pass_by(self) -> None:
         """Its backward is over, or will not come."""
@@ -39,56 +43,79 @@ class Progress:
     """Of the backwards of one engine. on_entry: called in each graph task, before anything else of it: tells
     the calls that are to come in it (`expect`)."""
 
-    def __init__(self, on_entry: Callable[[], None]) -> None:
+    def __init__(self, device_type: str, on_entry: Callable[[], None]) -> None:
+        self._device_type = device_type
         self._on_entry = on_entry
+        self._mixed = False  # some nodes are on other devices
         self._entered = -1  # the newest task so far
-        self._ahead: list[Passed] = []  # by place
+        self._ahead: list[Passed] = []  # by task and start
+        self._lock = RLock()
         # Producer, and what to call. Not an attribute of the tensor, which users may want to save.
         self._watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    def expect(self, call: Passed, start: int, index: int) -> None:
-        """The call's backward comes in this task, or has begun. start: the number of the first node that may
-        be its own. index: of its unit."""
-        call.place = (torch._C._current_graph_task_id(), start, index)
-        insort(self._ahead, call, key=attrgetter("place"))
+    def expect(self, call: Passed) -> None:
+        """The call's backward comes in this task, or has begun."""
+        call.task = torch._C._current_graph_task_id()
+        with self._lock:
+            insort(self._ahead, call, key=attrgetter("task", "start", "index"))
 
     def enter(self) -> int:
         """Autograd runs; the graph task in which it does."""
         task = torch._C._current_graph_task_id()
-        if task > self._entered:
-            self._entered = task
-            self._on_entry()
+        with self._lock:
+            if task > self._entered:
+                self._entered = task
+                self._on_entry()
         return task
 
     def come_to(self, age: int) -> None:
         """Autograd runs a node of this number: it is past calls that are newer."""
-        here = (self.enter(), age + 1)
-        while self._ahead and self._ahead[-1].place >= here:
-            self._ahead.pop().pass_by()
+        task = self.enter()
+        with self._lock:
+            over = [call for call in self._ahead if self._is_past(call, task, age)]
+            self._ahead = [call for call in self._ahead if call not in over]
+        for call in reversed(over):
+            call.pass_by()
+
+    def _is_past(self, call: Passed, task: int, age: int) -> bool:
+        if call.task != task:
+            return call.task > task
+        return call.until == age if self._mixed else call.start > age
 
     def reset(self) -> None:
-        """Nothing is ahead: after a backward, or an exception."""
-        self._ahead.clear()
+        """Nothing is ahead: before and after a backward, or after an exception."""
+        with self._lock:
+            self._ahead.clear()
 
-    def watch(self, tensor: Tensor, then: Callable[[], None] | None = None) -> None:
+    def look_at(self, tensor: Tensor) -> None:
+        """Where a tensor of the graph is."""
+        self._mixed |= tensor.device.type != self._device_type
+
+    def watch(self, tensor: Tensor, then: Callable[[], None] | None = None, at: int = -1) -> None:
         """Know when the tensor's gradient is ready, before its producer's backward; and call `then`, the last
-        one given first. A tensor that was changed in place since has another producer."""
+        one given first. at: what autograd has come to when it is called; -1 for the tensor's own number. A
+        tensor that was changed in place since has another producer."""
+        self.look_at(tensor)
+        age = age_of(tensor)
         producer, calls = self._watched.get(tensor, (None, []))
         if producer is None or producer is not tensor.grad_fn:
-            calls = []
+            calls = [(age, None)]
             self._watched[tensor] = tensor.grad_fn, calls
-            hook = partial(_come, weakref.ref(self), age_of(tensor), calls)
-            tensor.register_hook(unserializable_hook(hook))
+            tensor.register_hook(unserializable_hook(partial(_come, weakref.ref(self), calls)))
         if then is not None:
-            calls.insert(0, then)
+            calls.insert(0, (age if at < 0 else at, then))
 
 
-def _come(progress: weakref.ref[Progress], age: int, calls: list[Callable[[], None]], gradient: Any) -> None:
+Stop = tuple[int, Callable[[], None] | None]
+
+
+def _come(progress: weakref.ref[Progress], stops: list[Stop], gradient: Any) -> None:
     alive = progress()
-    if alive is not None:
-        alive.come_to(age)
-    for call in tuple(calls):
-        call()
+    for age, call in tuple(stops):
+        if alive is not None:
+            alive.come_to(age)
+        if call is not None:
+            call()
 
 
 def age_of(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ an output that is a view of a parameter, and a backward that is to be differenti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from zero.errors import UsageError
 from zero.sharding import autocast
 from zero.sharding.cast import Cast
 from zero.sharding.copies import Uncopied
-from zero.sharding.progress import Place, Progress, age_of, next_age
+from zero.sharding.progress import Progress, age_of, next_age
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors, map_tensors
@@ -73,6 +73,7 @@ class UnitHooks(Uncopied):
         self._call: _Call | None = None
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # of outputs that are there yet
         self._ahead: set[_Call] = set()  # whose backward is to come or under way
+        self._over: list[_Call] = []  # in the backward under way
         self._open_ended = False  # a call has been whose end nothing tells
         own = {parameter for group in unit.groups for parameter in group.parameters}
         within = dict.fromkeys(p for anchor in unit.anchors for p in anchor.parameters())
@@ -89,25 +90,32 @@ class UnitHooks(Uncopied):
         """Forget calls under way: after a backward, or an exception."""
         self._depth = 0
         self._call = None
-        self._ahead.clear()
+        for call in (*self._ahead, *self._over):
+            call.inputs.clear()  # the graph is gone; with this one's, that of the inputs would live on
+        self.forget_progress()
         self._open_ended = False
+
+    def forget_progress(self) -> None:
+        """No backward is under way."""
+        self._ahead.clear()
+        self._over.clear()
 
     def expect(self) -> None:
         """Autograd enters a graph: calls that are part of it are to come."""
         for call in self._calls:
-            if call not in self._ahead and any(map(torch._C._will_engine_execute_node, call.inputs)):
+            if call not in self._ahead and call.is_in_graph():
                 self._put_ahead(call)
 
     def _put_ahead(self, call: _Call) -> None:
         self._ahead.add(call)
-        self.progress.expect(call, call.start, self._unit.index)
+        self.progress.expect(call)
 
     def gradient_arrived(self) -> None:
         """A parameter has a gradient. In a backward that runs in another (reentrant checkpointing) that says
         nothing of calls that the outer one has begun: more may follow from there."""
         task = torch._C._current_graph_task_id()
         for call in self._unit.calls_in_backward:
-            if isinstance(call, _Call) and call.place[0] < task:
+            if isinstance(call, _Call) and call.task < task:
                 call.ends_with_gradients = False
 
     def gradients_complete(self) -> None:
@@ -116,7 +124,7 @@ class UnitHooks(Uncopied):
         if any(p.requires_grad for p in self._others) or not all(p.requires_grad for p in self._own):
             return
         calls = {call for call in self._unit.calls_in_backward if isinstance(call, _Call)}
-        open_ended = {call for call in calls if call.ends_with_gradients and not call.inputs}
+        open_ended = {call for call in calls if call.ends_with_gradients and call.until < 0}
         self._unit.calls_in_backward -= open_ended
         if open_ended:  # else whoever gathered it releases it: a call at its end, or a graph
             self._unit.release()
@@ -142,7 +150,7 @@ class UnitHooks(Uncopied):
         self._call = None
         if torch.is_grad_enabled():
             inputs, made = _with_producers(inputs)
-            self._call = _Call(self, cast, made, recomputed=self._phase.in_backward)
+            self._call = _Call(self, self._unit.index, cast, made, recomputed=self._phase.in_backward)
             self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
             for tensor in made:
                 self.progress.watch(tensor)
@@ -181,17 +189,18 @@ class UnitHooks(Uncopied):
         made = [t for t in iter_tensors(output) if call.has_made(t)]
         bases = [t._base for t in made if t._base is not None and call.has_made(t._base)]
         for tensor in (*made, *bases):
-            self.progress.watch(tensor, call.begin)
+            self.progress.watch(tensor, call.begin, call.begins_at)
         if made:
             self._calls.add(call)
-            self._open_ended |= not call.inputs
+            self._open_ended |= call.until < 0
+            call.outputs = [weakref.ref(tensor) for tensor in made]
         return bool(made)
 
     def begin_backward(self, call: _Call) -> None:
         """A gradient has reached an output of the call."""
+        if call not in self._ahead:
+            self._put_ahead(call)
         if call not in self._unit.calls_in_backward:
-            if call not in self._ahead:
-                self._put_ahead(call)
             self._unit.calls_in_backward.add(call)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
                 self._unit.calls_in_backward.add(DIFFERENTIATED)
@@ -202,6 +211,7 @@ class UnitHooks(Uncopied):
         """Autograd has come to what is older than the call."""
         began = call in self._unit.calls_in_backward
         self._ahead.discard(call)
+        self._over.append(call)
         self._unit.calls_in_backward.discard(call)
         self._phase.mark(self._unit.name)
         if not (self._ahead or self._open_ended):
@@ -216,32 +226,56 @@ class _Call:
     Autograd's graph holds it by its outputs, where Python's collector does not see, and a model may keep an
     output of its own. So it does not hold the unit: a cycle would never be freed.
 
-    inputs: producers of its inputs. start: the number of the first node that may be its own. recomputed: in a
-    backward, whose thread counts nodes by itself.
+    inputs: producers of its inputs, until its backward is over. outputs: what it has made, as long as that is
+    there. recomputed: in a backward, whose thread counts nodes by itself. See `progress` for the others.
     """
 
-    def __init__(self, hooks: UnitHooks, cast: Cast, made: Iterable[Tensor], recomputed: bool) -> None:
+    def __init__(
+        self, hooks: UnitHooks, index: int, cast: Cast, made: Sequence[Tensor], recomputed: bool
+    ) -> None:
         self.cast = cast
-        self._recomputed = recomputed
         self.inputs = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
+        self.outputs: list[weakref.ref[Tensor]] = []
+        self.task = -1
         self.start = next_age()
-        self.place: Place = (-1, self.start, 0)
+        self.until = max(map(age_of, made), default=-1)
+        self.index = index
         self.ends_with_gradients = True  # of the unit's parameters, where it has no inputs
+        self._recomputed = recomputed
+        self._passes_on = False  # its newest input, and nothing else
         self._hooks = weakref.ref(hooks)
+
+    @property
+    def begins_at(self) -> int:
+        """Where it started, if it passes its input on and has no node of its own to begin at; else -1."""
+        return self.start if self._passes_on and not self._recomputed else -1
+
+    def is_in_graph(self) -> bool:
+        """Whether autograd, which runs, comes by: to its inputs, and not only from elsewhere."""
+        outputs = [output() for output in self.outputs]
+        known = [tensor.grad_fn for tensor in outputs if tensor is not None and tensor.grad_fn is not None]
+        if len(known) == len(outputs) and not any(map(torch._C._will_engine_execute_node, known)):
+            return False
+        return any(map(torch._C._will_engine_execute_node, self.inputs))
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor comes out of the call; else it was there before, and has nothing of it."""
-        if tensor.grad_fn is None or any(tensor.grad_fn is producer for producer in self.inputs):
+        if tensor.grad_fn is None:
             return False
+        if any(tensor.grad_fn is producer for producer in self.inputs):
+            return self._passes_on and age_of(tensor) == self.until
         return self._recomputed or age_of(tensor) >= self.start
 
     def told_apart(self, output: Any) -> Any:
         """Where nothing but what was there before comes out, views of that: the call has a place in the graph
         as on ranks that have used the unit."""
-        tensors = [tensor for tensor in iter_tensors(output) if tensor.grad_fn is not None]
-        if not tensors or any(map(self.has_made, tensors)):
+        if not self.inputs or any(map(self.has_made, iter_tensors(output))):
             return output
-        return map_tensors(lambda t: t if t.grad_fn is None else t.view_as(t), output)
+        output = map_tensors(lambda t: t.view_as(t) if t.grad_fn is not None and _is_plain(t) else t, output)
+        self._passes_on = not any(map(self.has_made, iter_tensors(output)))  # in what cannot be mapped
+        if self._passes_on:
+            torch.ones((), requires_grad=True).neg()  # a number is used up: what follows is newer
+        return output
 
     def begin(self) -> None:
         hooks = self._hooks()
@@ -271,4 +305,8 @@ def _with_producers(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Tens
 def _is_plain_leaf(value: Any) -> bool:
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return False
-    return value.is_leaf and value.requires_grad and value.layout is torch.strided and not value.is_nested
+    return value.is_leaf and value.requires_grad and _is_plain(value)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
