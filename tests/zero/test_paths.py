@@ -383,10 +383,11 @@ class Remembering(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         memory = self.layers[0](memory.detach() + x)
-        return self.layers[1](x), self.layers[0](memory)
+        return self.layers[1](x) * self.scale, self.layers[0](memory)
 
 
 class Alive(torch.autograd.Function):
