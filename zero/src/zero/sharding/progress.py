@@ -71,15 +71,21 @@ class Progress:
     def come_to(self, age: int) -> None:
         """Autograd runs a node of this number: it is past calls that are newer."""
         task = self.enter()
-        with self._lock:
-            over = [call for call in self._ahead if self._is_past(call, task, age)]
-            self._ahead = [call for call in self._ahead if call not in over]
-        for call in reversed(over):
+        while (call := self._pop_past(task, age)) is not None:
             call.pass_by()
 
-    def _is_past(self, call: Passed, task: int, age: int) -> bool:
-        if call.task != task:
-            return call.task > task
+    def _pop_past(self, task: int, age: int) -> Passed | None:
+        """The newest call that autograd is past. In one queue, it is past all that are newer than that."""
+        with self._lock:
+            for place in reversed(range(len(self._ahead))):
+                call = self._ahead[place]
+                if call.task > task or (call.task == task and self._is_behind(call, age)):
+                    return self._ahead.pop(place)
+                if not self._mixed:
+                    break
+        return None
+
+    def _is_behind(self, call: Passed, age: int) -> bool:
         return call.until == age if self._mixed else call.start > age
 
     def reset(self) -> None:
