@@ -151,7 +151,8 @@ class UnitHooks(Uncopied):
         if torch.is_grad_enabled():
             inputs, made = _with_producers(inputs)
             self._call = _Call(self, self._unit.index, cast, made, recomputed=self._phase.in_backward)
-            self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
+            if not made:
+                self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
             for tensor in made:
                 self.progress.watch(tensor)
         return inputs
@@ -174,27 +175,28 @@ class UnitHooks(Uncopied):
             return output
         self._phase.mark(self._unit.name)
         call, self._call = self._call, None
-        if call is not None:
+        tensors = list(iter_tensors(output))
+        made = [] if call is None else [tensor for tensor in tensors if call.has_made(tensor)]
+        if call is not None and call.inputs and not made:
             output = call.told_apart(output)
-        needed = call is not None and self._watch(call, output)
-        if self._unit.shows_in(iter_tensors(output)):
+            made = [tensor for tensor in iter_tensors(output) if call.has_made(tensor)]
+        if call is not None and made:
+            self._watch(call, made)
+        if self._unit.shows_in(tensors):
             self._unit.calls_in_backward.add(VIEWED)
-        if not (needed and (self._phase.in_backward or self._schedule.needed_soon(self._unit))):
+        if not (made and (self._phase.in_backward or self._schedule.needed_soon(self._unit))):
             self._unit.release()
         return output
 
-    def _watch(self, call: _Call, output: Any) -> bool:
-        """Know when a gradient reaches the outputs; whether there are any that it can reach. A view that is
-        changed in place has another producer, made from its base's."""
-        made = [t for t in iter_tensors(output) if call.has_made(t)]
+    def _watch(self, call: _Call, made: Sequence[Tensor]) -> None:
+        """Know when a gradient reaches the outputs. A view that is changed in place has another producer,
+        made from its base's."""
         bases = [t._base for t in made if t._base is not None and call.has_made(t._base)]
         for tensor in (*made, *bases):
             self.progress.watch(tensor, call.begin, call.begins_at)
-        if made:
-            self._calls.add(call)
-            self._open_ended |= call.until < 0
-            call.outputs = [weakref.ref(tensor) for tensor in made]
-        return bool(made)
+        self._calls.add(call)
+        self._open_ended |= call.until < 0
+        call.outputs = [weakref.ref(tensor) for tensor in made]
 
     def begin_backward(self, call: _Call) -> None:
         """A gradient has reached an output of the call."""
@@ -267,10 +269,8 @@ class _Call:
         return self._recomputed or age_of(tensor) >= self.start
 
     def told_apart(self, output: Any) -> Any:
-        """Where nothing but what was there before comes out, views of that: the call has a place in the graph
-        as on ranks that have used the unit."""
-        if not self.inputs or any(map(self.has_made, iter_tensors(output))):
-            return output
+        """Views of what comes out of a call that has made nothing: it has a place in the graph as on ranks
+        that have used the unit."""
         output = map_tensors(lambda t: t.view_as(t) if t.grad_fn is not None and _is_plain(t) else t, output)
         self._passes_on = not any(map(self.has_made, iter_tensors(output)))  # in what cannot be mapped
         if self._passes_on:
