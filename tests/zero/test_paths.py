@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import WIDTH, Block, LanguageModel, Stack, features, tokens
-from tests.zero.training import adamw, relative_error, state_error, train_averaging, train_zero
+from tests.zero.training import Run, adamw, relative_error, state_error, train_averaging, train_zero
 
 STRAIGHT = (0, 1, 2, 3)
 
@@ -118,6 +118,12 @@ def fresh(frozen: int | None = 1) -> Stack:
     return Stack(frozen=frozen)
 
 
+def error_of(run: Run, reference: Run) -> float:
+    """The largest, of losses and, on the rank that has them, of weights."""
+    losses = relative_error(run.losses, reference.losses)
+    return max(losses, state_error(run.state, reference.state)) if run.state else losses
+
+
 def paths_body(context: Context, stages: tuple[int, ...], prefetch: int = 1) -> dict[str, float]:
     errors = {}
     for path in PATHS:
@@ -125,10 +131,7 @@ def paths_body(context: Context, stages: tuple[int, ...], prefetch: int = 1) -> 
         for stage in stages:
             config = zero.Config(stage=stage, prefetch=prefetch, timeout=10)
             run = train_zero(context, fresh(), path, config, decaying, steps=8)
-            error = relative_error(run.losses, reference.losses)
-            errors[f"{path.__name__} at stage {stage}"] = max(
-                error, state_error(run.state, reference.state) if run.state else 0.0
-            )
+            errors[f"{path.__name__} at stage {stage}"] = error_of(run, reference)
     return errors
 
 
@@ -191,10 +194,7 @@ def optional_body(context: Context, shape: str, persistent_below: int) -> float:
     config = zero.Config(timeout=10, persistent_below=persistent_below)
     reference = train_averaging(context, model, optional_loss, decaying, steps=8)
     run = train_zero(context, model, optional_loss, config, decaying, steps=8)
-    return max(
-        relative_error(run.losses, reference.losses),
-        state_error(run.state, reference.state) if run.state else 0.0,
-    )
+    return error_of(run, reference)
 
 
 @pytest.mark.parametrize("persistent_below", [0, 2, 20])
@@ -247,8 +247,7 @@ def dropping_body(context: Context, reentrant: bool) -> float:
     for prefetch in (0, 1, 3):
         config = zero.Config(timeout=10, prefetch=prefetch)
         run = train_zero(context, copy.deepcopy(model), dropping_loss, config, decaying, steps=6)
-        errors.append(relative_error(run.losses, reference.losses))
-        errors.append(state_error(run.state, reference.state) if run.state else 0.0)
+        errors.append(error_of(run, reference))
     return max(errors)
 
 
@@ -325,8 +324,7 @@ def ways_body(context: Context) -> dict[str, float]:
         model = Conditionals()
         reference = train_averaging(context, model, loss, decaying, steps=4)
         run = train_zero(context, model, loss, zero.Config(timeout=10), decaying, steps=4)
-        error = relative_error(run.losses, reference.losses)
-        errors[name] = max(error, state_error(run.state, reference.state) if run.state else 0.0)
+        errors[name] = error_of(run, reference)
     return errors
 
 
@@ -369,8 +367,7 @@ def bags_body(context: Context) -> float:
     model = Bags()
     reference = train_averaging(context, model, loss, decaying, steps=4)
     run = train_zero(context, model, loss, zero.Config(timeout=10), decaying, steps=4)
-    error = relative_error(run.losses, reference.losses)
-    return max(error, state_error(run.state, reference.state) if run.state else 0.0)
+    return error_of(run, reference)
 
 
 def test_a_layer_that_is_dropped_with_its_container(cluster: Clusters) -> None:
@@ -605,8 +602,7 @@ def late_body(context: Context, name: str) -> dict[int, float]:
     reference = train_averaging(context, fresh(), loss, decaying, steps=4)
     for stage in (0, 1, 2):
         run = train_zero(context, fresh(), loss, zero.Config(stage=stage, timeout=10), decaying, steps=4)
-        error = relative_error(run.losses, reference.losses)
-        errors[stage] = max(error, state_error(run.state, reference.state) if run.state else 0.0)
+        errors[stage] = error_of(run, reference)
     return errors
 
 
@@ -873,10 +869,7 @@ def architectures_body(context: Context) -> dict[str, float]:
         for persistent in (0, WIDTH + 1):
             config = zero.Config(persistent_below=persistent, timeout=10)
             run = train_zero(context, copy.deepcopy(model), plain_loss, config, steps=6)
-            errors[f"{kind.__name__}, persistent below {persistent}"] = max(
-                relative_error(run.losses, reference.losses),
-                state_error(run.state, reference.state) if run.state else 0.0,
-            )
+            errors[f"{kind.__name__}, persistent below {persistent}"] = error_of(run, reference)
     return errors
 
 
@@ -972,10 +965,7 @@ def rank_dependent_body(context: Context) -> dict[str, float]:
         run = train_zero(
             context, fresh(None), rank_dependent, zero.Config(stage=stage, timeout=10), decaying, steps=8
         )
-        errors[str(stage)] = max(
-            relative_error(run.losses, reference.losses),
-            state_error(run.state, reference.state) if run.state else 0.0,
-        )
+        errors[str(stage)] = error_of(run, reference)
     return errors
 
 
