@@ -67,13 +67,15 @@ inline void wait(Barrier& barrier) {
   }
 }
 
-inline unsigned exchange(unsigned value, int distance) {
-  Barrier& warp = grid.warp_barriers[grid.thread.x / kLanes];
+// What `read` makes of the values of a warp's lanes.
+template <class Read>
+auto exchange(unsigned value, Read read) {
+  const unsigned warp = grid.thread.x / kLanes;
   grid.lanes[grid.thread.x] = value;
-  wait(warp);
-  const unsigned other = grid.lanes[grid.thread.x ^ distance];
-  wait(warp);
-  return other;
+  wait(grid.warp_barriers[warp]);
+  const auto result = read(grid.lanes + warp * kLanes, grid.thread.x % kLanes);
+  wait(grid.warp_barriers[warp]);
+  return result;
 }
 
 inline void fiber() {
@@ -192,10 +194,20 @@ inline unsigned __float_as_uint(float value) {
 
 inline void __syncthreads() { host::wait(host::grid.block_barrier); }
 inline unsigned __shfl_xor_sync(unsigned, unsigned value, int distance) {
-  return host::exchange(value, distance);
+  return host::exchange(value, [=](auto* of, unsigned lane) { return of[lane ^ distance]; });
 }
 inline float __shfl_xor_sync(unsigned, float value, int distance) {
-  return __uint_as_float(host::exchange(__float_as_uint(value), distance));
+  return __uint_as_float(__shfl_xor_sync(0, __float_as_uint(value), distance));
+}
+inline float __shfl_sync(unsigned, float value, int from, int width) {
+  return __uint_as_float(host::exchange(__float_as_uint(value), [=](auto* of, unsigned lane) {
+    return of[lane / width * width + from];
+  }));
+}
+inline bool __any_sync(unsigned, bool value) {
+  return host::exchange(value, [](auto* of, unsigned) {
+    return std::any_of(of, of + host::kLanes, [](unsigned lane) { return lane != 0; });
+  });
 }
 
 using std::max;

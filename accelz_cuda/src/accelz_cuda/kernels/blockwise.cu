@@ -3,8 +3,9 @@
 //
 // Quantising, a warp holds kPerWarp consecutive elements in registers, as rows of 32 packs. The
 // absolute maximum of a quantisation block is found over a thread's pack, then over lanes, rows and
-// warps as far as the block reaches. Values are compared as bits: then a NaN is larger than an
-// infinity, and both are larger than any number.
+// warps as far as the block reaches, in bits: those of a NaN are larger than an infinity's, and
+// both are larger than any number's. Instructions are what bounds it first, not bytes: nothing is
+// computed twice by a thread, and what is rare is behind branches that all threads take alike.
 #include "tiles.cuh"
 
 constexpr int kPerThread = 16;
@@ -51,6 +52,8 @@ __device__ __forceinline__ Scale scale_of(unsigned peak) {
   return {value, 1.0f / value};
 }
 
+// What a thread holds of its warp's elements, and the largest absolute value of the quantisation
+// block that each row of them belongs to.
 template <class S>
 struct Rows {
   static constexpr int kWidth = kWidthFor<S>;
@@ -58,24 +61,24 @@ struct Rows {
   static constexpr int kPerRow = 32 * kWidth;
 
   float x[kRows][kWidth];
-  unsigned peak[kRows];  // the largest absolute value, as bits
+  unsigned peak[kRows];  // as bits
 
-  __device__ __forceinline__ void load(const S* source, long long first) {
+  __device__ __forceinline__ void load(const S* source) {
     Pack<S, kWidth> packs[kRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) packs[r] = Pack<S, kWidth>::load(source + first + r * kPerRow);
+    for (int r = 0; r < kRows; ++r) packs[r] = Pack<S, kWidth>::load(source + r * kPerRow);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) packs[r].unpack(x[r]);
   }
 
-  // The same element by element, with zeros past the end.
-  __device__ __forceinline__ void load_elements(const S* source, long long first, long long numel) {
+  // The same element by element, with zeros past the end. left: elements from `source` on.
+  __device__ __forceinline__ void load_elements(const S* source, long long left) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int k = 0; k < kWidth; ++k) {
-        const long long i = first + r * kPerRow + k;
-        x[r][k] = i < numel ? widen(source[i]) : 0.0f;
+        const int i = r * kPerRow + k;
+        x[r][k] = i < left ? widen(source[i]) : 0.0f;
       }
     }
   }
@@ -83,20 +86,25 @@ struct Rows {
   __device__ __forceinline__ void find_peaks(int block) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      peak[r] = 0;
+      float largest = 0.0f;
 #pragma unroll
-      for (int k = 0; k < kWidth; ++k)
-        peak[r] = max(peak[r], __float_as_uint(x[r][k]) & 0x7fffffffu);
+      for (int k = 0; k < kWidth; ++k) largest = larger_size(largest, x[r][k]);
+      peak[r] = __float_as_uint(largest);
     }
-    spread_over_lanes(block);
-    spread_over_rows(block);
+    if (block >= kPerRow) {
+      spread_over_lanes<true>(block);
+      spread_over_rows(block);
+    } else {
+      spread_over_lanes<false>(block);
+    }
     if (block > kPerWarp) spread_over_warps(block);
   }
 
+  template <bool kAll>
   __device__ __forceinline__ void spread_over_lanes(int block) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      if (block > distance * kWidth) {
+      if (kAll || block > distance * kWidth) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
           peak[r] = max(peak[r], __shfl_xor_sync(kAllLanes, peak[r], distance));
@@ -122,46 +130,91 @@ struct Rows {
     if (threadIdx.x % 32 == 0) of_warp[warp] = peak[0];
     __syncthreads();
     unsigned largest = 0;
+#pragma unroll 1
     for (int w = first; w < first + group; ++w) largest = max(largest, of_warp[w]);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) peak[r] = largest;
+  }
+
+  // x becomes codes that are not rounded yet. Neighbouring lanes are in one block, which has no
+  // fewer than 32 elements: each of kRows neighbours computes the scale of one row for all of them.
+  // The result is the one of row `own_row()`.
+  template <class Q>
+  __device__ __forceinline__ Scale scale() {
+    const Scale own = scale_of<Q>(own_peak());
+    const bool zeros = __any_sync(kAllLanes, own.inverse == 0.0f);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float inverse = __shfl_sync(kAllLanes, own.inverse, r, kRows);
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) x[r][k] *= inverse;
+      if (zeros) {  // of an infinity or a NaN the product is not 0
+#pragma unroll
+        for (int k = 0; k < kWidth; ++k) x[r][k] = inverse == 0.0f ? 0.0f : x[r][k];
+      }
+    }
+    return own;
+  }
+
+  __device__ __forceinline__ unsigned own_peak() const {
+    unsigned of[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) of[r] = peak[r];
+#pragma unroll
+    for (int bit = 1; bit < kRows; bit *= 2) {
+#pragma unroll
+      for (int r = 0; r < kRows; r += 2 * bit) of[r] = own_row() & bit ? of[r + bit] : of[r];
+    }
+    return of[0];
+  }
+
+  static __device__ __forceinline__ int own_row() { return threadIdx.x % kRows; }
+
+  template <class Q>
+  __device__ __forceinline__ void store(Q* output) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) Pack<Q, kWidth>::from(x[r]).store(output + r * kPerRow);
+  }
+
+  template <class Q>
+  __device__ __forceinline__ void store_elements(Q* output, long long left) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int k = 0; k < kWidth; ++k) {
+        const int i = r * kPerRow + k;
+        if (i < left) output[i] = narrow<Q>(x[r][k]);
+      }
+    }
   }
 };
 
 template <class S, class Q>
 __device__ __forceinline__ void quantise(const QuantiseArguments& a) {
   using Held = Rows<S>;
-  const S* source = static_cast<const S*>(a.source);
-  Q* output = static_cast<Q*>(a.output);
-  const int block = 1 << a.log2_block;
   const long long tile = static_cast<long long>(blockIdx.x) * kThreads * kPerThread;
-  const long long first = tile + threadIdx.x / 32 * kPerWarp + threadIdx.x % 32 * Held::kWidth;
+  const int place = threadIdx.x / 32 * kPerWarp + threadIdx.x % 32 * Held::kWidth;
+  const S* source = static_cast<const S*>(a.source) + tile + place;
+  Q* output = static_cast<Q*>(a.output) + tile + place;
+  const long long left = a.numel - tile - place;
   const bool vectors =
-      head_of<Held::kWidth>(source, output) == 0 && tile + kThreads * kPerThread <= a.numel;
+      head_of<Held::kWidth>(source, output) == 0 && a.numel - tile >= kThreads * kPerThread;
   Held held;
   if (vectors) {
-    held.load(source, first);
+    held.load(source);
   } else {
-    held.load_elements(source, first, a.numel);
+    held.load_elements(source, left);
   }
-  held.find_peaks(block);
-#pragma unroll
-  for (int r = 0; r < Held::kRows; ++r) {
-    const long long i = first + r * Held::kPerRow;
-    const Scale scale = scale_of<Q>(held.peak[r]);
-    if (i < a.numel && (i & (block - 1)) == 0) a.scales[i >> a.log2_block] = scale.value;
-    float codes[Held::kWidth];
-#pragma unroll
-    for (int k = 0; k < Held::kWidth; ++k)
-      codes[k] = scale.inverse == 0.0f ? 0.0f : held.x[r][k] * scale.inverse;
-    if (vectors) {
-      Pack<Q, Held::kWidth>::from(codes).store(output + i);
-    } else {
-#pragma unroll
-      for (int k = 0; k < Held::kWidth; ++k) {
-        if (i + k < a.numel) output[i + k] = narrow<Q>(codes[k]);
-      }
-    }
+  held.find_peaks(1 << a.log2_block);
+  const Scale own = held.template scale<Q>();
+  // The first of kRows neighbours is at this element in the row whose scale this thread has.
+  const int at = place + Held::own_row() * (Held::kPerRow - Held::kWidth);
+  if ((at & ((1 << a.log2_block) - 1)) == 0 && tile + at < a.numel)
+    a.scales[(tile + at) >> a.log2_block] = own.value;
+  if (vectors) {
+    held.store(output);
+  } else {
+    held.store_elements(output, left);
   }
 }
 
@@ -209,7 +262,7 @@ __device__ __forceinline__ void dequantise(const DequantiseArguments& a) {
 }
 
 #define BLOCKWISE(T, Q)                                                   \
-  KERNEL(quantise_##Q##_##T, QuantiseArguments, 5) { quantise<T, Q>(a); } \
+  KERNEL(quantise_##Q##_##T, QuantiseArguments, 6) { quantise<T, Q>(a); } \
   KERNEL(dequantise_##T##_##Q, DequantiseArguments, 6) { dequantise<T, Q>(a); }
 
 BLOCKWISE(f32, s8)

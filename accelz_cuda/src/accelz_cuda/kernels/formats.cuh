@@ -41,6 +41,13 @@ __device__ __forceinline__ float approximate_sqrt(float value) {
 #endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+// The larger of two absolute values; NaN if one of them is.
+__device__ __forceinline__ float larger_size(float a, float b) {
+  float size;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(size) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return size;
+}
+
 __device__ __forceinline__ unsigned bf16_pair(float low, float high) {
   unsigned bits;
   asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(bits) : "f"(low), "f"(high));
@@ -53,6 +60,11 @@ __device__ __forceinline__ unsigned f16_pair(float low, float high) {
   return bits;
 }
 #else
+// As bits a NaN is larger than an infinity, and both are larger than any number.
+__device__ __forceinline__ float larger_size(float a, float b) {
+  return __uint_as_float(max(__float_as_uint(a) & 0x7fffffffu, __float_as_uint(b) & 0x7fffffffu));
+}
+
 // To the nearest, ties to even: half a unit in the last place is added, less one bit if the result
 // is even.
 __device__ __forceinline__ unsigned bf16_from(float value) {
