@@ -183,9 +183,9 @@ def consolidate(
 ) -> None:
     """Whole weights from a sharded checkpoint, in the layout of transformers.
 
-    Reads checkpoints of zero, of DeepSpeed (ZeRO 1 to 3, universal) and of torch.distributed.checkpoint, and
-    safetensors. OUT appears when all of it is on the disk. A run that was killed goes on when it is called
-    again.
+    Reads checkpoints of zero, of DeepSpeed (ZeRO 1 to 3, universal) and of torch.distributed.checkpoint,
+    safetensors, and files of torch.save, without running what is in them. OUT appears when all of it is on
+    the disk. A run that was killed goes on when it is called again.
     """
     options = run.Options(
         format=format.value,

@@ -44,7 +44,7 @@ class Request:
         if not is_safetensors(self.path):
             raise CheckpointError(
                 f"{self.path} is no file of safetensors, and no directory with model.safetensors or an "
-                "index; `zero consolidate` makes such weights from a checkpoint"
+                "index; `zero consolidate` makes such weights from checkpoints and from files of torch.save"
             )
         return SafetensorsWeights(self.path, self.storage)
 

@@ -11,13 +11,14 @@ from zero.sources.deepspeed_files import find_sharded, find_universal
 from zero.sources.safetensors_files import SafetensorsSource
 from zero.sources.safetensors_header import is_safetensors
 from zero.sources.source import Source
+from zero.sources.torch_weights import TorchSource, is_torch
 from zero.sources.zero_checkpoint import ZeroSource
 
 
 def open_source(path: str | Path, storage: Storage = DISK) -> Source:
     """The weights at `path`: a checkpoint of zero's or DeepSpeed's (sharded or universal), or the directory
-    of several with `latest`; one of torch.distributed.checkpoint; or safetensors, a file or a model's
-    directory.
+    of several with `latest`; one of torch.distributed.checkpoint; or safetensors or what torch.save wrote,
+    a file or a model's directory.
 
     Raises CheckpointError where there is none, or not all of one; CorruptCheckpointError for damage.
     """
@@ -30,4 +31,6 @@ def open_source(path: str | Path, storage: Storage = DISK) -> Source:
         return DcpSource(path, storage)
     if is_safetensors(path):
         return SafetensorsSource(path, storage)
+    if is_torch(path):
+        return TorchSource(path, storage)
     return ZeroSource(path, storage)

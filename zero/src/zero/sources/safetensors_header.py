@@ -14,6 +14,7 @@ from typing import Any
 
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.sources.weight_map import check_weight_map, read_weight_map
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -61,32 +62,11 @@ def describe(path: Path) -> list[SafeTensor]:
     """
     if not path.is_dir() or not (path / INDEX).exists():
         return _in_file(path / WHOLE if path.is_dir() else path)
-    weight_map = _weight_map(path / INDEX)
+    weight_map = read_weight_map(path / INDEX)
     found = [tensor for name in sorted(set(weight_map.values())) for tensor in _in_file(path / name)]
-    places: dict[str, Path] = {}
-    for tensor in found:
-        if tensor.name in places:
-            raise CorruptCheckpointError(f"{path}: {tensor.name!r} is in two files")
-        places |= dict.fromkeys((tensor.name, *tensor.aliases), tensor.path)
-    for name, file in weight_map.items():
-        if places.get(name) != path / file:
-            raise CorruptCheckpointError(f"{path / INDEX} says that {name!r} is in {file}, and it is not")
+    names = [(name, tensor.path.name) for tensor in found for name in (tensor.name, *tensor.aliases)]
+    check_weight_map(path / INDEX, weight_map, names)
     return found
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """The file of every name; files are beside the index and there."""
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{index} cannot be used: {error}") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}, which is no file beside it")
-        if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index.parent} is not complete: {name} is missing")
-    return dict(weight_map)
 
 
 def _in_file(path: Path) -> list[SafeTensor]:

@@ -1,0 +1,112 @@
+"""Weights in files of torch.save as a source: one such as `model.pt`, or a model's in transformers' layout.
+
+What is in nested dicts and lists is named by the way there: "model.blocks.0.weight".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.sources.inert_pickle import StoredTensor, refusal, strangers_in, tensors_in
+from zero.sources.record_source import RecordSource
+from zero.sources.source import TensorInfo
+from zero.sources.torch_file import TorchFile
+from zero.sources.weight_map import check_weight_map, read_weight_map
+
+WHOLE = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
+_MOST_LEAVES = 1 << 22  # a few bytes of a pickle may claim any number
+
+
+def is_torch(path: Path) -> bool:
+    """Whether a path may be a file of torch.save, or is a directory with such files of a model."""
+    if path.is_dir():
+        return (path / INDEX).exists() or (path / WHOLE).exists()
+    return path.is_file()
+
+
+class TorchSource(RecordSource):
+    """path: a file, or a directory with pytorch_model.bin or an index.
+
+    Tensors that are one (tied weights) are stored once. Objects of the job's own in the file are left out,
+    and refused where tensors are in them.
+    """
+
+    format = "torch.save"
+
+    def describe(self) -> None:
+        files = [TorchFile(path, {}, strangers=True) for path in self._paths()]
+        for file in files:
+            self.add_file(file.path, file.records)
+        self._infos: list[TensorInfo] = []
+        found = [(name, file.path.name) for file in files for name in self._lay_out(file)]
+        if self.path.is_dir() and (self.path / INDEX).exists():
+            check_weight_map(self.path / INDEX, self._weight_map, found)
+        if not self._infos:
+            raise CheckpointError(f"{self.path} holds no tensors with names, such as a state dict's")
+        self.tensors = tuple(self._infos)
+        self._tell(files)
+
+    def _paths(self) -> list[Path]:
+        if not self.path.is_dir():
+            return [self.path]
+        if not (self.path / INDEX).exists():
+            return [self.path / WHOLE]
+        self._weight_map = read_weight_map(self.path / INDEX)
+        return [self.path / name for name in sorted(set(self._weight_map.values()))]
+
+    def _lay_out(self, file: TorchFile) -> list[str]:
+        """Add a file's tensors; returns their names."""
+        names: dict[Any, list[str]] = {}
+        leaves = list(islice(_leaves(file.content), _MOST_LEAVES + 1))
+        if len(leaves) > _MOST_LEAVES:
+            raise CorruptCheckpointError(f"{file.path} claims to hold more than {_MOST_LEAVES} values")
+        for name, value in leaves:
+            if isinstance(value, StoredTensor) and name:  # without elements it shares nothing
+                names.setdefault(value if value.numel else (value, name), []).append(name)
+            else:
+                _check_stranger(file.path, value, name)
+        self.left_out += tuple(name for name, value in leaves if not isinstance(value, StoredTensor))
+        for key, (name, *aliases) in names.items():
+            tensor = key if isinstance(key, StoredTensor) else key[0]
+            info = TensorInfo(name, tensor.shape, tensor.dtype, tensor.dtype, "parameter", tuple(aliases))
+            self._infos.append(info)
+            self.place(len(self._infos) - 1, 0, file, tensor)
+        found = [name for same in names.values() for name in same]
+        if len(set(found)) < len(found):
+            raise CorruptCheckpointError(f"{file.path}: two tensors have the same name")
+        return found
+
+    def _tell(self, files: list[TorchFile]) -> None:
+        sizes = [(str(f.path), f.path.stat().st_size, f.path.stat().st_mtime_ns) for f in files]
+        summed = all(record.crc is not None for file in files for record in file.records)
+        self.identity = f"torch {sizes}"
+        self.facts = {
+            "files": len(files),
+            "bytes": sum(size for _, size, _ in sizes),
+            "checksums": "of each record" if summed else "none",
+        }
+
+
+def _check_stranger(path: Path, value: Any, name: str) -> None:
+    """Raise CheckpointError where weights may be in an object that is not read."""
+    for stranger in strangers_in(value):
+        if not name or any(True for _ in tensors_in(stranger)):
+            raise refusal(path, f"{stranger.name}. Save state dicts, of tensors in plain containers")
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in nested dicts and lists, by the way there; of empty ones themselves."""
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, (list, tuple)) and not isinstance(value, StoredTensor):
+        items = list(enumerate(value))
+    if not items:
+        yield name, value
+    for key, item in items:
+        yield from _leaves(item, f"{name}.{key}" if name else str(key))

@@ -1,0 +1,39 @@
+"""The index of a model whose weights are in several files, in the layout of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from zero.errors import CheckpointError, CorruptCheckpointError
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of every name. Files are beside the index and there.
+
+    Raises CorruptCheckpointError for an index that makes no sense, CheckpointError for files that are not
+    beside it.
+    """
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{index} cannot be used: {error}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}, which is no file beside it")
+        if not (index.parent / name).is_file():
+            raise CheckpointError(f"{index.parent} is not complete: {name} is missing")
+    return dict(weight_map)
+
+
+def check_weight_map(index: Path, weight_map: dict[str, str], found: list[tuple[str, str]]) -> None:
+    """Raise CorruptCheckpointError unless the index is true. found: names of tensors and of their files."""
+    places: dict[str, str] = {}
+    for name, file in found:
+        if name in places:
+            raise CorruptCheckpointError(f"{index.parent}: {name!r} is in two files")
+        places[name] = file
+    for name, file in weight_map.items():
+        if places.get(name) != file:
+            raise CorruptCheckpointError(f"{index} says that {name!r} is in {file}, and it is not")
