@@ -161,6 +161,19 @@ def test_ranks_seem_to_be_on_hosts_of_their_own_wherever_they_were_started(
     assert len(hosts) == 4
 
 
+def test_a_rank_stays_who_it_is_when_the_job_is_asked_for_again(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL reads the host at the first collective: when an engine has asked for the job, without a rank."""
+    assert told(True, 1, 2)["NCCL_HOSTID"].endswith("-1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    for inherited in ({}, {"RANK": "0"}):
+        environment.pop("RANK", None)
+        environment.update(inherited)
+        assert told(True)["NCCL_HOSTID"].endswith("-1")
+
+
 def test_what_the_user_set_stays(environment: dict[str, str]) -> None:
     environment.update(NCCL_SOCKET_IFNAME="eth1", TORCH_NCCL_DUMP_ON_TIMEOUT="1")
     seen = told(True)

@@ -6,6 +6,7 @@ import os
 import socket
 
 import torch
+import torch.distributed as dist
 from torch.distributed import Store
 
 from accelz.collectives import Collectives, Group
@@ -49,9 +50,8 @@ class NcclCollectives(Collectives):
         _set_defaults(AFTER_A_TIMEOUT)
         if self._shared_device:
             _set_defaults(ON_ONE_MACHINE)
-            place = os.environ.get("RANK", "0") if rank is None else rank
             # Not a default: a process that was a rank itself hands its own down to the ranks it starts.
-            os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{place}"
+            os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}-{_place(rank)}"
         return super().init(timeout, rank, world_size, store)
 
     def check(self, group: Group) -> None:
@@ -59,6 +59,14 @@ class NcclCollectives(Collectives):
         error = group.process_group._get_backend(torch.device("cuda")).get_error()
         if error.name != "SUCCESS":
             raise CollectiveError(f"NCCL's watchdog has aborted a collective: {error.name}")
+
+
+def _place(rank: int | None) -> str:
+    """Which of the job's ranks this is. NCCL reads it at the first collective, when a job that was joined with
+    a rank may have been asked for without one."""
+    if rank is not None:
+        return str(rank)
+    return str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "0")
 
 
 def _set_defaults(variables: dict[str, str]) -> None:

@@ -30,6 +30,16 @@ struct Generator final : c10::GeneratorImpl {
   void set_state(const c10::TensorImpl& state) override { impl().set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return impl().get_state(); }
 
+  // The state itself and no copy: who has it draws on with it.
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
+    auto* other = dynamic_cast<Generator*>(state.get());
+    TORCH_CHECK(other != nullptr, "expected the state of a generator of a sim device");
+    host = other->host;
+  }
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
+    return c10::make_intrusive<Generator>(device().index(), host);
+  }
+
   at::Generator host;
 
  private:

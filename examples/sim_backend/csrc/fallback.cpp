@@ -312,10 +312,11 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   run_now(call, stack);
 }
 
-// torch has a decomposition for these that would come before the fallback, and round otherwise than the
-// host's kernel does.
-constexpr const char* kNotDecomposed[] = {"native_layer_norm", "native_group_norm", "silu_backward",
-                                          "mish_backward", "addr"};
+// torch has a decomposition for these that would come before the fallback: it rounds otherwise than the
+// host's kernel does, or has it resize a result that is there already.
+constexpr const char* kNotDecomposed[] = {
+    "native_layer_norm", "native_group_norm", "silu_backward", "mish_backward", "addr",
+    "mse_loss",          "smooth_l1_loss"};
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (const char* name : kNotDecomposed) {

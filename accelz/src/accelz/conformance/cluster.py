@@ -126,10 +126,14 @@ class Cluster:
         self, body: Callable[..., Any], arguments: dict[str, Any], limit: float, grace: float
     ) -> list[Outcome]:
         self.start()
-        for _, pipe in self._workers:
-            with contextlib.suppress(BrokenPipeError):  # that rank is gone: _collect finds it
-                pipe.send((body, arguments))
-        outcomes = self._collect(limit, grace)
+        try:
+            for _, pipe in self._workers:
+                with contextlib.suppress(BrokenPipeError):  # that rank is gone: _collect finds it
+                    pipe.send((body, arguments))
+            outcomes = self._collect(limit, grace)
+        except BaseException:  # a test's own time limit: what the ranks still answer is not for the next body
+            self.stop()
+            raise
         if any(o.status != "returned" for o in outcomes):
             self.stop()  # the group may be unusable; the next run starts afresh
         return outcomes

@@ -64,6 +64,12 @@ def set_rng_state(state: Tensor, device: int | str | torch.device = NAME) -> Non
     _C.default_generator(index_of(device)).set_state(state)
 
 
+def get_generator(device: torch.device) -> torch.Generator:
+    """For graphs that recompute random operations, if torch is told that they may
+    (`torch._functorch._aot_autograd.utils.register_graphsafe_rng_device_type`)."""
+    return _C.default_generator(index_of(device))
+
+
 def manual_seed(seed: int) -> None:
     _C.default_generator(_C.current_device()).manual_seed(seed)
 
@@ -76,6 +82,7 @@ def manual_seed_all(seed: int) -> None:
 def _module() -> ModuleType:
     module = ModuleType(f"torch.{NAME}", "The simulated accelerator.")
     names = {
+        "_get_generator": get_generator,
         "_initialized": True,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
@@ -83,6 +90,7 @@ def _module() -> ModuleType:
         "Stream": streams.Stream,
         "current_device": _C.current_device,
         "current_stream": streams.current_stream,
+        "default_generators": tuple(map(_C.default_generator, range(_C.DEVICES))),
         "device": device,
         "device_count": lambda: _C.DEVICES,
         "empty_cache": memory.empty_cache,

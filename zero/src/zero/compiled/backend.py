@@ -13,7 +13,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from zero.compiled import inductor, pipeline
 from zero.compiled.explain import GraphReport
 from zero.compiled.facts import Facts, ParameterFacts
-from zero.compiled.graphs import ShardedGraph
+from zero.compiled.graphs import ShardedGraph, outputs
 from zero.settings.compilation import Compile
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
@@ -66,7 +66,9 @@ class _Compilation:
         """Cut a joint graph in forward and backward and run the passes on both."""
         forward, backward = min_cut_rematerialization_partition(joint, fakes, **options)
         names = self._by_name(forward)
-        inputs = [names.get(n.name) for n in forward.graph.find_nodes(op="placeholder")]
+        gradients = outputs(backward.graph).args[0]  # of the inputs, without states of generators behind them
+        placeholders = forward.graph.find_nodes(op="placeholder")[: len(gradients)]  # type: ignore[arg-type]
+        inputs = [names.get(node.name) for node in placeholders]
         graphs = (ShardedGraph(forward, self._facts, names), ShardedGraph(backward, self._facts, names))
         kept, backend = options["num_fwd_outputs"], self._backend
         backend.reports += pipeline.for_training(*graphs, inputs, kept, backend.settings, backend.activations)

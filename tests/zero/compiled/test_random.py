@@ -1,0 +1,91 @@
+"""Random operations in graphs: what is recomputed in the backward draws the numbers of the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._functorch._aot_autograd import utils as aot_utils
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.training import adamw
+
+WIDTH, STEPS = 32, 4
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout, each recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(), nn.Linear(WIDTH, WIDTH))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 300)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return F.mse_loss(self.head(x), torch.ones(300, device=x.device))
+
+
+@contextmanager
+def states_in_graphs(device_type: str) -> Iterator[None]:
+    """Have graphs on this device take the states of generators as inputs, as they do on CUDA."""
+    if device_type != "sim":
+        yield
+        return
+    aot_utils.register_graphsafe_rng_device_type(device_type)
+    try:
+        yield
+    finally:
+        aot_utils._GRAPHSAFE_RNG_DEVICE_TYPES.discard(device_type)
+
+
+def losses(context: Context, stage: int | None) -> list[float]:
+    """Of an engine's training; without a stage, of torch.compile alone."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model, device = Dropping(), context.accelerator.device
+    if stage is None:
+        model.to(device)
+        optimizer = adamw(model)
+        call = torch.compile(model, backend="aot_eager")
+    else:
+        config = zero.Config(stage=stage, compile=zero.Compile(inner="aot_eager"), timeout=20)  # type: ignore[arg-type]
+        call = engine = zero.initialize(model, adamw(model), config)
+    torch.manual_seed(5 + context.rank)
+    found = []
+    for step in range(STEPS):
+        loss = call(torch.full((4, WIDTH), 0.1 * (step + context.rank + 1), device=device))
+        if stage is None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            engine.backward(loss)
+            engine.step()
+        found.append(loss.item())
+    return found
+
+
+def body(context: Context, stages: tuple[int | None, ...]) -> list[list[float]]:
+    with states_in_graphs(context.accelerator.device.type):
+        return [losses(context, stage) for stage in stages]
+
+
+def test_a_graph_draws_what_torch_compile_draws(cluster: Clusters) -> None:
+    ((plain, sharded),) = cluster(1).run(body, stages=(None, 3), limit=120)
+    assert all(abs(a - b) <= 1e-5 * abs(a) for a, b in zip(plain, sharded, strict=True))
+
+
+def test_stages_draw_the_same(cluster: Clusters) -> None:
+    ranks = cluster(2).run(body, stages=(0, 3), limit=120)
+    assert all(whole == sharded for whole, sharded in ranks)
+    assert ranks[0] != ranks[1]
