@@ -35,8 +35,8 @@ kind = accelz.use({0!r}).device.type
 name = getattr(torch.get_device_module(kind), "get_device_name", platform.processor)
 print(name() or platform.machine())
 """
-DEFAULTS = {"ACCELZ_CUDA_SHARED_DEVICE": "1", "NCCL_DEBUG": "WARN"}
-"""Ranks share the one GPU there is, and what goes wrong between them is in the log."""
+DEFAULTS = {"ACCELZ_CUDA_SHARED_DEVICE": "1", "ACCELZ_PATIENCE": "2", "NCCL_DEBUG": "WARN"}
+"""Ranks share the one GPU there is, in turns, and what goes wrong between them is in the log."""
 PYTEST = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
 """No plugins but those that a step names: what others do to a run is not the device's business."""
 

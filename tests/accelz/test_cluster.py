@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -52,6 +53,35 @@ def test_values_come_back_by_rank_and_workers_are_reused(cluster: Clusters) -> N
 def test_a_failing_rank_is_reported_and_replaced(cluster: Clusters, how: str, status: str) -> None:
     outcomes = cluster(2).outcomes(_fail_on, rank=1, how=how, limit=3.0)
     assert [o.status for o in outcomes] == ["returned", status]
+    assert cluster(2).run(_sum_of_ranks) == [1.0, 1.0]
+
+
+def _slowly(context: Context) -> str:
+    time.sleep(1.0)
+    return "late"
+
+
+def test_a_device_may_need_more_time(cluster: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cluster(2).outcomes(_slowly, limit=0.3)[0].status == "hung"
+    monkeypatch.setenv("ACCELZ_PATIENCE", "20")
+    assert cluster(2).run(_slowly, limit=0.3) == ["late", "late"]
+
+
+def test_an_interrupted_run_leaves_no_answer_for_the_next(cluster: Clusters) -> None:
+    """As where a test's own time limit ends it."""
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError("on purpose")
+
+    cluster(2).start()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TimeoutError):
+            cluster(2).run(_slowly)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
     assert cluster(2).run(_sum_of_ranks) == [1.0, 1.0]
 
 

@@ -418,3 +418,42 @@ def test_nothing_is_saved_of_a_collective_that_was_aborted(tmp_path: Path, when:
     finally:
         job.stop()
     assert not (tmp_path / "run").exists()
+
+
+class Either(nn.Module):
+    """Two layers, in an order of the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor, turned: bool) -> Tensor:
+        first, second = (self.b, self.a) if turned else (self.a, self.b)
+        return second(first(x)).square().mean()
+
+
+def diverging_body(context: Context) -> str:
+    from accelz_sim import faults
+
+    model = Either()
+    config = zero.Config(stage=3, units=(nn.Linear,), prefetch=0, timeout=20)
+    engine = zero.initialize(model, torch.optim.AdamW(model.parameters()), config)
+    x = torch.ones(2, 32, device=context.accelerator.device)
+    with faults.collective("is aborted", 1):
+        with torch.no_grad():
+            engine(x, context.rank == 1)
+        with pytest.raises(zero.RankMismatchError) as failed:
+            engine.state_dict()
+    return str(failed.value)
+
+
+def test_an_abort_where_ranks_had_parted_says_where() -> None:
+    """A library may abort what does not fit together before the engine compares what the ranks have done."""
+    job = Cluster("sim", 2, timeout=20)
+    try:
+        for told in job.run(diverging_body):
+            assert "ranks issued different collectives" in told
+            assert "gather of unit 'a'" in told
+            assert "gather of unit 'b'" in told
+    finally:
+        job.stop()

@@ -20,6 +20,13 @@ from accelz.conformance.cluster import Context
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, rank) -> loss of that rank's micro-batch
 
+# For comparisons: kernels of GPUs that sum in any order, or with ten bits, are not chosen. On the host
+# nothing changes.
+torch.backends.cudnn.deterministic = True
+torch.backends.cudnn.allow_tf32 = False
+torch.backends.cuda.enable_mem_efficient_sdp(False)
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 
 def collect_all() -> None:
     """Collect garbage until there is none: what goes may let go of more, which the next collection finds."""
@@ -93,7 +100,7 @@ def train_reference(
     clip: float | None = None,
 ) -> Run:
     """The same with DistributedDataParallel on a copy of `model`."""
-    model = copy.deepcopy(model)
+    model = _where_kernels_are(context, copy.deepcopy(model))
     wrapped = _Wrapped(model, loss)
     parallel = DistributedDataParallel(wrapped, find_unused_parameters=True)
     optimize = optimizer(model)
@@ -107,7 +114,7 @@ def train_reference(
                 run.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
             optimize.step()
             optimize.zero_grad()
-    run.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    run.state = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
     return run
 
 
@@ -122,7 +129,7 @@ def train_averaging(
 
     Gradients are averaged after backward; a parameter that no rank used keeps `grad = None`.
     """
-    model = copy.deepcopy(model)
+    model = _where_kernels_are(context, copy.deepcopy(model))
     optimize = optimizer(model)
     run = Run()
     for step in range(steps):
@@ -137,7 +144,7 @@ def train_averaging(
         optimize.step()
         optimize.zero_grad()
         run.losses.append(value.item())
-    run.state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    run.state = {k: v.detach().cpu().clone() for k, v in model.state_dict().items()}
     return run
 
 
@@ -150,6 +157,7 @@ def train_mixed_reference(
     dtype: torch.dtype,
 ) -> Run:
     """Unsharded training with 16-bit weights and gradients, fp32 masters and fp32 optimizer state."""
+    _where_kernels_are(context, model)
     narrow = copy.deepcopy(model)
     for parameter in narrow.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -168,6 +176,13 @@ def train_mixed_reference(
                 weight.copy_(master)
         run.losses.append(value.item())
     return run
+
+
+def _where_kernels_are(context: Context, model: nn.Module) -> nn.Module:
+    """The model on the device, whose kernels may round otherwise than the host's; the simulated one computes
+    on the host."""
+    device = context.accelerator.device
+    return model if device.type == "sim" else model.to(device)
 
 
 class _Wrapped(nn.Module):

@@ -62,8 +62,8 @@ class NcclCollectives(Collectives):
 
 
 def _place(rank: int | None) -> str:
-    """Which of the job's ranks this is. NCCL reads it at the first collective, when a job that was joined with
-    a rank may have been asked for without one."""
+    """Which of the job's ranks this is. NCCL reads it at the first collective: by then a job that was joined
+    with a rank may have been asked for without one."""
     if rank is not None:
         return str(rank)
     return str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "0")

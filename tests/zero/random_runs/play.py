@@ -289,7 +289,6 @@ class Play:
 
 def play_body(context: Context, seeds: list[int], folder: str, compiled: bool = False) -> None:
     """Play the runs of these seeds; a failure tells what was drawn and done."""
-    torch.backends.cudnn.allow_tf32 = False  # by default convolutions on a GPU have ten bits
     for seed in seeds:
         drawn = Drawn.draw(seed, compiled)
         play = Play(context, drawn, Path(folder) / str(seed))

@@ -167,7 +167,8 @@ class Communicator:
         ).wait()
 
     def check(self) -> None:
-        """Raise CommunicationError if the library has aborted a collective behind the host's back.
+        """Raise CommunicationError if the library has aborted a collective behind the host's back, or
+        RankMismatchError where the ranks had issued different ones.
 
         What has been computed from it is worthless. After `streams.synchronize()` nothing is missed.
         """
@@ -176,7 +177,10 @@ class Communicator:
             for group in groups.values():
                 self._collectives.check(group)
         except CollectiveError as error:
+            difference = "" if self.failed else self._difference()
             self.failed = self.failed or str(error)
+            if difference:  # libraries abort, too, where ranks meet in collectives of different sizes
+                raise RankMismatchError(f"{difference}. {_ADVICE}") from error
             raise CommunicationError(f"rank {self.group.rank}: {error}. {_WORTHLESS}") from error
 
     def agree(self, flag: bool = False) -> bool:
@@ -325,9 +329,12 @@ class Communicator:
 
     def _explain_mismatch(self) -> NoReturn:
         self.failed = "the ranks issued different collectives"
+        raise RankMismatchError(f"{self._difference() or self.failed}. {_ADVICE}")
+
+    def _difference(self) -> str:
+        """Where the ranks' collectives part, in words; "" where they agree."""
         log = dict(self._log)
-        difference = self._reports.difference(log, self._reports.exchange(log))
-        raise RankMismatchError(f"{difference or self.failed}. {_ADVICE}")
+        return self._reports.difference(log, self._reports.exchange(log))
 
 
 def _transportable(tensor: Tensor) -> Tensor:
