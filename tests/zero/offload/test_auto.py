@@ -150,6 +150,59 @@ def test_out_of_memory_moves_state_away_and_goes_on(cluster: Clusters, device: s
     assert "moved to the host" in found["told"][0]
 
 
+class Hungry(nn.Module):
+    """A layer that asks for more memory than there is, when it is told to."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.wants = False
+        self._accelerator = context.accelerator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.wants:
+            self.wants = False
+            much = self._accelerator.memory.stats().free + 4096
+            torch.empty(much, dtype=torch.uint8, device=x.device)
+        return torch.tanh(self.linear(x))
+
+
+def accumulating_body(context: Context, movable: bool) -> dict[str, Any]:
+    """The second micro-batch of a step finds no room in its forward; state makes some, or there is none."""
+    found: dict[str, Any] = {}
+    optimizer_of = torch.optim.AdamW if movable else torch.optim.SGD
+    for hungry in (False, True):
+        model = build()
+        model[3] = layer = Hungry(context)
+        config = zero.Config(offload="auto", gradient_accumulation_steps=2, timeout=20)
+        engine = zero.initialize(model, optimizer_of(model.parameters(), lr=1e-3), config)
+        losses = [one_step(engine, step) for step in range(7)]
+        layer.wants = hungry
+        if hungry and not movable:
+            with pytest.raises(torch.OutOfMemoryError):
+                engine(torch.ones(BATCH, WIDTH, device=engine.accelerator.device))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            losses += [one_step(engine, step) for step in range(7, 10)]
+        told = sum("ran out of memory" in str(w.message) for w in caught)
+        found["hungry" if hungry else "fed"] = (losses, engine.steps)
+        found["told"] = told
+    return found
+
+
+@pytest.mark.parametrize("movable", [True, False])
+def test_a_forward_without_room_leaves_earlier_micro_batches(
+    cluster: Clusters, device: str, movable: bool
+) -> None:
+    if device != "sim":
+        pytest.skip("needs a device that runs out of memory at a known point")
+    (found,) = cluster(1).run(accumulating_body, movable=movable, limit=60)
+    (hungry, steps), (fed, expected) = found["hungry"], found["fed"]
+    assert steps == expected == 5
+    assert hungry == pytest.approx(fed, rel=1e-5)
+    assert found["told"] == movable
+
+
 def creep_body(context: Context, traced: bool) -> dict[str, Any]:
     """A step that comes too near to the limit, without reaching it. traced: the user follows its memory."""
     from accelz_sim import memory

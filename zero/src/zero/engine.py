@@ -112,11 +112,12 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; the same as calling the model itself.
+        """The model's forward; the same as calling the model itself, but where it finds no room.
 
         With offload="auto", an operation that finds no room in a forward larger than any before is repeated,
         where optimizer state can make some. Other forwards, and compiled ones, are repeated whole, on one
-        rank; on several, the OutOfMemoryError says what to do.
+        rank; on several, the OutOfMemoryError says what to do. Gradients of earlier micro-batches stay where
+        it does not say otherwise.
         """
         if self._balancer is None:
             return self.module(*args, **kwargs)
@@ -124,9 +125,10 @@ class Engine:
         try:
             return self.module(*args, **kwargs)
         except torch.OutOfMemoryError as error:
-            self._recover()
+            self._passes.drop_forward()
             self._make_room(error)
             if self.world_size > 1:
+                self._recover()
                 raise _asking_to_repeat("forward") from error
         self.accelerator.rng.set_state(before)
         return self.module(*args, **kwargs)

@@ -107,9 +107,7 @@ class Passes(Uncopied):
             self.reducer.finish_backward()
         finally:
             self.phase.in_backward = self._communicator.in_pass = self._visits.expected = False
-            if (
-                not self._forwards
-            ):  # of the model as a whole: its parts have been called, whose order this was
+            if not self._forwards:  # of the whole model: its parts have been called, whose order this was
                 self._schedule.begin(training=True)
             self._forwards = 0
         self._reset()
@@ -143,6 +141,11 @@ class Passes(Uncopied):
         """Drop whole values, also of forwards that no backward has followed; see ShardedUnit.forget_calls."""
         for unit in self._units:
             unit.forget_calls(keep)
+            unit.release()
+
+    def drop_forward(self) -> None:
+        """After an exception in a forward, whose hooks have let go of what it had: drop what it prefetched."""
+        for unit in self._units:
             unit.release()
 
     def recover(self) -> None:
@@ -200,9 +203,7 @@ class Passes(Uncopied):
             self._forwards += torch.is_grad_enabled()
             self._watch.look()
         if not (_in_autograd() or any(u.holds for u in self._units)):
-            self.release_all(
-                keep=DIFFERENTIATED
-            )  # what an earlier forward prefetched or kept, and never used
+            self.release_all(keep=DIFFERENTIATED)  # what a forward prefetched or kept, and never used
             self._forget_progress()
             self._schedule.begin(torch.is_grad_enabled())
             self.on_forward()
