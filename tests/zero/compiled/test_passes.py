@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -339,6 +340,19 @@ def test_reduce_gradients() -> None:
     ]
     with pytest.raises(RuntimeError, match="3 outputs for 2 inputs"):
         reduce_gradients(graph, (A, None))
+
+
+def test_one_gradient_of_several_parameters_ends_the_unit_once() -> None:
+    def backward(tangent: Tensor) -> tuple[Tensor, Tensor]:
+        summed = tangent.sum(0)
+        return summed, summed
+
+    graph = graph_of(backward, "tangent")
+    assert reduce_gradients(graph, (A, dataclasses.replace(B, unit=0))) == 2
+    assert shown(graph).splitlines()[1:3] == [
+        "reduce_grad = zero.reduce_grad(sum_1, 7, 0, False)",
+        "reduce_grad_1 = zero.reduce_grad(sum_1, 7, 1, True)",
+    ]
 
 
 def pair() -> tuple[ShardedGraph, ShardedGraph]:

@@ -147,6 +147,47 @@ def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -
         time.sleep(0.01)
 
 
+ENDED = """
+import os, sys
+from pathlib import Path
+from zero.consolidate import Options, consolidate, open_source
+from zero.consolidate.files import WeightStorage
+
+class Ending(WeightStorage):
+    def rename(self, old, new):
+        super().rename(old, new)
+        os._exit(9)
+
+with open_source(Path(sys.argv[1])) as source:
+    consolidate(source, Path(sys.argv[2]), Options(max_shard_size=400_000, workers=1), storage=Ending())
+"""
+
+
+def test_what_a_killed_run_has_written_of_damaged_records_is_found(
+    tmp_path: Path, model: saved.State
+) -> None:
+    """A record's checksum is known at its end: when the file that was made of it may be finished already."""
+    path, out = tmp_path / "model.pt", tmp_path / "out"
+    torch.save(model, path)
+    data = bytearray(path.read_bytes())
+    data[data.find(model["layers.0.weight"].numpy().tobytes()) + 9] ^= 16
+    path.write_bytes(data)
+    assert subprocess.run([sys.executable, "-c", ENDED, str(path), str(out)], check=False).returncode == 9
+    assert len(list((tmp_path / ".out.zero-weights").glob("*.safetensors"))) == 1
+    with pytest.raises(zero.CorruptCheckpointError, match=r"'layers\.0\.weight'"):
+        run(path, out)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_a_killed_run_with_other_names_for_a_tensor_begins_anew(tmp_path: Path, model: saved.State) -> None:
+    """Further names of a tensor are in the header alone."""
+    path, out = tmp_path / "model.pt", tmp_path / "out"
+    torch.save({**model, "tied": model["layers.0.weight"]}, path)
+    assert subprocess.run([sys.executable, "-c", ENDED, str(path), str(out)], check=False).returncode == 9
+    run(path, out, Options(max_shard_size=SHARD, exclude=("tied",)))
+    assert saved.same(saved.read(out), model)
+
+
 def test_a_killed_run_with_other_options_begins_anew(
     tmp_path: Path, checkpoint: Path, model: saved.State
 ) -> None:

@@ -144,7 +144,7 @@ class Passes(Uncopied):
             unit.release()
 
     def drop_forward(self) -> None:
-        """After an exception in a forward, whose hooks have let go of what it had: drop what it prefetched."""
+        """After an exception in a forward, whose hooks have let go of its units: drop what it prefetched."""
         for unit in self._units:
             unit.release()
 

@@ -183,7 +183,9 @@ class _Job:
         output = Output(self.storage, directory, self.plan, self.converter)
         try:
             pending = frozenset(output.pending)
-            self._pass("writing", pending, output.write)
+            # What an earlier run has written is read again where only its records' ends tell damage.
+            read = self._every if self.source.sums_records else pending
+            self._pass("writing", read, pending, output.write)
             self.source.finish()
         finally:
             output.close()
@@ -195,25 +197,39 @@ class _Job:
         """Everything that was written, from the disk, with the source."""
         comparison = Comparison(self.storage, directory, self.plan, self.converter)
         try:
-            every = frozenset(chosen.tensor for file in self.plan.files for chosen in file.tensors)
-            self._pass("verifying", every, comparison.compare)
+            self._pass("verifying", self._every, self._every, comparison.compare)
         finally:
             comparison.close()
 
-    def _pass(self, what: str, tensors: frozenset[int], handle: Callable[[Chunk, Buffers], int]) -> None:
-        nbytes = sum(t.nbytes for file in self.plan.files for t in file.tensors if t.tensor in tensors)
+    @property
+    def _every(self) -> frozenset[int]:
+        return frozenset(chosen.tensor for file in self.plan.files for chosen in file.tensors)
+
+    def _pass(
+        self,
+        what: str,
+        read: frozenset[int],
+        counted: frozenset[int],
+        handle: Callable[[Chunk, Buffers], int],
+    ) -> None:
+        nbytes = sum(t.nbytes for file in self.plan.files for t in file.tensors if t.tensor in counted)
         told = _Told(self.progress, what, nbytes)
-        chunks = self.source.chunks(tensors, self.limit)
+        chunks = self.source.chunks(read, self.limit)
         run(chunks, self.workers, self.limit, lambda chunk, buffers: told(handle(chunk, buffers)))
 
 
 def _fingerprint(source: Source, plan: Plan) -> bytes:
     """What a run is about to write, so that a later one knows whether it is the same."""
-    tensors = [
-        [file.name, file.nbytes, [(t.tensor, t.name, t.dtype, file.offsets[t.tensor]) for t in file.tensors]]
+    files = [
+        [
+            file.name,
+            file.nbytes,
+            [(offset, hashlib.sha256(content).hexdigest()) for offset, content in file.fixed],
+            [(t.tensor, t.name, t.dtype, file.offsets[t.tensor]) for t in file.tensors],
+        ]
         for file in plan.files
     ]
-    text = json.dumps([source.identity, tensors])
+    text = json.dumps([source.identity, files])
     return hashlib.sha256(text.encode()).hexdigest().encode()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.sources.deepspeed_files import master_file, optimizer_files
-from zero.sources.deepspeed_weights import DeepSpeedWeights, Shape, Values, mapping
+from zero.sources.deepspeed_weights import DeepSpeedWeights, Shape, Values, mapping, refuse_strangers
 from zero.sources.flat_groups import stage2, stage3
 from zero.sources.inert_pickle import StoredTensor
 from zero.sources.torch_file import TorchFile
@@ -17,6 +17,7 @@ _FLAT_GROUPS = {
     False: "single_partition_of_fp32_groups",
     True: "fp32_flat_groups",
 }  # by whether it is stage 3
+_READ = ("zero_stage", "partition_count", "param_alignment_paddings")
 
 
 class ShardedSource(DeepSpeedWeights):
@@ -25,8 +26,10 @@ class ShardedSource(DeepSpeedWeights):
     format = "DeepSpeed ZeRO"
 
     def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[Values]]:
-        files = [self.torch_file(path) for path in optimizer_files(self.path)]
+        files = [self.torch_file(path, client=True) for path in optimizer_files(self.path)]
         states = [mapping(file, "optimizer_state_dict") for file in files]
+        for file, state in zip(files, states, strict=True):
+            refuse_strangers(file.path, state, (*_READ, *_FLAT_GROUPS.values()))
         self._ranks = len(files)
         self._stage = int(states[0].get("zero_stage", 1))  # BF16_Optimizer is stage 1 and does not say so
         self._check_ranks(files, states)

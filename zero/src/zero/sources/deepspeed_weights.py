@@ -46,7 +46,7 @@ class DeepSpeedWeights(RecordSource):
         """An open file of this checkpoint. client: one in which jobs keep objects of their own as well."""
         file = TorchFile(path, STAND_INS, strangers=client)
         if client and isinstance(file.content, Mapping):
-            _refuse_strangers(file)
+            refuse_strangers(file.path, file.content, _READ)
         self.add_file(file.path, file.records)
         self._files.append(file)
         return file
@@ -142,14 +142,14 @@ class DeepSpeedWeights(RecordSource):
         }
 
 
-def _refuse_strangers(file: TorchFile) -> None:
+def refuse_strangers(path: Path, content: Mapping[str, Any], keys: Iterable[str]) -> None:
     """Where weights and their names are looked for. Of the module's state only what holds tensors is missed:
     the rest, extra state of modules, is left out anyway."""
-    for key in _READ:
-        value = file.content.get(key)
+    for key in keys:
+        value = content.get(key)
         for stranger in strangers_in(value):
             if key != "module" or stranger is value or any(True for _ in tensors_in(stranger)):
-                raise refusal(file.path, stranger.name)
+                raise refusal(path, stranger.name)
 
 
 def mapping(file: TorchFile, key: str) -> Mapping[str, Any]:

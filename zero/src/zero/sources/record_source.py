@@ -75,6 +75,10 @@ class RecordSource(Source):
             what = f"{type(error).__name__}: {error}"
             raise CorruptCheckpointError(f"{path} is not laid out as {self.format} is: {what}") from error
 
+    @property
+    def sums_records(self) -> bool:
+        return any(key.record.crc is not None for key in self._records)
+
     @abstractmethod
     def describe(self) -> None:
         """Set `tensors`, `facts`, `identity` and `left_out`, add the files, and say what lies where."""

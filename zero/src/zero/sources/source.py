@@ -77,6 +77,11 @@ class Source(ABC):
     identity: str
     left_out: tuple[str, ...] = ()
 
+    @property
+    def sums_records(self) -> bool:
+        """Whether checksums cover more than a chunk, so that only `finish` tells of damage."""
+        return False
+
     @abstractmethod
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
         """All bytes of the tensors with these indices, each once, in chunks of at most `limit` bytes."""

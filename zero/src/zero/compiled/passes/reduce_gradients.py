@@ -32,10 +32,12 @@ def reduce_gradients(graph: ShardedGraph, inputs: Sequence[ParameterFacts | None
     gradients = _as_computed(result, taken)
     order = graph.positions()
     last = {taken[p].unit: p for p in sorted(taken, key=lambda p: order[gradients[p]])}
+    ends = {node: node for node in gradients.values()}  # of several parameters: behind what is there already
     for place, parameter in taken.items():
-        with graph.graph.inserting_after(gradients[place]):
-            arguments = (gradients[place], graph.facts.handle, parameter.number)
-            graph.call(REDUCE, *arguments, last[parameter.unit] == place)
+        gradient = gradients[place]
+        with graph.graph.inserting_after(ends[gradient]):
+            arguments = (gradient, graph.facts.handle, parameter.number)
+            ends[gradient] = graph.call(REDUCE, *arguments, last[parameter.unit] == place)
         result[place] = None
     outputs(graph.graph).args = (tuple(result),)
     graph.graph.eliminate_dead_code()
