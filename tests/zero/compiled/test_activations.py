@@ -13,15 +13,17 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.compiled.models import FAULTS, Watched, fresh, tokens
 from tests.zero.models import device_of
-from tests.zero.training import adamw
+from tests.zero.training import adamw, relative_error
 
 LENGTH = 1024  # long enough that values are worth moving
 
 
-def build(model: nn.Module, where: str = "host", fraction: float = 1.0, **settings: Any) -> zero.Engine:
+def build(
+    model: nn.Module, where: str = "host", fraction: float = 1.0, inner: Any = "aot_eager", **settings: Any
+) -> zero.Engine:
     part = {"activations": fraction} if where == "host" else {}
     offload = zero.Offload(activations=where, fraction=part)
-    config = zero.Config(compile=zero.Compile(inner="aot_eager"), offload=offload, timeout=20, **settings)
+    config = zero.Config(compile=zero.Compile(inner=inner), offload=offload, timeout=100, **settings)
     return zero.initialize(model, adamw(model), config)
 
 
@@ -70,6 +72,20 @@ def test_the_peak_falls_and_losses_are_the_same(cluster: Clusters, device: str) 
         assert all_["peak"] < 0.7 * stay["peak"]
         for run in (stay, half, all_) if found["counts"] else ():
             assert 0.99 < run["peak"] / run["predicted"] < 1.01, found
+
+
+def inductor_body(context: Context) -> dict[str, Any]:
+    engines = {where: build(fresh(), where, inner="inductor") for where in ("device", "host")}
+    losses = {where: train(engine)[0] for where, engine in engines.items()}
+    return losses | {"moved": moved(engines["host"])}
+
+
+def test_generated_code_sends_them_away_too(cluster: Clusters, device: str) -> None:
+    if device in ("cpu", "sim"):
+        pytest.skip("needs a device with memory of its own that inductor generates code for")
+    (found,) = cluster(1).run(inductor_body, limit=280)
+    assert found["moved"] > 0
+    assert relative_error(found["host"], found["device"]) < 1e-5
 
 
 def paths_body(context: Context) -> dict[str, Any]:

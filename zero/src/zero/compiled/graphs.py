@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._prims import rng_prims
 
 from zero.compiled.facts import Facts, ParameterFacts
 from zero.compiled.ops import ALLGATHER, PREFETCH, RELEASE, WAIT
@@ -102,9 +103,10 @@ class ShardedGraph:
 
 def is_alias(node: fx.Node, source: fx.Node) -> bool:
     """Whether `node`'s output may be a view of `source`, one of its inputs."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    operation, _ = called(node)
+    if operation is None:
         return node.op != "output"
-    if not any(r.alias_info is not None for r in node.target._schema.returns):
+    if not any(r.alias_info is not None for r in operation._schema.returns):
         return False
     return any(argument.alias_info is not None for argument in _arguments_of(node, source))
 
@@ -117,10 +119,22 @@ def writes(node: fx.Node, source: fx.Node) -> bool:
 
 def _arguments_of(node: fx.Node, source: fx.Node) -> Iterator[torch._C.Argument]:
     """The arguments of an operator, as its schema has them, that `source` is given as."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema
-        given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | node.kwargs
+    operation, arguments = called(node)
+    if operation is not None:
+        schema = operation._schema
+        given = {a.name: v for a, v in zip(schema.arguments, arguments, strict=False)} | node.kwargs
         yield from (a for a in schema.arguments if source in _flat(given.get(a.name)))
+
+
+def called(node: fx.Node) -> tuple[torch._ops.OpOverload | None, tuple[Any, ...]]:
+    """The operator that a node calls, and its arguments without keywords; also where a generator's state is
+    put in its place for the call. None for anything else."""
+    target, arguments = node.target, node.args
+    if target is rng_prims.run_with_rng_state:  # the state, the operator, its arguments
+        target, arguments = arguments[1], arguments[2:]  # type: ignore[assignment]
+    elif target in (rng_prims.run_and_save_rng_state, rng_prims.graphsafe_run_with_rng_state):
+        target, arguments = arguments[0], arguments[1:]  # type: ignore[assignment]
+    return (target if isinstance(target, torch._ops.OpOverload) else None), arguments
 
 
 def readers(value: fx.Node) -> Iterator[fx.Node]:
