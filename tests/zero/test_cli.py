@@ -95,6 +95,17 @@ def test_inspect_tells_what_is_there(checkpoint: Path) -> None:
     ]
 
 
+def test_a_directory_without_a_name_may_be_meant(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint)
+    assert run("verify", ".").exit_code == 0
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for path in (".", "/", ".."):
+        assert "no complete checkpoint" in refused("inspect", path)
+
+
 def test_verify_names_every_damaged_file(checkpoint: Path) -> None:
     result = run("verify", checkpoint)
     assert (result.exit_code, result.stdout) == (0, f"{checkpoint}: intact\n")

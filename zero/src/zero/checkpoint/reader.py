@@ -9,6 +9,7 @@ checkpoint.read("model/blocks.0.weight", 0, memoryview(values))   # in memory or
 from __future__ import annotations
 
 import contextlib
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +38,9 @@ def find(path: Path, storage: Storage = DISK) -> Path:
     if storage.exists(path / LATEST):
         name = read_latest(path, storage).checkpoint
         return _present(path, name, storage) or _fail_to_find(path, storage, f"`latest` names {name!r}")
-    return _present(path.parent, path.name, storage) or _fail_to_find(path, storage, "no checkpoint there")
+    path = Path(os.path.abspath(path))  # "." has no name to look for, and "/" has none at all
+    found = _present(path.parent, path.name, storage) if path.name else None
+    return found or _fail_to_find(path, storage, "no checkpoint there")
 
 
 def read_latest(parent: Path, storage: Storage = DISK) -> Latest:
