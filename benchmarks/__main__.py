@@ -113,6 +113,9 @@ def step_(
         float | None,
         typer.Option(min=0.01, help="Gbit/s between two hosts that share the ranks out (needs root)."),
     ] = None,
+    within: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which no further round begins.")
+    ] = None,
     json: JsonFile = None,
     markdown: MarkdownFile = None,
     name: Name = "",
@@ -140,6 +143,7 @@ def step_(
         limit,
         optimizer.value,
         link,
+        within,
     )
     _report([partial(step.run, options)], Outputs(json, markdown, name))
 

@@ -12,6 +12,8 @@ A device that counts its memory tells the peak of every turn; elsewhere further 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -47,7 +49,8 @@ REFERENCES = (
 @dataclass(frozen=True)
 class StepOptions:
     """device: the accelz backend. batch: sequences per rank. steps: timed ones in a turn. limit: seconds
-    that one call may take. link: Gbit/s between two hosts that share the ranks out; None for one host."""
+    that one call may take. link: Gbit/s between two hosts that share the ranks out; None for one host.
+    within: seconds after which no further round begins; None for as long as it takes."""
 
     device: str = "cpu"
     size: str = "medium"
@@ -63,6 +66,7 @@ class StepOptions:
     limit: float = 120.0
     optimizer: Literal["adamw", "muon"] = "adamw"
     link: float | None = None
+    within: float | None = None
 
 
 @dataclass
@@ -151,22 +155,25 @@ def _turns_together(
         for name, job in jobs.items():
             job.call("build", limit=LAUNCH_LIMIT)
             yield name, job, True
-        for name in _order(names, options.rounds):
+        for name in _order(names, options):
             yield name, jobs[name], False
 
 
 def _turns_apart(
     options: StepOptions, names: Sequence[str], hosts: Hosts | None
 ) -> Iterator[tuple[str, Job, bool]]:
-    for name in _order(names, options.rounds):
+    for name in _order(names, options):
         with launch(name, options, hosts) as job:
             job.call("build", limit=LAUNCH_LIMIT)
             yield name, job, True
             yield name, job, False
 
 
-def _order(names: Sequence[str], rounds: int) -> Iterator[str]:
-    for turn in range(rounds):
+def _order(names: Sequence[str], options: StepOptions) -> Iterator[str]:
+    end = time.monotonic() + (math.inf if options.within is None else options.within)
+    for turn in range(options.rounds):
+        if turn and time.monotonic() > end:
+            break
         start = turn % max(len(names), 1)
         yield from (*names[start:], *names[:start])
 

@@ -52,10 +52,10 @@ WITHOUT_A_DEVICE = (
 """Minutes of tests of files, the same on any device."""
 HOST_OPTIMIZER = "accelz_cpu.native_kernels.NativeKernels"
 
-# Where memory does not hold all peers at once every turn is a launch of its own, of 15 s or 30 s.
-FULL_STEP = "--size huge --length 2048 --batch 2 --rounds 4 --peers plain,fsdp2,zero3,zero2"
+# Where memory does not hold all peers at once every turn is a launch of its own: fewer rounds then.
+FULL_STEP = "--size huge --length 2048 --batch 2 --rounds 7 --within 180 --peers plain,fsdp2,zero3,zero2"
 FULL_HOST_STEP = (
-    "--size huge --length 2048 --batch 2 --rounds 2 --steps 2 "
+    "--size huge --length 2048 --batch 2 --rounds 3 --steps 2 --within 120 "
     "--peers fsdp2-host,zero3-host,zero3-host-overlap,zero3-host-params"
 )
 QUICK_STEP = "--size tiny --length 16 --batch 1 --rounds 1 --no-memory --peers plain,zero3"

@@ -30,7 +30,10 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_peers_are_timed_and_agree(tmp_path: Path) -> None:
     out, tables = tmp_path / "step.json", tmp_path / "step.md"
-    flags = "--size tiny --precision fp32 --ranks 2 --rounds 1 --steps 1 --batch 1 --length 16 --no-memory"
+    flags = (
+        "--size tiny --precision fp32 --ranks 2 --rounds 9 --within 0.001 --steps 1 --batch 1 --length 16 "
+        "--no-memory"
+    )
     done = bench(
         "step", *flags.split(), "--peers", ",".join(PEERS), "--json", str(out), "--markdown", str(tables)
     )
@@ -44,6 +47,7 @@ def test_peers_are_timed_and_agree(tmp_path: Path) -> None:
     assert tuple(rows) == PEERS
     for name, row in rows.items():
         assert 0 < row["min"] <= row["median"] <= row["max"]
+        assert len(row["rounds"]) == 1
         assert row["losses"] == pytest.approx(rows["ddp"]["losses"], rel=SAME_LOSS), name
         assert f"| {name} |" in tables.read_text()
         assert name in done.stdout
