@@ -7,6 +7,7 @@ import io
 import itertools
 import math
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,22 @@ class Initialised(nn.Module):
             init.zeros_(module.bias)
 
 
+class Aliased(nn.Module):
+    """Parameters whose memory something else uses too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = nn.Parameter(torch.randn(96, 96))
+        self.register_buffer("first", self.now.detach())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the parametrization does not keep an alias
+            self.layer = nn.utils.spectral_norm(nn.Linear(96, 96))
+        self.q, self.k, self.v = map(nn.Parameter, torch.randn(3 * 96, 96).chunk(3))
+        self.alone = nn.Parameter(torch.randn(96, 96))
+        forgotten: list[Any] = [self.alone.data]
+        forgotten.append(forgotten)  # there until garbage is collected
+
+
 def compare_born(build: Callable[[], nn.Module], seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     plain = build()
@@ -177,7 +194,13 @@ def compare_born(build: Callable[[], nn.Module], seed: int) -> dict[str, Any]:
 
 def born_body(context: Context, stage: int) -> dict[str, Any]:
     result = {}
-    for build in (Initialised, LanguageModel, lambda: nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 9))):
+    builds = (
+        Initialised,
+        Aliased,
+        LanguageModel,
+        lambda: nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 9)),
+    )
+    for build in builds:
         found = compare_born(build, seed=11)
         plain, born = found.pop("plain"), found.pop("born")
         identities = [id(p) for p in born.parameters()]
@@ -200,6 +223,7 @@ def test_born_sharded_equals_the_plain_constructor(cluster: Clusters, size: int,
             for what in ("generator", "buffers", "equal", "identity"):
                 assert found[what], (name, what)
         assert per_model["Initialised"]["hollow"] > 10
+        assert per_model["Aliased"]["hollow"] == 1
 
 
 def test_before_initialize_values_are_refused() -> None:
@@ -212,6 +236,22 @@ def test_before_initialize_values_are_refused() -> None:
         pass
     with pytest.raises(TypeError, match=r"zero.Config"), zero.init({"stage": 3}):  # type: ignore[arg-type]
         pass
+
+
+def test_what_shares_a_parameters_memory_can_be_read_before_initialize() -> None:
+    found = compare_born(Aliased, seed=3)
+    plain, born = found["plain"], found["born"]
+    assert torch.equal(born.first, plain.now)
+    assert torch.equal(born.layer.weight, plain.layer.weight)
+    assert born.layer.weight.data_ptr() == born.layer.weight_orig.data_ptr()
+
+
+def test_parameters_over_the_same_memory_are_refused_born_or_not() -> None:
+    with zero.init():
+        model = nn.Linear(96, 96)
+        model.twin = nn.Parameter(model.weight.data)
+    with pytest.raises(zero.ModelError, match="over the same memory"):
+        zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=10))
 
 
 def test_an_exception_in_the_constructor_leaves_nothing_behind() -> None:

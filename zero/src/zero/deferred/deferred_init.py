@@ -13,6 +13,7 @@ the idea of deferred initialisation in torchdistX (2022).
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -53,7 +54,7 @@ def init(config: Config | None = None) -> Iterator[None]:
 
     Values equal those of the plain constructor after the same seed, bit for bit. config: taken for
     symmetry with `zero.initialize`, and checked for its type. Buffers and other tensors are real when
-    the block ends.
+    the block ends, and so are parameters that have their memory in common with one.
     """
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"zero.init takes a zero.Config, got {type(config).__name__}")
@@ -150,21 +151,30 @@ class _Recorder(TorchDispatchMode):
                 storage.resize_(0)
 
     def finish(self) -> None:
-        """Parameters stay hollow and are guarded; every other hollow tensor becomes real.
+        """Parameters stay hollow and are guarded; every other hollow tensor becomes real, and so do
+        Parameters whose memory another tensor uses too: a buffer, or another Parameter.
 
         The interpreter's own list of objects says which exist: parameters are also made by deepcopy, and
         tensors are kept in places that no module knows.
         """
-        alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
-        hollow = [(t, number) for t in alive if (number := self._number(t)) is not None]
-        kept = [p for p, _ in hollow if isinstance(p, nn.Parameter)]
-        deferred = {number for p, number in hollow if isinstance(p, nn.Parameter)}
-        replay(self._recording, sorted({number for _, number in hollow} - deferred))
+        hollow = self._hollow()
+        if self._draws and _shared(hollow):
+            hollow.clear()
+            gc.collect()  # what waits for the collector alone shares nothing
+            hollow = self._hollow()
+        shared = _shared(hollow) if self._draws else set()
+        kept = {p: n for p, n in hollow if isinstance(p, nn.Parameter) and n not in shared}
+        replay(self._recording, sorted({number for _, number in hollow} - set(kept.values())))
         for parameter in kept:
             name = f"<of shape {tuple(parameter.shape)}>"
             parameter.__dict__.update({REASON_ATTRIBUTE: UNBORN, NAME_ATTRIBUTE: name})
             parameter.__dict__[_RECORDING_ATTRIBUTE] = (self._recording, type(parameter))
         guard(kept)
+
+    def _hollow(self) -> list[tuple[Tensor, int]]:
+        """The hollow tensors that there are, with the numbers of their storages."""
+        alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+        return [(t, number) for t in alive if (number := self._number(t)) is not None]
 
     def _number(self, tensor: Tensor) -> int | None:
         """The recording's number of a tensor's storage; None for tensors of other kinds, too."""
@@ -231,6 +241,11 @@ class _Recorder(TorchDispatchMode):
         return map_tensors(
             lambda t: t.detach().clone() if self._recording.number(t) is None else self._reference(t), value
         )
+
+
+def _shared(hollow: Iterable[tuple[Tensor, int]]) -> set[int]:
+    """Storages that several of the tensors use."""
+    return {number for number, uses in Counter(number for _, number in hollow).items() if uses > 1}
 
 
 def _meta(tensor: Tensor) -> Tensor:
