@@ -9,6 +9,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import init
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -252,6 +254,34 @@ def test_parameters_over_the_same_memory_are_refused_born_or_not() -> None:
         model.twin = nn.Parameter(model.weight.data)
     with pytest.raises(zero.ModelError, match="over the same memory"):
         zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=10))
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_to_shard(layers: int, born: bool) -> int:
+    """Operations in zero.initialize of a model whose layers are copies of one."""
+    with zero.init() if born else nullcontext():
+        layer = nn.Linear(96, 96, bias=False)
+        model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(layers)))
+        del layer
+    with Calls() as calls:
+        zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=10))
+    return calls.count
+
+
+def test_a_copied_layer_replays_its_original_and_no_other_copy() -> None:
+    replayed = [
+        calls_to_shard(layers, born=True) - calls_to_shard(layers, born=False) for layers in (4, 8, 16)
+    ]
+    assert replayed[2] - replayed[1] == 2 * (replayed[1] - replayed[0]) > 0
 
 
 def test_an_exception_in_the_constructor_leaves_nothing_behind() -> None:

@@ -201,8 +201,15 @@ class _Recorder(TorchDispatchMode):
             result = _hollow_like(shape, _device(args, kwargs))
             self._recording.add_storage(result, shape.untyped_storage().nbytes())
             output = self._reference(result)
-        operation = Operation(func, self._saved(args), self._saved(kwargs), output, set())
-        operation.touches = {h.storage for h in references_in((operation.args, operation.kwargs, output))}
+        saved_args, saved_kwargs = self._saved(args), self._saved(kwargs)
+        operation = Operation(
+            func,
+            saved_args,
+            saved_kwargs,
+            output,
+            touches={h.storage for h in references_in((saved_args, saved_kwargs, output))},
+            writes={h.storage for h in references_in((_written(func, saved_args, saved_kwargs), output))},
+        )
         if self._draws and torch.Tag.nondeterministic_seeded in func.tags:
             self._draw(operation, func, args, kwargs, result)
         self._recording.record(operation)
@@ -298,9 +305,13 @@ def _restrides(func: Any) -> bool:
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """The tensor that an in-place or out= operation writes to and returns."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if isinstance(value, Tensor):
-                return value
-    return None
+    return next((value for value in _written(func, args, kwargs) if isinstance(value, Tensor)), None)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes to."""
+    return [
+        args[position] if position < len(args) else kwargs.get(argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

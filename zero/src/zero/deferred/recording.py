@@ -30,13 +30,14 @@ class Hollow:
 
 @dataclass
 class Operation:
-    """One recorded call. touches: the hollow storages it reads or writes."""
+    """One recorded call. touches: the hollow storages it reads or writes; writes: those that it changes."""
 
     function: Any
     args: Any
     kwargs: Any
     output: Hollow | None
     touches: set[int]
+    writes: set[int]
     generator: torch.Generator | torch.device | None = None
     state: Tensor | None = None
 
@@ -46,7 +47,7 @@ class Recording:
     """Operations in order, and the hollow storages they concern."""
 
     operations: list[Operation] = field(default_factory=list)
-    by_storage: dict[int, list[int]] = field(default_factory=dict)
+    writing: dict[int, list[int]] = field(default_factory=dict)  # storage -> operations that write it
     storages: list[torch.UntypedStorage] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)  # storage address -> number
@@ -62,8 +63,8 @@ class Recording:
         return len(self.storages) - 1
 
     def record(self, operation: Operation) -> None:
-        for storage in operation.touches:
-            self.by_storage.setdefault(storage, []).append(len(self.operations))
+        for storage in operation.writes:
+            self.writing.setdefault(storage, []).append(len(self.operations))
         self.operations.append(operation)
 
 
@@ -97,7 +98,7 @@ def replay(recording: Recording, numbers: Sequence[int]) -> None:
 
 
 def _closure(recording: Recording, targets: Sequence[int]) -> list[int]:
-    """Operations that decide the targets' values: theirs, and, up to then, those of what they read."""
+    """Operations that decide the targets' values: those that write them, and, up to then, what those read."""
     chosen: set[int] = set()
     limits: dict[int, int] = {}
     work = [(n, len(recording.operations)) for n in targets]
@@ -106,7 +107,7 @@ def _closure(recording: Recording, targets: Sequence[int]) -> list[int]:
         if limits.get(storage, 0) >= limit:
             continue
         limits[storage] = limit
-        for index in recording.by_storage.get(storage, ()):
+        for index in recording.writing.get(storage, ()):
             if index < limit and index not in chosen:
                 chosen.add(index)
                 work.extend((s, index) for s in recording.operations[index].touches if s != storage)
