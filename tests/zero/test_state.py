@@ -25,6 +25,7 @@ from tests.zero.models import LanguageModel, Stack, device_of, features, tokens
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.test_paths import STRAIGHT
 from tests.zero.training import adamw, train_zero
+from zero.deferred import deferred_init
 
 
 def gathered_body(context: Context, stage: int, precision: str) -> dict[str, Any]:
@@ -254,6 +255,31 @@ def test_parameters_over_the_same_memory_are_refused_born_or_not() -> None:
         model.twin = nn.Parameter(model.weight.data)
     with pytest.raises(zero.ModelError, match="over the same memory"):
         zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=10))
+
+
+class Factories(nn.Module):
+    """Tensors in the dtype that is the default while the constructor runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normal = nn.Parameter(torch.randn(96, 96) * 0.02)
+        self.uniform = nn.Parameter(torch.rand(96, 96))
+        self.steps = nn.Parameter(torch.linspace(0, 1, 96 * 96))
+        self.layer = nn.Linear(96, 96)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_is_that_of_the_constructor(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        found = compare_born(Factories, seed=5)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    plain, born = found["plain"], found["born"]
+    assert found["hollow"] == 4
+    deferred_init.materialize(born.parameters())
+    for (name, value), ours in zip(plain.named_parameters(), born.parameters(), strict=True):
+        assert torch.equal(value, ours), name
 
 
 class Calls(TorchDispatchMode):

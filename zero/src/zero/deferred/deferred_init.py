@@ -201,7 +201,7 @@ class _Recorder(TorchDispatchMode):
             result = _hollow_like(shape, _device(args, kwargs))
             self._recording.add_storage(result, shape.untyped_storage().nbytes())
             output = self._reference(result)
-        saved_args, saved_kwargs = self._saved(args), self._saved(kwargs)
+        saved_args, saved_kwargs = self._saved(args), self._saved(_explicit(func, args, kwargs, shape))
         operation = Operation(
             func,
             saved_args,
@@ -275,6 +275,14 @@ def _hollow_like(shape: Tensor, device: torch.device) -> Tensor:
     tensor = tensor.as_strided(shape.shape, shape.stride())
     tensor.untyped_storage().resize_(0)
     return tensor
+
+
+def _explicit(func: Any, args: Any, kwargs: Any, shape: Tensor) -> Any:
+    """kwargs, with the dtype that is the default now and may be another when the call is replayed."""
+    takes_dtype = any(argument.name == "dtype" for argument in func._schema.arguments)
+    if not takes_dtype or kwargs.get("dtype") is not None or tensors_in((args, kwargs)):
+        return kwargs
+    return {**kwargs, "dtype": shape.dtype}
 
 
 def _device(args: Any, kwargs: Any) -> torch.device:
