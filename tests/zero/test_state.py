@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -277,6 +278,37 @@ def test_the_default_dtype_is_that_of_the_constructor(dtype: torch.dtype) -> Non
         torch.set_default_dtype(torch.float32)
     plain, born = found["plain"], found["born"]
     assert found["hollow"] == 4
+    deferred_init.materialize(born.parameters())
+    for (name, value), ours in zip(plain.named_parameters(), born.parameters(), strict=True):
+        assert torch.equal(value, ours), name
+
+
+class PastTheDispatcher(nn.Module):
+    """Memory that is read, and written, without any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = nn.Parameter(torch.randn(96, 96))
+        self.written.data.numpy()[3] *= 2
+        self.table = nn.Parameter(torch.from_numpy(np.sin(torch.linspace(0, 9, 96 * 96).numpy())))
+        self.listed = nn.Parameter(torch.tensor(torch.randn(96, 96).tolist()))
+        inner = nn.Module()
+        inner.register_buffer("mask", torch.rand(96, 96))
+        inner.weight = nn.Parameter(torch.randn(96, 96))
+        self.parts = nn.ModuleList(copy.deepcopy(inner) for _ in range(2))
+        self.loaded = pickle.loads(pickle.dumps(inner))
+        self.shared = nn.Parameter(torch.randn(96, 96).share_memory_())
+        self.sparse = nn.Parameter(torch.randn(96, 96).relu().to_sparse().to_dense())
+        self.told = repr(torch.randn(96, 96))
+
+
+def test_memory_that_is_read_past_the_dispatcher_is_there() -> None:
+    found = compare_born(PastTheDispatcher, seed=7)
+    plain, born = found["plain"], found["born"]
+    assert found["generator"]
+    assert found["buffers"]
+    assert born.told == plain.told
+    assert found["hollow"] == 2  # those of the parts
     deferred_init.materialize(born.parameters())
     for (name, value), ours in zip(plain.named_parameters(), born.parameters(), strict=True):
         assert torch.equal(value, ours), name

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from accelz.flat_buffer import HOST
 from zero.config import Config
@@ -34,11 +35,19 @@ from zero.deferred.recording import (
     map_tensors,
     references_in,
     replay,
+    storage_of,
     tensors_in,
 )
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, UNBORN, guard
 
 _MOVES = (torch.ops.aten.resize_, torch.ops.aten.set_)  # these change what storage stands behind a tensor
+_PAST = frozenset(  # these read memory without a dispatch mode being asked
+    getattr(Tensor, name)
+    for name in """
+        numpy __array__ __dlpack__ tolist __repr__ __deepcopy__ __reduce_ex__ untyped_storage storage
+        share_memory_ apply_ map_ map2_
+    """.split()  # noqa: SIM905
+)
 SMALL = 4096  # elements below which a new tensor is simply made: masks, tables, scalars
 
 
@@ -58,24 +67,26 @@ def init(config: Config | None = None) -> Iterator[None]:
     """
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"zero.init takes a zero.Config, got {type(config).__name__}")
-    mode = _Recorder()
-    try:
-        with mode:
-            yield
-    finally:
-        mode.finish()
+    with _recorded(draws=True):
+        yield
 
 
 @contextmanager
 def outlined() -> Iterator[None]:
     """As `init`, for a model that will never have values: nothing is drawn, which would take time and, for
     once, the memory of each parameter."""
-    mode = _Recorder(draws=False)
+    with _recorded(draws=False):
+        yield
+
+
+@contextmanager
+def _recorded(draws: bool) -> Iterator[None]:
+    recorder = _Recorder(draws)
     try:
-        with mode:
+        with recorder, _Past(recorder):
             yield
     finally:
-        mode.finish()
+        recorder.finish()
 
 
 def is_deferred(parameter: nn.Parameter) -> bool:
@@ -110,6 +121,26 @@ def materialize(parameters: Iterable[nn.Parameter]) -> None:
             (replay if promised(parameter) is None else allocate)(recording, [number])
 
 
+class _Past(TorchFunctionMode):
+    """Gives hollow tensors their values before calls that read memory and never come to a dispatch mode."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _PAST:
+            with _disable_current_modes():
+                self._recorder.fill(a for a in args if isinstance(a, Tensor))
+        return func(*args, **(kwargs or {}))
+
+
 class _Recorder(TorchDispatchMode):
     """Turns new tensors hollow and records what is done to them."""
 
@@ -141,7 +172,7 @@ class _Recorder(TorchDispatchMode):
 
     def _view(self, func: Any, args: Any, kwargs: Any, hollow: Sequence[Tensor]) -> Any:
         """Metadata only, so nothing is recorded; the bytes are there for the bounds check and untouched."""
-        storages = [t.untyped_storage() for t in hollow]
+        storages = [storage_of(t) for t in hollow]
         for storage in storages:
             storage.resize_(self._recording.nbytes[self._recording.numbers[storage._cdata]])
         try:
@@ -149,6 +180,11 @@ class _Recorder(TorchDispatchMode):
         finally:
             for storage in storages:
                 storage.resize_(0)
+
+    def fill(self, tensors: Iterable[Tensor]) -> None:
+        """Make tensors real that are hollow."""
+        numbers = {self._number(t) for t in tensors}
+        replay(self._recording, [n for n in numbers if n is not None])
 
     def finish(self) -> None:
         """Parameters stay hollow and are guarded; every other hollow tensor becomes real, and so do
@@ -178,9 +214,9 @@ class _Recorder(TorchDispatchMode):
 
     def _number(self, tensor: Tensor) -> int | None:
         """The recording's number of a tensor's storage; None for tensors of other kinds, too."""
-        if tensor.layout is not torch.strided or is_lazy(tensor):
+        if is_lazy(tensor):
             return None
-        with torch._C.DisableTorchFunctionSubclass(), suppress(RuntimeError, NotImplementedError):
+        with suppress(RuntimeError, NotImplementedError):
             return self._recording.number(tensor)
         return None
 
@@ -199,7 +235,7 @@ class _Recorder(TorchDispatchMode):
         result: Tensor | None = target
         if result is None:
             result = _hollow_like(shape, _device(args, kwargs))
-            self._recording.add_storage(result, shape.untyped_storage().nbytes())
+            self._recording.add_storage(result, storage_of(shape).nbytes())
             output = self._reference(result)
         saved_args, saved_kwargs = self._saved(args), self._saved(_explicit(func, args, kwargs, shape))
         operation = Operation(
@@ -232,8 +268,7 @@ class _Recorder(TorchDispatchMode):
 
     def _really(self, func: Any, args: Any, kwargs: Any, hollow: Sequence[Tensor]) -> Any:
         """Run a call that cannot be put off; its hollow inputs get their values now."""
-        numbers = {self._recording.number(t) for t in hollow}
-        replay(self._recording, [n for n in numbers if n is not None])
+        self.fill(hollow)
         return func(*args, **kwargs)
 
     def _reference(self, tensor: Tensor) -> Hollow:
@@ -271,9 +306,9 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _hollow_like(shape: Tensor, device: torch.device) -> Tensor:
     tensor = torch.empty(0, dtype=shape.dtype, device=device)
-    tensor.untyped_storage().resize_(shape.untyped_storage().nbytes())
+    storage_of(tensor).resize_(storage_of(shape).nbytes())
     tensor = tensor.as_strided(shape.shape, shape.stride())
-    tensor.untyped_storage().resize_(0)
+    storage_of(tensor).resize_(0)
     return tensor
 
 

@@ -53,10 +53,13 @@ class Recording:
     numbers: dict[int, int] = field(default_factory=dict)  # storage address -> number
 
     def number(self, tensor: Tensor) -> int | None:
-        return self.numbers.get(tensor.untyped_storage()._cdata)
+        """Of a tensor's storage, None if that is not hollow or there is none."""
+        with torch._C.DisableTorchFunction():
+            strided = tensor.layout is torch.strided
+        return self.numbers.get(storage_of(tensor)._cdata) if strided else None
 
     def add_storage(self, tensor: Tensor, nbytes: int) -> int:
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         self.numbers[storage._cdata] = len(self.storages)
         self.storages.append(storage)  # kept alive, so its address stays its own
         self.nbytes.append(nbytes)
@@ -66,6 +69,12 @@ class Recording:
         for storage in operation.writes:
             self.writing.setdefault(storage, []).append(len(self.operations))
         self.operations.append(operation)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Behind the back of function modes: for them, who asks for a storage wants what is in it."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()
 
 
 def allocate(recording: Recording, numbers: Sequence[int]) -> None:
