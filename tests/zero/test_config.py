@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zero
@@ -87,6 +87,12 @@ def overlapping() -> nn.Module:
     return model
 
 
+def with_buffer(buffer: Tensor) -> nn.Module:
+    model = nn.Linear(3, 3)
+    model.register_buffer("adjacency", buffer, persistent=False)
+    return model
+
+
 def empty() -> nn.Module:
     return nn.ReLU()
 
@@ -105,6 +111,7 @@ def bad_input_body(context: Context) -> dict[str, str]:
     used.step()
     whole, config = LanguageModel, zero.Config(timeout=10)
     model = LanguageModel()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     cases: dict[str, tuple[Any, Any, Any]] = {
         "not a module": (lambda x: x, torch.optim.SGD(any_parameter, lr=1), config),
         "no parameters": (empty(), torch.optim.SGD(any_parameter, lr=1), config),
@@ -113,6 +120,11 @@ def bad_input_body(context: Context) -> dict[str, str]:
         "complex": (complex_valued(), torch.optim.SGD(any_parameter, lr=1), config),
         "wrapped": ((m := nn.DataParallel(whole())), adamw(m), config),
         "overlap": (overlapping(), torch.optim.SGD(any_parameter, lr=1), config),
+        "meta buffer": ((m := with_buffer(torch.ones(3, device="meta"))), adamw(m), config),
+        "lazy buffer": ((m := with_buffer(UninitializedBuffer())), adamw(m), config),
+        "sparse buffer": ((m := with_buffer(torch.eye(3).to_sparse())), adamw(m), config),
+        "compressed buffer": ((m := with_buffer(torch.eye(3).to_sparse_csr())), adamw(m), config),
+        "nested buffer": ((m := with_buffer(nested)), adamw(m), config),
         "not an optimizer": (whole(), [1, 2], config),
         "foreign parameter": (
             outside,
@@ -164,6 +176,11 @@ EXPECTED = {
     "complex": "ModelError: parameter 'weight' is torch.complex64",
     "wrapped": "ModelError: the model is wrapped in DataParallel",
     "overlap": "ModelError: parameters '0.weight' and '1.weight' are different Parameter objects",
+    "meta buffer": "ModelError: buffer 'adjacency' is on the meta device",
+    "lazy buffer": "ModelError: buffer 'adjacency' is lazy",
+    "sparse buffer": "ModelError: buffer 'adjacency' is torch.sparse_coo",
+    "compressed buffer": "ModelError: buffer 'adjacency' is torch.sparse_csr",
+    "nested buffer": "ModelError: buffer 'adjacency' is nested",
     "not an optimizer": "OptimizerError: expected a torch.optim.Optimizer or a list of them, got int",
     "foreign parameter": "OptimizerError: param_groups[0]['params'][",
     "nothing trainable": "OptimizerError: the optimizer has no trainable parameter",

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -40,6 +40,8 @@ def check_model(model: nn.Module, shapes_only: bool = False) -> None:
     for name, parameter in named:
         _check_parameter(name, parameter, shapes_only)
     _check_overlaps(named)
+    for name, buffer in () if shapes_only else model.named_buffers():
+        _check_buffer(name, buffer)
 
 
 def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
@@ -126,6 +128,23 @@ def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> N
         raise ModelError(
             f"parameter {name!r} is {parameter.dtype}, {parameter.layout}; only dense, real "
             "parameters can be sharded (view_as_real gives the real form of a complex one)"
+        )
+
+
+def _check_buffer(name: str, buffer: Tensor) -> None:
+    if is_lazy(buffer):
+        raise ModelError(f"buffer {name!r} is lazy and has no shape yet; run the model once first")
+    if buffer.is_meta:
+        raise ModelError(
+            f"buffer {name!r} is on the meta device and has no values; build the model under "
+            "`with zero.init(config):` instead of torch.device('meta')"
+        )
+    if buffer.layout is not torch.strided or buffer.is_nested:
+        kind = "nested" if buffer.is_nested else buffer.layout
+        raise ModelError(
+            f"buffer {name!r} is {kind}, and has no one piece of memory to give to other ranks; register its "
+            "dense parts as buffers, such as indices() and values(), and put it together in forward, or keep "
+            "it in a plain attribute, which is each rank's own"
         )
 
 

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -118,8 +117,6 @@ def _move_buffers(
 
 def _writable(buffer: Tensor) -> Tensor:
     """With memory for every element, as expanded buffers have not, and no conjugation left to do."""
-    if buffer.layout is not torch.strided:
-        return buffer
     expanded = any(step == 0 and size > 1 for size, step in zip(buffer.shape, buffer.stride(), strict=True))
     plain = buffer.resolve_conj().resolve_neg()
     return plain.contiguous() if expanded else plain
