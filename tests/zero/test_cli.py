@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,11 +128,24 @@ def test_errors_are_one_message(checkpoint: Path, tmp_path: Path) -> None:
     assert "'5 parsecs' is no size" in refused(
         "consolidate", checkpoint, out, "--max-shard-size", "5 parsecs"
     )
+    assert "File name too long" in refused("inspect", tmp_path / ("x" * 300))
+    (tmp_path / "odd" / "latest").mkdir(parents=True)
+    assert "latest cannot be read: [Errno 21]" in refused("inspect", tmp_path / "odd")
+    shutil.rmtree(tmp_path / "odd")
     assert "there is no directory" in refused("consolidate", checkpoint, tmp_path / "a" / "b")
     assert "no tensor is called" in refused("consolidate", checkpoint, out, "--exclude", "nothing")
     (checkpoint / "rank-00001.safetensors").unlink()
     assert "rank-00001.safetensors is missing" in refused("consolidate", checkpoint, out)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["runs"]
+
+
+def test_what_the_system_refuses_is_one_message(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(cli, "open_source", denied)
+    for command in ("inspect", "verify"):
+        assert f"error: [Errno 13] Permission denied: '{checkpoint}'" in refused(command, checkpoint)
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,13 @@ def test_a_checkpoint_is_enough(tmp_path: Path) -> None:
     assert found["parameters"] == sum(value.numel() for value in names.values())
 
 
+def test_names_that_modules_have_for_themselves(tmp_path: Path) -> None:
+    names = ("type", "training", "forward.weight", "_parameters", "blocks.0.children", "blocks.1.children")
+    synthetic.save(tmp_path / "weights", {name: torch.ones(4, 4) for name in names})
+    found = json.loads(run("plan", tmp_path / "weights", "-n", 2, "--json").stdout)
+    assert found["parameters"] == len(names) * 16
+
+
 def test_the_command_refuses(tmp_path: Path) -> None:
     bad = tmp_path / "bad.json"
     bad.write_text("[1]")
@@ -323,6 +330,10 @@ def test_the_command_refuses(tmp_path: Path) -> None:
     )
     assert "optimizer=host, or auto" in refused("plan", MODEL, "-n", 2, "--offload", "host")
     assert "precision" in refused("plan", MODEL, "-n", 2, "--precision", "fp64")
+    assert "betas" in refused("plan", MODEL, "-n", 2, "--optimizer-options", '{"betas": [0.9]}')
+    synthetic.save(tmp_path / "narrow", {"a.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)})
+    assert "torch.float8_e4m3fn, which no device trains" in refused("plan", tmp_path / "narrow", "-n", 2)
+    assert run("plan", tmp_path / "narrow", "-n", 2, "--precision", "bf16").exit_code == 0
     both = {"a.weight": torch.ones(4, 4), "a.weight.absmax": torch.ones(4)}
     synthetic.save(tmp_path / "both", both)
     assert "'a.weight" in refused("plan", tmp_path / "both", "-n", 2)

@@ -76,14 +76,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on stdou
 
 
 def clean(command: Callable[..., None]) -> Callable[..., None]:
-    """Print an error of zero as one message and leave with code 2."""
+    """Print an error of zero, or of the system, as one message and leave with code 2."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         allow_more_files()
         try:
             command(*args, **kwargs)
-        except ZeroError as error:
+        except BrokenPipeError:
+            raise  # nobody reads the output any more, and nobody would read a message
+        except (ZeroError, OSError) as error:
             errors.print(Text(f"error: {error}"), style="red", soft_wrap=True)
             raise typer.Exit(2) from None
 

@@ -36,11 +36,22 @@ def find(path: Path, storage: Storage = DISK) -> Path:
     if storage.exists(path / MANIFEST):
         return path
     if storage.exists(path / LATEST):
-        name = read_latest(path, storage).checkpoint
+        name = _named(path, storage)
         return _present(path, name, storage) or _fail_to_find(path, storage, f"`latest` names {name!r}")
     path = Path(os.path.abspath(path))  # "." has no name to look for, and "/" has none at all
     found = _present(path.parent, path.name, storage) if path.name else None
     return found or _fail_to_find(path, storage, "no checkpoint there")
+
+
+def _named(parent: Path, storage: Storage) -> str:
+    """The checkpoint that `latest` points to."""
+    try:
+        return read_latest(parent, storage).checkpoint
+    except OSError as error:
+        raise CheckpointError(
+            f"{parent / LATEST} cannot be read: {error}. Load a checkpoint by its own name; "
+            f"there are {_listed(complete(parent, storage))}"
+        ) from error
 
 
 def read_latest(parent: Path, storage: Storage = DISK) -> Latest:

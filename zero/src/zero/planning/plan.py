@@ -84,6 +84,7 @@ def plan(
         raise UsageError(f"ranks must be a whole number of at least 1, got {ranks!r}")
     sharing = ranks_of_copy(config.shard_ranks, ranks)
     check_model(model, shapes_only=True)
+    _check_dtypes(model, config)
     plans = find_units(model, config.units, config.persistent_below)
     castable = cast_before_use(model, config)
     optimizer = joint(optimizer)
@@ -101,6 +102,16 @@ def plan(
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     return Plan(config, ranks, sum(p.numel() for p in parameters), trainable, units, memory, traffic)
+
+
+def _check_dtypes(model: nn.Module, config: Config) -> None:
+    """Raise ConfigError for parameters that no device trains as they are."""
+    narrow = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize < 2}
+    if narrow and config.dtype is None:
+        raise ConfigError(
+            f"parameters are {', '.join(sorted(map(str, narrow)))}, which no device trains as it is; choose "
+            "a precision: 'bf16', 'fp16' or 'fp32'"
+        )
 
 
 def _count(number: int, what: str) -> str:

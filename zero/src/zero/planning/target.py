@@ -131,8 +131,11 @@ def _module(tree: Mapping[str, Any]) -> nn.Module:
     if children and len(children) == len(tree) and all(name.isdigit() for name in children):
         return nn.ModuleDict(children)
     module = nn.Module()
-    for name, child in tree.items():
-        setattr(module, name, children.get(name, child))
+    for name, child in tree.items():  # past register_parameter, which keeps "type" and others for modules
+        if name in children:
+            module._modules[name] = children[name]
+        else:
+            module._parameters[name] = child
     return module
 
 
@@ -196,6 +199,6 @@ def optimizers_of(name: str, options: Mapping[str, Any], model: nn.Module) -> li
     rest = [p for p in model.parameters() if kind is torch.optim.Muon and p.dim() != 2]
     try:
         made = [kind(chosen, **options)]
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise OptimizerError(f"{name}: {error}") from error
+    except Exception as error:  # whatever an optimizer's constructor makes of wrong values
+        raise OptimizerError(f"{name} with {dict(options)}: {error}") from error
     return [*made, torch.optim.AdamW(rest)] if rest else made
