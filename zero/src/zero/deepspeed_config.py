@@ -27,9 +27,6 @@ TUNING = (
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
     "bf16.immediate_grad_update",
-    "fp16.consecutive_hysteresis",
-    "fp16.hysteresis",
-    "fp16.min_loss_scale",
     "zero_optimization.allgather_bucket_size",
     "zero_optimization.allgather_partitions",
     "zero_optimization.contiguous_gradients",
@@ -57,7 +54,19 @@ TUNING = (
     "zero_optimization.sub_group_size",
     "zero_optimization.use_multi_rank_bucket_allreduce",
 )
-NEUTRAL = {"gradient_predivide_factor": 1.0, "zero_optimization.zero_hpz_partition_size": 1}
+NEUTRAL = {
+    "fp16.hysteresis": 2,  # DeepSpeed's default, which files spell out: what the engine does is in the guide
+    "fp16.min_loss_scale": 1,
+    "gradient_predivide_factor": 1.0,
+    "zero_optimization.zero_hpz_partition_size": 1,
+}
+SCALING = {
+    "fp16.initial_scale_power": 16,
+    "fp16.hysteresis": 1,
+    "fp16.consecutive_hysteresis": False,
+    "fp16.min_loss_scale": 1,
+}
+"""How the engine's loss scale moves, where it is not fixed."""
 HINTS = {
     "optimizer": "make it in the program, e.g. torch.optim.AdamW(model.parameters(), lr=1e-4), and pass it "
     "to zero.initialize",
@@ -65,6 +74,9 @@ HINTS = {
     "torch_autocast": "run the model under torch.autocast (in float16 with loss_scale='dynamic')",
     "activation_checkpointing": "use torch.utils.checkpoint in the model",
     "fp16.initial_scale_power": "the loss scale begins at 2**16",
+    "fp16.hysteresis": "the loss scale is halved at every overflow, as with 1",
+    "fp16.consecutive_hysteresis": "the loss scale is halved at every overflow; remove it",
+    "fp16.min_loss_scale": "the loss scale has no minimum; remove it",
 }
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -192,11 +204,13 @@ def _precision(leaves: _Leaves) -> dict[str, Any]:
         leaves.problem("'bf16' and 'fp16' are both enabled")
     if narrow != ["fp16"]:
         return {"precision": narrow[0] if narrow else "model"}
-    if leaves.take("fp16.initial_scale_power", 16) != 16:
-        leaves.problem(f"'fp16.initial_scale_power': {HINTS['fp16.initial_scale_power']}")
+    fixed = leaves.take("fp16.loss_scale", 0.0) or None
+    for path, ours in SCALING.items():
+        if leaves.take(path, ours) != ours and fixed is None:
+            leaves.problem(f"{path!r}: {HINTS[path]}")
     return {
         "precision": "fp16",
-        "loss_scale": leaves.take("fp16.loss_scale", 0.0) or None,
+        "loss_scale": fixed,
         "loss_scale_window": leaves.take("fp16.loss_scale_window", 1000),
     }
 
