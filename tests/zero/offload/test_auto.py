@@ -203,6 +203,32 @@ def test_a_forward_without_room_leaves_earlier_micro_batches(
     assert found["told"] == movable
 
 
+def evaluation_body(context: Context, precision: Any) -> tuple[list[int], list[float]]:
+    """Records that leave in the middle of an evaluation."""
+    model = build()
+    config = zero.Config(precision=precision, offload="auto", timeout=20)
+    engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    losses = [one_step(engine, step) for step in range(4)]
+    near = [len(engine._balancer._near)]
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine._stores.relieve(context.accelerator.memory.stats().capacity)
+    near.append(len(engine._balancer._near))
+    losses += [one_step(engine, step) for step in range(4, 6)]
+    return near, losses
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_state_that_leaves_in_an_evaluation_is_trained(
+    cluster: Clusters, device: str, precision: str
+) -> None:
+    if device == "cpu":
+        pytest.skip("the host is the device: nothing moves")
+    for (before, after), losses in cluster(2).run(evaluation_body, precision=precision, limit=60):
+        assert before > after == 0
+        assert losses[-1] < losses[0]
+
+
 def creep_body(context: Context, traced: bool) -> dict[str, Any]:
     """A step that comes too near to the limit, without reaching it. traced: the user follows its memory."""
     from accelz_sim import memory

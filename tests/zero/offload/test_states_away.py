@@ -79,6 +79,35 @@ def test_states_go_and_come_back_exactly(cluster: Clusters, tmp_path: Path, size
         assert all(found.values()), found
 
 
+def evaluated_body(context: Context, path: str) -> dict[str, bool]:
+    """State goes, comes back and is loaded in a function under inference_mode: training goes on with it."""
+    found = {}
+    for stage, precision, optimizer in ((3, "bf16", adamw), (1, "fp32", adagrad), (3, "fp32", adamw)):
+        runs = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            config = zero.Config(stage=stage, precision=precision, timeout=20)  # type: ignore[arg-type]
+            engine = zero.initialize(model := fresh(), optimizer(model), config)
+            for step in range(2):
+                engine.backward(language_loss(model, step, context.rank))
+                engine.step()
+                with mode():
+                    engine.offload_states()
+                    engine.reload_states()
+            with mode():
+                engine.save_checkpoint(Path(path, "evaluated"))
+                engine.load_checkpoint(Path(path, "evaluated"))
+            engine.backward(language_loss(model, 2, context.rank))
+            engine.step()
+            runs.append(Run(state=engine.state_dict(master=True)))
+        found[f"stage {stage} {precision}"] = same_bits(*runs)
+    return found
+
+
+def test_what_an_evaluation_has_moved_is_trained(cluster: Clusters, tmp_path: Path) -> None:
+    for found in cluster(2).run(evaluated_body, path=str(tmp_path), limit=60):
+        assert all(found.values()), found
+
+
 def between_body(context: Context) -> str:
     engine = zero.initialize(model := fresh(), adamw(model), zero.Config(timeout=20))
     engine.backward(language_loss(model, 0, context.rank))

@@ -13,6 +13,7 @@ from zero.checkpoint.publication import check_name
 from zero.checkpoint.save import Saver
 from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
+from zero.tiers.values import lasting
 
 _engines = itertools.count()
 
@@ -25,6 +26,7 @@ class Checkpoints:
         self._engine = engine
         self._saver = Saver(engine, f"zero/checkpoints{next(_engines)}")
 
+    @lasting()
     def save(
         self,
         path: str | Path,
@@ -47,6 +49,7 @@ class Checkpoints:
             raise UsageError(f"keep_last must be at least 1, got {keep_last}; None removes nothing")
         self._saver.save(self.storage, where, steps, state, rank_state, keep_last, async_)
 
+    @lasting()
     def load(self, path: str | Path, options: Options, before_change: Callable[[], None]) -> Loaded:
         """See Engine.load_checkpoint."""
         self._saver.wait()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zero.errors import UsageError
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.tiers.values import lasting
 
 
 class Parking:
@@ -22,6 +23,7 @@ class Parking:
         if self.away:
             raise UsageError("the model's state is on the host: call engine.reload_states() first")
 
+    @lasting()
     def park(self) -> None:
         """Move everything to the host; nothing may be gathered."""
         self._optimizer.park()
@@ -29,6 +31,7 @@ class Parking:
             unit.park()
         self.away = True
 
+    @lasting()
     def unpark(self) -> None:
         """Bring it back, bit for bit. Does nothing where nothing is away."""
         handles = [handle for unit in self._units if self.away for handle in unit.unpark()]

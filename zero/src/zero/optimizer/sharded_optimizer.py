@@ -42,7 +42,7 @@ from zero.tiers.record import Opened
 from zero.tiers.room import room_for
 from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
-from zero.tiers.values import fetch
+from zero.tiers.values import fetch, lasting
 
 
 class ShardedOptimizer:
@@ -201,6 +201,7 @@ class ShardedOptimizer:
         for owned in self.subs:
             self._move(owned, owned.sub.tier, owned.sub.visits)
 
+    @lasting()
     def _move(self, owned: OwnedSubGroup, tier: Tier, visits: bool) -> None:
         sub = owned.sub
         if sub.kept.tier == "disk":

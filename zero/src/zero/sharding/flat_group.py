@@ -42,7 +42,7 @@ from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
 from zero.tiers.trace import Held
-from zero.tiers.values import Values
+from zero.tiers.values import Values, lasting
 
 Pending = NamedHandle | Journey
 """What is under way to a buffer, or from it."""
@@ -243,7 +243,7 @@ class FlatGroup:
             return self.home
         if form not in self._cast_buffers:
             dtype = form.dtype or self.dtype
-            with torch.inference_mode(False):  # what validation makes, training goes on with
+            with lasting():
                 self._cast_buffers[form] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
         return self._cast_buffers[form]
 

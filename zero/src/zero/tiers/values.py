@@ -13,6 +13,14 @@ from zero.tiers.stored import Stored
 Values = Tensor | Stored
 
 
+@contextmanager
+def lasting() -> Iterator[None]:
+    """What is made in the block may be changed in place later, whatever mode its caller is in: an evaluation
+    in `torch.inference_mode()` makes tensors that no optimizer may step."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def fetch(values: Values, device: torch.device) -> Tensor:
     """The values on `device`: themselves where they are there already, else a copy."""
     return values.to(device)
