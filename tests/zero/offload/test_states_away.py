@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -122,10 +126,96 @@ def test_gradients_are_not_left_behind(cluster: Clusters) -> None:
         assert "between backward() and step()" in message
 
 
+STAGES = (0, 1, 2, 3)
+
+
+def half_way_body(context: Context) -> dict[str, bool]:
+    """One rank's host has no more page-locked memory, first of all, and in the middle of it."""
+    found = {}
+    memory = context.accelerator.memory
+    for stage, nth in itertools.product(STAGES, (1, 4)):
+        engine, runs = _trained(stage), []
+        runs.append(Run(state=engine.state_dict(master=True)))
+        grants = iter([memory.empty_host] * (nth - 1))
+
+        def no_more(*args: Any, left: Any = grants) -> Tensor:
+            grant = next(left, None)
+            if grant is None:
+                raise RuntimeError("no page-locked memory")
+            return grant(*args)
+
+        if context.rank == 1:
+            with patch.object(memory, "empty_host", no_more), pytest.raises(RuntimeError, match="no page"):
+                engine.offload_states()
+        else:
+            engine.offload_states()
+        with pytest.raises(zero.UsageError, match="reload_states"):
+            language_loss(engine.module, 0, context.rank)
+        engine.reload_states()
+        runs.append(Run(state=engine.state_dict(master=True)))
+        _step(engine, 1)
+        found[f"stage {stage}, {nth}"] = same_bits(*runs)
+    return found
+
+
+def test_what_could_not_leave_comes_back(cluster: Clusters, device: str) -> None:
+    if device != "sim":
+        pytest.skip("needs a device that is not the host")
+    for found in cluster(2).run(half_way_body, limit=60):
+        assert all(found.values()), found
+
+
+def no_room_body(context: Context) -> dict[str, tuple[str, bool]]:
+    """One rank has no room to reload. By stage and allocation: what is said, and whether all is back then."""
+    from accelz_sim import faults
+
+    found = {}
+    for stage, nth in itertools.product(STAGES, (1, 2, 6)):
+        engine = _trained(stage)
+        before = Run(state=engine.state_dict(master=True))
+        engine.offload_states()
+        fault = faults.out_of_memory(nth) if context.rank == 1 else nullcontext()
+        with fault, pytest.raises(zero.ZeroError) as raised:
+            engine.reload_states()
+        with pytest.raises(zero.UsageError, match="reload_states"):
+            language_loss(engine.module, 0, context.rank)
+        engine.reload_states()
+        after = Run(state=engine.state_dict(master=True))
+        _step(engine, 1)
+        found[f"stage {stage}, {nth}"] = str(raised.value), same_bits(before, after)
+    return found
+
+
+def test_no_room_to_reload_on_one_rank(cluster: Clusters, device: str) -> None:
+    """All ranks hear of it, none waits for another, and all may try again."""
+    if device != "sim":
+        pytest.skip("needs a device whose allocations can fail")
+    first, second = cluster(2).run(no_room_body, limit=60)
+    assert first.keys() == second.keys()
+    for said, same in (*first.values(), *second.values()):
+        assert same, said
+    for said, _ in first.values():
+        assert "failed on another rank" in said
+    for said, _ in second.values():
+        assert re.search(r"no room (to reload|for the optimizer state of) unit '.+'", said), said
+
+
+def _trained(stage: Any) -> zero.Engine:
+    config = zero.Config(stage=stage, precision="bf16", timeout=20)
+    engine = zero.initialize(model := fresh(), adamw(model), config)
+    _step(engine, 0)
+    return engine
+
+
+def _step(engine: zero.Engine, step: int) -> None:
+    engine.backward(language_loss(engine.module, step, engine.rank))
+    engine.step()
+
+
 def refused_body(context: Context) -> dict[str, bool]:
     """Calls that need what is away are refused, change nothing, and do their work when it is back."""
     found = {}
-    for stage in (0, 1, 2, 3):
+    for stage in STAGES:
         runs = []
         for away in (False, True):
             engine = zero.initialize(model := fresh(), adamw(model), zero.Config(stage=stage, timeout=20))
@@ -144,6 +234,11 @@ def refused_body(context: Context) -> dict[str, bool]:
 
 def _refuse_everything(engine: zero.Engine, loss: Tensor, state: dict[str, Any]) -> None:
     weight = engine.module.blocks[0].up.weight
+    with (
+        pytest.raises(zero.UsageError, match="offload_states inside"),
+        zero.gathered(weight),
+    ):
+        engine.offload_states()
     engine.offload_states()
     calls = {
         "backward": lambda: engine.backward(loss),

@@ -74,7 +74,7 @@ class Engine:
         trainable = [g for u in units for g in u.groups if g.trainable]
         self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores, communicator, stepping)
         visits = self._shards.visits
-        self._parking = Parking(self.units, self._shards)
+        self._parking = Parking(self.units, self._shards, communicator)
         self._loss_scale = LossScale.of(config, accelerator)
         self._whole = WholeValues(units, communicator, names_of(module, units))
         self._whole.check = self._parking.check
@@ -379,11 +379,13 @@ class Engine:
 
         For a while in which something else runs on the device: generation, evaluation. Until
         `reload_states()` checkpoints and whole values can be had, and what uses or changes parameters raises
-        UsageError. Between optimizer steps only.
+        UsageError. Between optimizer steps only, and outside of `zero.gathered`. After an error, such as no
+        room on the host, some of it is away: call this again, or `reload_states()`, on every rank.
         """
         if self._micro_steps:
             raise UsageError("offload_states between backward() and step(): there are gradients; step first")
         self._check_complete()
+        self._check_not_shown("offload_states")
         self._passes.release_all()
         self._whole.begin_write()
         self._parking.park()
@@ -391,7 +393,11 @@ class Engine:
         self.accelerator.memory.trim()
 
     def reload_states(self) -> None:
-        """Bring back what `offload_states` moved, bit for bit. Does nothing where nothing is away."""
+        """Bring back what `offload_states` moved, bit for bit. Does nothing where nothing is away.
+
+        Where a rank has no room it raises OutOfMemoryError, and the others OffloadError: when there is room,
+        every rank may call this again.
+        """
         self._parking.unpark()
 
     def trace_memory(self, steps: int = 1) -> None:
@@ -424,12 +430,15 @@ class Engine:
         return self.config.gradient_accumulation_steps > 1
 
     def _begin_load(self) -> None:
-        if any(unit.holds for unit in self.units):
-            raise UsageError("load_checkpoint inside zero.gathered: leave the block first")
+        self._check_not_shown("load_checkpoint")
         self.zero_grad()
         self._passes.release_all()
         self._interrupt()
         self._whole.begin_write()
+
+    def _check_not_shown(self, call: str) -> None:
+        if any(unit.holds for unit in self.units):
+            raise UsageError(f"{call} inside zero.gathered: leave the block first")
 
     def _interrupt(self) -> None:
         """Some values are new, others old."""

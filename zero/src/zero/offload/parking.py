@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero.errors import UsageError
+from zero.communication.communicator import Communicator
+from zero.errors import OffloadError, UsageError
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.values import lasting
 
 
 class Parking:
-    """away: whether parameters and optimizer state are in host memory, and cannot be used."""
+    """away: whether parameters and optimizer state are on the host, or on their way, and cannot be used."""
 
-    def __init__(self, units: Sequence[ShardedUnit], optimizer: ShardedOptimizer) -> None:
+    def __init__(
+        self, units: Sequence[ShardedUnit], optimizer: ShardedOptimizer, communicator: Communicator
+    ) -> None:
         self.away = False
         self._units = units
         self._optimizer = optimizer
+        self._communicator = communicator
 
     def check(self) -> None:
         """Raise UsageError where the state is away."""
@@ -25,17 +29,40 @@ class Parking:
 
     @lasting()
     def park(self) -> None:
-        """Move everything to the host; nothing may be gathered."""
+        """Move everything to the host; nothing may be gathered. After an error some of it is away: both this
+        and `unpark` go on from there."""
+        self.away = True
         self._optimizer.park()
         for unit in self._units:
             unit.park()
-        self.away = True
 
     @lasting()
     def unpark(self) -> None:
-        """Bring it back, bit for bit. Does nothing where nothing is away."""
-        handles = [handle for unit in self._units if self.away for handle in unit.unpark()]
-        for handle in handles:
+        """Bring it back, bit for bit; does nothing where nothing is away. Collective: where one rank has no
+        room for what is its own, no rank waits for it in a gather, and all may try again."""
+        if not self.away:
+            return
+        error: Exception | None = None
+        try:
+            self._bring_own()
+        except Exception as problem:
+            error = problem
+        elsewhere = self._communicator.agree(error is not None)
+        if error is not None:
+            raise error
+        if elsewhere:
+            raise OffloadError(_ELSEWHERE)
+        for handle in [handle for unit in self._units for handle in unit.spread()]:
             handle.wait()
-        self._optimizer.unpark()
         self.away = False
+
+    def _bring_own(self) -> None:
+        for unit in self._units:
+            unit.unpark()
+        self._optimizer.unpark()
+
+
+_ELSEWHERE = (
+    "reload_states() has failed on another rank, whose error says why. Nothing is lost: when there is room, "
+    "call it again on every rank"
+)

@@ -39,6 +39,7 @@ from zero.tiers.joined import joined
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
 from zero.tiers.room import allocate
+from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
 from zero.tiers.trace import Held
@@ -159,13 +160,15 @@ class FlatGroup:
 
     def unpark(self, whole: bool) -> None:
         """Back to where the placement says. whole: into the whole buffer, of which the rest is stale then."""
-        if self.placement.params != "device" or not isinstance(self.shard, Tensor):
+        shard = self.shard
+        if self.placement.params != "device" or self.source.resting is not None or isinstance(shard, Stored):
             return
-        if whole and not self.home.materialized:
+        if whole:
             allocate(self._stores, "to reload", self.unit, self.home.nbytes, self.home.materialize)
-            self.shard = self._mine.copy_(self.shard)
-        elif not whole:
-            self.shard = self.shard.to(self._accelerator.device)
+            self.shard = self._mine.copy_(shard)
+        else:
+            back = partial(shard.to, self._accelerator.device)
+            self.shard = allocate(self._stores, "to reload", self.unit, shard.nbytes, back)
 
     @property
     def _mine(self) -> Tensor:

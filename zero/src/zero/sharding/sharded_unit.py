@@ -264,10 +264,13 @@ class ShardedUnit:
             group.park()
         self._guard()
 
-    def unpark(self) -> list[Pending]:
-        """End park(); handles of what the other ranks send."""
+    def unpark(self) -> None:
+        """End park(): this rank's own is back, and a resident unit's whole values with `spread`."""
         for group in self.groups:
             group.unpark(whole=self.resident)
+
+    def spread(self) -> list[Pending]:
+        """Begin to fill the whole buffers of a resident unit, frozen groups' as well."""
         if not self.resident:
             return []
         self._unguard()
