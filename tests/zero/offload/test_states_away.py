@@ -18,7 +18,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.offload.test_tiers import adagrad
 from tests.zero.test_parity import fresh, language_loss
-from tests.zero.training import Run, adamw, collected, same_bits
+from tests.zero.training import Run, adamw, collect_all, collected, same_bits
 
 CASES: dict[str, dict[str, Any]] = {
     "stage 3": {"precision": "bf16"},
@@ -200,8 +200,42 @@ def test_no_room_to_reload_on_one_rank(cluster: Clusters, device: str) -> None:
         assert re.search(r"no room (to reload|for the optimizer state of) unit '.+'", said), said
 
 
-def _trained(stage: Any) -> zero.Engine:
-    config = zero.Config(stage=stage, precision="bf16", timeout=20)
+@collected()
+def loaded_body(context: Context, path: str) -> dict[str, tuple[bool, list[int]]]:
+    """A checkpoint loaded while the state is away. By stage: whether training goes on from there, and bytes
+    in use before, while loaded, and when all is back."""
+    found = {}
+    for stage, precision in itertools.product(STAGES, ("fp32", "bf16")):
+        collect_all()
+        engine = _trained(stage, precision)
+        engine.save_checkpoint(Path(path, "loaded"))
+        before = context.accelerator.memory.stats().allocated
+        _step(engine, 1)
+        expected = Run(state=engine.state_dict(master=True))
+        engine.offload_states()
+        engine.load_checkpoint(Path(path, "loaded"))
+        gc.collect()
+        away = context.accelerator.memory.stats().allocated
+        engine.reload_states()
+        gc.collect()
+        back = context.accelerator.memory.stats().allocated
+        _step(engine, 1)
+        same = same_bits(expected, Run(state=engine.state_dict(master=True)))
+        found[f"stage {stage} {precision}"] = same, [before, away, back]
+        del engine
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_load_leaves_the_state_away(cluster: Clusters, device: str, tmp_path: Path, size: int) -> None:
+    for found in cluster(size).run(loaded_body, path=str(tmp_path), limit=60):
+        for case, (same, (before, away, back)) in found.items():
+            assert same, case
+            assert device != "sim" or (away < before / 10 and back == before), (case, before, away, back)
+
+
+def _trained(stage: Any, precision: Any = "bf16") -> zero.Engine:
+    config = zero.Config(stage=stage, precision=precision, timeout=20)
     engine = zero.initialize(model := fresh(), adamw(model), config)
     _step(engine, 0)
     return engine

@@ -89,6 +89,7 @@ class Engine:
             self._shards,
             param_group_of,
             self._loss_scale,
+            self._parking,
         )
         self._checkpoints = Checkpoints(parts)
         self._late = LateParameters(module, units)

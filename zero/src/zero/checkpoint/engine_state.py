@@ -24,6 +24,7 @@ from zero.communication.communicator import Communicator
 from zero.config import Config
 from zero.errors import StateError, UsageError
 from zero.gradients.loss_scale import LossScale
+from zero.offload.parking import Parking
 from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
@@ -39,7 +40,8 @@ from zero.tiers.stored import Stored
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts of an engine that have state. param_groups: index of each parameter's group."""
+    """The parts of an engine that have state. param_groups: index of each parameter's group. parking: whether
+    all that is away."""
 
     module: nn.Module
     config: Config
@@ -49,6 +51,7 @@ class EngineParts:
     shards: ShardedOptimizer
     param_groups: dict[nn.Parameter, int]
     loss_scale: LossScale | None
+    parking: Parking
 
     @property
     def rank(self) -> int:

@@ -128,8 +128,10 @@ class _Load:
             self._restore_random_state()
 
     def spread(self) -> None:
-        """Refresh whole parameters that are kept. Collective."""
-        spread(self._engine.units, self._engine.communicator)
+        """Refresh whole parameters that are kept; those that are away are gathered when they come back.
+        Collective."""
+        if not self._engine.parking.away:
+            spread(self._engine.units, self._engine.communicator)
 
     def restore(self) -> None:
         """Loss scale and the caller's objects."""
