@@ -67,6 +67,9 @@ class Balancer:
         """Collective. Plan after the warm-up; make room when a step has come too close to the limit."""
         if not self._useful:
             return
+        if self._steps < WARM_UP and self._optimizer.held_back:
+            self._tracer.steps += 1  # of an optimizer that steps itself it does not tell what state it keeps
+            return
         self._steps += 1
         if self._steps > WARM_UP:
             self._follow_growth()

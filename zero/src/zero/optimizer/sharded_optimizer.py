@@ -50,7 +50,8 @@ class ShardedOptimizer:
 
     owned, subs: the sub-groups, by group and all in order. on_sub_group(unit): called when one is stepped, or
     has the gradients that the user's optimizer steps it with, and with "" when that has. stepping: of the
-    parameters that an optimizer knows.
+    parameters that an optimizer knows. held_back: whether optimizers that step themselves had no part in the
+    last step, whose gradients overflowed: what they keep may not be there yet.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class ShardedOptimizer:
         self.subs = [owned for subs in self.owned.values() for owned in subs]
         self.visits = Visits(stores, self.subs, self._show)
         self.on_sub_group: Callable[[str], None] = lambda unit: None
+        self.held_back = False
         self._stepping = False
         self._ahead: StepsAhead | None = None
         if isinstance(optimizer, JointOptimizer):
@@ -107,7 +109,8 @@ class ShardedOptimizer:
             self._stepping = False
 
     def _step(self, turns: Sequence[Turn], scale: Tensor | None, skip: Tensor | None) -> None:
-        if self._own_step is not None and (skip is None or not bool(skip)):  # these decide on the host
+        self.held_back = self._own_step is not None and skip is not None and bool(skip)
+        if self._own_step is not None and not self.held_back:  # these decide on the host
             mine = [(owned, have) for owned, have in turns if owned.rule is None]
             self._own_step.run(mine, scale, self.on_sub_group)
         served = [(owned, have) for owned, have in turns if owned.rule is not None]
