@@ -270,6 +270,42 @@ def test_state_that_leaves_in_an_evaluation_is_trained(
         assert losses[-1] < losses[0]
 
 
+def away_body(context: Context, grows: bool) -> list[int]:
+    """Others use the device while the state is away. grows: the step before needed all of it as well."""
+    engine = zero.initialize(
+        model := build(),
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        zero.Config(precision="bf16", offload="auto", timeout=20),
+    )
+    near = []
+    for step in range(7):
+        if step == 4:
+            if grows:
+                _take(context, context.accelerator.memory.stats().free)
+            engine.offload_states()
+            _take(context, context.accelerator.memory.stats().free)
+            engine.reload_states()
+        one_step(engine, step)
+        near.append(len(engine._balancer._near))
+    return near
+
+
+def _take(context: Context, nbytes: int) -> None:
+    torch.empty(nbytes - 4096, dtype=torch.uint8, device=context.accelerator.device)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_others_take_while_the_state_is_away_is_not_of_a_step(
+    cluster: Clusters, device: str, grows: bool
+) -> None:
+    if device != "sim":
+        pytest.skip("needs a device that is not the host")
+    first, second = cluster(2).run(away_body, grows=grows, limit=60)
+    assert first == second
+    assert (first[3] > first[4]) == grows
+    assert first[3] == LAYERS
+
+
 def creep_body(context: Context, traced: bool) -> dict[str, Any]:
     """A step that comes too near to the limit, without reaching it. traced: the user follows its memory."""
     from accelz_sim import memory

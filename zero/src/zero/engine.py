@@ -387,6 +387,8 @@ class Engine:
             raise UsageError("offload_states between backward() and step(): there are gradients; step first")
         self._check_complete()
         self._check_not_shown("offload_states")
+        if self._balancer is not None and not self._parking.away:
+            self._balancer.pause()
         self._passes.release_all()
         self._whole.begin_write()
         self._parking.park()
@@ -399,7 +401,10 @@ class Engine:
         Where a rank has no room it raises OutOfMemoryError, and the others OffloadError: when there is room,
         every rank may call this again.
         """
-        self._parking.unpark()
+        if self._parking.away:
+            self._parking.unpark()
+            if self._balancer is not None:
+                self._balancer.resume()
 
     def trace_memory(self, steps: int = 1) -> None:
         """Follow the device's memory through the next optimizer steps, for `memory_report`.

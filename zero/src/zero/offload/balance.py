@@ -57,6 +57,7 @@ class Balancer:
         self._near: list[OwnedSubGroup] = []  # of these, the first ones, that are
         self._steps = 0
         self._seen: MemoryReport | None = None
+        self._before = 0  # the highest point since records last moved, before the state was away
         self.second_try = SecondTry(self._accelerator, self._relieve_all, self._movable)
         self._useful = stores.resolve("host") == "host"
         if self._useful:
@@ -83,6 +84,14 @@ class Balancer:
             near = self._fitting(self._seen, largest, probes=len(largest))
             self.predicted_peak = self._peak_with(self._seen, near)
             self._place(near)
+        self._count_anew()
+
+    def pause(self) -> None:
+        """The state goes: until `resume` the device's memory is used by others."""
+        self._before = max(self._before, self._accelerator.memory.stats().peak)
+
+    def resume(self) -> None:
+        """The state is back."""
         self._accelerator.memory.reset_peak()
 
     def relieve(self, nbytes: int) -> int:
@@ -94,7 +103,7 @@ class Balancer:
             self._move(owned, "host")
         if freed:
             self._accelerator.memory.trim()
-            self._accelerator.memory.reset_peak()  # what follows tells how much may come back
+            self._count_anew()  # what follows tells how much may come back
             warnings.warn(
                 f"the device ran out of memory: {human(freed)} of optimizer state moved to the host, so that "
                 "what failed can be repeated. Steps need more than was measured at first",
@@ -178,13 +187,17 @@ class Balancer:
             fitting = min(self._communicator.share_all(self._fitting_above(peak)))
             self.predicted_peak = self._above(peak, fitting)
             self._place(self._agreed[:fitting])
-            self._accelerator.memory.reset_peak()
+            self._count_anew()
+
+    def _count_anew(self) -> None:
+        self._before = 0
+        self._accelerator.memory.reset_peak()
 
     def _peak(self) -> int:
         """The highest point since records last moved; of a traced step, the tracer has it."""
         report, self._seen = self._seen, self._tracer.report
         traced = self._seen.peak if self._seen is not None and self._seen is not report else 0
-        return max(traced, self._accelerator.memory.stats().peak)
+        return max(traced, self._before, self._accelerator.memory.stats().peak)
 
     def _fitting_above(self, peak: int) -> int:
         """How many of the agreed records this rank has room for. peak: of a step with those near."""

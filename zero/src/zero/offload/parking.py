@@ -38,10 +38,8 @@ class Parking:
 
     @lasting()
     def unpark(self) -> None:
-        """Bring it back, bit for bit; does nothing where nothing is away. Collective: where one rank has no
-        room for what is its own, no rank waits for it in a gather, and all may try again."""
-        if not self.away:
-            return
+        """Bring it back, bit for bit. Collective: where one rank has no room for what is its own, no rank
+        waits for it in a gather, and all may try again."""
         error: Exception | None = None
         try:
             self._bring_own()
