@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import re
+import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -483,14 +486,68 @@ def test_a_step_that_fails_on_one_rank_holds_up_no_other(cluster: Clusters) -> N
     assert all("interrupted" in after for _, after in found)
 
 
+def mixed(model: nn.Module) -> Any:
+    """Two that step themselves: matrices whole, everything else by slices."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Adafactor(matrices, lr=1e-2), torch.optim.RMSprop(others, lr=1e-3)]
+
+
+def no_room_body(context: Context, offload: Any) -> list[tuple[str, float]]:
+    """Every allocation of a step fails in turn, on rank 1: what is said, and seconds that it takes."""
+    found: list[tuple[str, float]] = []
+    said = [""]
+    while not found or any(said):  # on any rank
+        mine, seconds, said = starved_step(context, offload, len(found) + 1)
+        found.append((mine, seconds))
+    return found
+
+
+def starved_step(context: Context, offload: Any, nth: int) -> tuple[str, float, list[str]]:
+    from accelz_sim import faults
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)))
+    config = zero.Config(precision="bf16", offload=offload, units=(nn.Sequential,), timeout=20)
+    engine = zero.initialize(model, mixed(model), config)
+    engine.backward(engine(torch.ones(2, 8, device=context.accelerator.device)).square().sum())
+    began, said = time.monotonic(), ""
+    fault = faults.out_of_memory(nth) if context.rank == 1 else nullcontext()
+    try:
+        with fault:
+            engine.step()
+    except zero.ZeroError as error:
+        said = f"{type(error).__name__}: {error}"
+    return said, time.monotonic() - began, engine._communicator.share_all(said)
+
+
+@pytest.mark.parametrize("offload", [None, zero.Offload(optimizer="host")])
+def test_no_room_on_one_rank_holds_up_no_other(cluster: Clusters, device: str, offload: Any) -> None:
+    if device != "sim":
+        pytest.skip("needs a device whose allocations can fail")
+    first, second = cluster(2).run(no_room_body, offload=offload, limit=90)
+    assert len(first) == len(second) > 8
+    for (said, seconds), (own, _) in zip(first[:-1], second, strict=False):
+        assert "Adafactor and RMSprop has failed on another rank" in said, own
+        assert own.startswith("OutOfMemoryError: no room"), own
+        assert seconds < 5
+    told = {re.sub(r" unit '.*|: .*", "", own.removeprefix("OutOfMemoryError: ")) for own, _ in second[:-1]}
+    here = set() if offload else {"no room for the step of Adafactor and RMSprop"}
+    assert told == here | {
+        "no room for whole parameters of",
+        "no room for the fp32 gradients of",
+        "no room to take whole parameters apart",
+    }
+
+
 def unreadable_body(context: Context, path: str, name: str) -> str:
     """Gradients on disk, and a disk that fails on one rank."""
     from zero.tiers.stored import Stored
 
     tiers = zero.Offload(optimizer="host", params="disk", gradients="disk", path=path)
     model = fresh()
-    made = torch.optim.RMSprop(model.parameters()) if name == "rmsprop" else adafactor(model)
-    engine = zero.initialize(model, made, zero.Config(offload=tiers, timeout=10))
+    made = {"rmsprop": lambda m: torch.optim.RMSprop(m.parameters()), "adafactor": adafactor, "mixed": mixed}
+    engine = zero.initialize(model, made[name](model), zero.Config(offload=tiers, timeout=10))
     engine.backward(language_loss(model, 0, context.rank))
 
     def broken(self: Stored, device: torch.device) -> Tensor:
@@ -504,7 +561,7 @@ def unreadable_body(context: Context, path: str, name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "rmsprop"])
+@pytest.mark.parametrize("name", ["adafactor", "rmsprop", "mixed"])
 def test_a_gradient_that_one_rank_cannot_read(cluster: Clusters, tmp_path: Path, name: str) -> None:
     found = cluster(2).run(unreadable_body, path=str(tmp_path), name=name, limit=15)
     assert found == ["rank 0: the disk is broken"] * 2

@@ -1,4 +1,7 @@
-"""Values of a group on their way between the ranks' slices and whole parameters. Collective."""
+"""Values of a group on their way between the ranks' slices and whole parameters.
+
+What may find no room is apart from what is collective, so that ranks can agree in between.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,34 @@ class Exchange:
         self._device = stores.accelerator.device
         self._communicator = communicator
 
-    def assemble(self, unit: str, routes: Routes, slice_: Values) -> Tensor:
-        """The parameters that this rank steps, one after another, from everybody's `slice_`.
+    def parts_of(self, routes: Routes, slice_: Values) -> Tensor:
+        """What this rank's slice has of what each rank steps. slice_: (shard_numel,)."""
+        near = self.fetch(slice_, self._device)
+        return torch.cat([near[window] for window in routes.windows] or [near[:0]])
 
-        slice_: (shard_numel,). One that cannot be read counts as zeros, which the next `agree` tells.
-        """
-        near = self._fetch(slice_)
-        parts = torch.cat([near[window] for window in routes.windows] or [near[:0]])
-        del near
-        whole = parts.new_empty(routes.numel)
+    def assemble(self, unit: str, routes: Routes, parts: Tensor, whole: Tensor) -> None:
+        """Collective. Fill `whole`, (routes.numel,), with the parameters that this rank steps, one after
+        another, from everybody's `parts_of` a slice."""
         self._communicator.all_to_all(unit, whole, parts, routes.taken, routes.given, routes.total).wait()
-        return whole
 
-    def take_apart(self, unit: str, routes: Routes, whole: Tensor, slice_: Tensor) -> None:
-        """The reverse, into this rank's `slice_`."""
-        near = whole.to(self._device)
-        parts = near.new_empty(sum(routes.given))
+    def way_back_bytes(self, routes: Routes, whole: Tensor) -> int:
+        """Of the device, that `take_apart` needs."""
+        numel = sum(routes.given) + (0 if whole.device == self._device else routes.numel)
+        return numel * whole.element_size()
+
+    def take_apart(self, unit: str, routes: Routes, whole: Tensor, room: Tensor, slice_: Tensor) -> None:
+        """Collective. The reverse of `assemble`, into this rank's `slice_`. room: on the device, bytes, at
+        least `way_back_bytes`."""
+        room = room[: self.way_back_bytes(routes, whole)].view(whole.dtype)
+        parts, rest = room.split([given := sum(routes.given), room.numel() - given])
+        near = whole if whole.device == self._device else rest.copy_(whole)
         self._communicator.all_to_all(unit, parts, near, routes.given, routes.taken, routes.total).wait()
         lengths = [window.stop - window.start for window in routes.windows]
         for window, part in zip(routes.windows, parts.split(lengths), strict=True):
             slice_[window].copy_(part)
 
-    def _fetch(self, slice_: Values) -> Tensor:
+    def fetch(self, values: Values, device: torch.device) -> Tensor:
+        """The values on `device`; zeros where they cannot be read, which the next `agree` tells."""
         with self._communicator.postponing():
-            return fetch(slice_, self._device)
-        return torch.zeros(slice_.numel(), dtype=slice_.dtype, device=self._device)
+            return fetch(values, device)
+        return torch.zeros(values.numel(), dtype=values.dtype, device=device)

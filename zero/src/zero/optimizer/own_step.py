@@ -1,12 +1,15 @@
 """A step by the user's optimizer itself, which no kernel serves: of slices, or of whole parameters.
 
 Slices are stepped where the masters are. Whole parameters are put together for the step, each on the rank
-that has its optimizer state, and are slices again behind it.
+that has its optimizer state, and are slices again behind it. A rank that runs out of memory, or whose
+optimizer fails, tells the others before they wait for it: all meet in front of each collective, when they
+have what they need for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -19,10 +22,10 @@ from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.exchange import Exchange
 from zero.optimizer.joint import name_of
 from zero.optimizer.owned import OwnedSubGroup
-from zero.optimizer.pieces import piece_of_master, shaped
+from zero.optimizer.pieces import home_of, piece_of_master, shaped
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
-from zero.tiers.values import Values, fetch
+from zero.tiers.values import Values
 
 Turn = tuple[OwnedSubGroup, GroupGradients]
 
@@ -41,22 +44,28 @@ class OwnStep:
         self._accelerator = stores.accelerator
         self._exchange = Exchange(stores, communicator)
         self._whole: dict[OwnedSubGroup, Tensor] = {}
+        self._meets = False  # whether this step has collectives
 
     def run(self, turns: Sequence[Turn], scale: Tensor | None, mark: Callable[[str], None]) -> None:
         """mark(unit): called when it has the gradients that it is stepped with, and with "" behind the
         step."""
         turns = [(owned, have) for owned, have in turns if owned.routes is None or owned.routes.total]
+        subs = [owned for owned, _ in turns]
+        self._meets = any(owned.routes is not None for owned in subs)
         try:
             for owned, have in turns:
                 self._arrive(owned, have, scale)
                 mark(owned.group.unit)
-            self._step_together(sum(4 * owned.numel for owned, _ in turns))
+            with self._alone():
+                self._step_together(subs)
+                way_back = self._room_for_way_back()
+            self._meet()
             mark("")
-            for owned, _ in turns:
-                self._leave(owned)
+            for owned in self._whole:
+                self._leave(owned, way_back)
         finally:
-            self._clear([owned for owned, _ in turns])
-        for owned, _ in turns:
+            self._clear(subs)
+        for owned in subs:
             self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
     def bytes_for(self, owned: OwnedSubGroup) -> int:
@@ -67,13 +76,15 @@ class OwnStep:
 
     def _arrive(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
         """Where pieces are whole parameters, their values; and the gradients of all."""
-        master, unit = owned.sub.kept.opened().master, owned.group.unit
-        nbytes = master.element_size() * (owned.numel + (0 if owned.routes is None else owned.sub.numel))
+        master = owned.sub.kept.opened().master
         if owned.routes is not None:
-            with room_for(self._accelerator, "for whole parameters of", unit, nbytes):
-                self._show_whole(owned, master)
-        with room_for(self._accelerator, "for the fp32 gradients of", unit, nbytes):
-            came = self._of_pieces(owned, have)
+            whole = self._assemble(owned, master, "for whole parameters of")
+            self.value_bytes += self._on_device(whole)
+            self._whole[owned] = whole
+            for piece in owned.pieces:
+                rebind(piece.parameter, shaped(whole, owned.group, piece.piece))
+        came = self._of_pieces(owned, have)
+        with self._alone(), self._room("for the fp32 gradients of", owned):
             gradient = self._wide(came, master, scale)
         if owned.routes is not None or gradient is not came:
             self.gradient_bytes += self._on_device(gradient)
@@ -81,23 +92,25 @@ class OwnStep:
             if piece.piece.index in have.used:
                 piece.parameter.grad = shaped(gradient, owned.group, piece.piece)
 
-    def _show_whole(self, owned: OwnedSubGroup, master: Tensor) -> None:
-        whole = self._assemble(owned, master).to(master.device)
-        self.value_bytes += self._on_device(whole)
-        self._whole[owned] = whole
-        for piece in owned.pieces:
-            rebind(piece.parameter, shaped(whole, owned.group, piece.piece))
-
     def _of_pieces(self, owned: OwnedSubGroup, have: GroupGradients) -> Tensor:
         """The gradients of a sub-group's pieces one after another, beside the master."""
-        values, device = owned.sub.of(have.slice.get()), owned.sub.kept.opened().master.device
-        if owned.routes is None:
-            return fetch(values, device)
-        return self._assemble(owned, values).to(device)
+        purpose, values = "for the fp32 gradients of", owned.sub.of(have.slice.get())
+        if owned.routes is not None:
+            return self._assemble(owned, values, purpose)
+        with self._alone(), self._room(purpose, owned):
+            return self._exchange.fetch(values, home_of(owned))
 
-    def _assemble(self, owned: OwnedSubGroup, values: Values) -> Tensor:
+    def _assemble(self, owned: OwnedSubGroup, values: Values, purpose: str) -> Tensor:
+        """What all ranks have of whole parameters in `values`, put together beside the master."""
         assert owned.routes is not None
-        return self._exchange.assemble(owned.group.unit, owned.routes, values)
+        with self._alone(), self._room(purpose, owned):
+            parts = self._exchange.parts_of(owned.routes, values)
+            whole = parts.new_empty(owned.numel)
+        self._meet()
+        self._exchange.assemble(owned.group.unit, owned.routes, parts, whole)
+        del parts
+        with self._alone():
+            return whole.to(home_of(owned))
 
     def _wide(self, gradient: Tensor, master: Tensor, scale: Tensor | None) -> Tensor:
         if scale is None and gradient.dtype is master.dtype:
@@ -107,34 +120,59 @@ class OwnStep:
         self._stores.kernels(master.device).scale_cast(wide, gradient, scale)
         return wide
 
-    def _step_together(self, nbytes: int) -> None:
-        """The optimizers' steps. Where one fails, no other rank waits for the parameters of this one."""
-        error: Exception | None = None
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Around what a rank does by itself. Where it fails the others hear of it when they meet next, and
+        wait for nothing else of this one."""
         try:
-            with room_for(self._accelerator, f"for the step of {self._names}", None, nbytes):
-                for optimizer in self._optimizers:
-                    optimizer.step()
-        except Exception as problem:
-            error = problem
-        elsewhere = bool(self._whole) and self._communicator.agree(error is not None)
-        if error is not None:
-            raise error
-        if elsewhere:
+            yield
+        except Exception:
+            if self._meets:
+                self._communicator.agree(True)
+            raise
+
+    def _meet(self) -> None:
+        """Before a collective, where there is any: every rank has come through what it does alone."""
+        if self._meets and self._communicator.agree():
             raise OptimizerError(
                 f"the step of {self._names} has failed on another rank, whose error says why"
             )
 
-    def _leave(self, owned: OwnedSubGroup) -> None:
-        """Values to the masters, whatever tensors the optimizer has put them into."""
+    def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
+        numel = owned.numel + (0 if owned.routes is None else owned.sub.numel)
+        nbytes = owned.sub.kept.master.element_size() * numel
+        return room_for(self._accelerator, purpose, owned.group.unit, nbytes)
+
+    def _step_together(self, subs: Sequence[OwnedSubGroup]) -> None:
+        """The optimizers' steps, whatever tensors they put the values into."""
+        nbytes = sum(4 * owned.numel for owned in subs)
+        with room_for(self._accelerator, f"for the step of {self._names}", None, nbytes):
+            for optimizer in self._optimizers:
+                optimizer.step()
+        for owned in subs:
+            values = self._whole.get(owned, owned.sub.kept.opened().master)
+            for piece in owned.pieces:
+                place = shaped(values, owned.group, piece.piece)
+                if piece.parameter.data_ptr() != place.data_ptr():
+                    place.copy_(piece.parameter.detach())
+                    rebind(piece.parameter, place)
+
+    def _room_for_way_back(self) -> Tensor:
+        """Bytes of the device that all parameters go back through, one sub-group after another."""
+        sizes = [
+            self._exchange.way_back_bytes(o.routes, whole) for o, whole in self._whole.items() if o.routes
+        ]
+        nbytes, device = max(sizes, default=0), self._accelerator.device
+        with room_for(self._accelerator, "to take whole parameters apart", None, nbytes):
+            room = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.value_bytes += room.nbytes
+        return room
+
+    def _leave(self, owned: OwnedSubGroup, room: Tensor) -> None:
+        """Whole parameters to the ranks' masters."""
+        assert owned.routes is not None
         master = owned.sub.kept.opened().master
-        stepped = self._whole.get(owned, master)
-        for piece in owned.pieces:
-            place = shaped(stepped, owned.group, piece.piece)
-            if piece.parameter.data_ptr() != place.data_ptr():
-                place.copy_(piece.parameter.detach())
-                rebind(piece.parameter, place)
-        if owned.routes is not None:
-            self._exchange.take_apart(owned.group.unit, owned.routes, stepped, master)
+        self._exchange.take_apart(owned.group.unit, owned.routes, self._whole[owned], room, master)
 
     def _on_device(self, values: Tensor) -> int:
         return values.nbytes if values.device == self._accelerator.device else 0
