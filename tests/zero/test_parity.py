@@ -161,6 +161,30 @@ def test_every_optimizer(cluster: Clusters) -> None:
         assert max(found.values()) < 2e-5, found
 
 
+def narrow_body(context: Context) -> dict[str, bool]:
+    """A model that is bf16 already, with an optimizer that has state before its first step."""
+    found = {}
+    for stage in (0, 3):
+        engines = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model = fresh().bfloat16().to(dtype)
+            config = zero.Config(stage=stage, precision="bf16", timeout=20)  # type: ignore[arg-type]
+            engine = zero.initialize(model, adagrad(model), config)
+            for step in range(4):
+                engine.backward(language_loss(model, step, context.rank))
+                engine.step()
+            engines.append(engine)
+        wide, narrow = (engine.full_optimizer_state("blocks.0.up.weight")["sum"] for engine in engines)
+        masters = (Run(state=engine.state_dict(master=True)) for engine in engines)
+        found[f"stage {stage}"] = torch.equal(wide, narrow) and same_bits(*masters)
+    return found
+
+
+def test_state_of_before_the_first_step_is_as_precise_as_masters(cluster: Clusters) -> None:
+    for found in cluster(2).run(narrow_body, limit=60):
+        assert all(found.values()), found
+
+
 def mixed_optimizers_body(context: Context) -> dict[str, tuple[float, bool]]:
     found = {}
     for optimizer in OPTIMIZERS:

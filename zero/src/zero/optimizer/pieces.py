@@ -80,12 +80,14 @@ def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
 
 
 def sliced(state: dict[str, Any], owned: OwnedSubGroup, piece: Piece) -> dict[str, Any]:
-    """A piece's part of a parameter's state: slices of what is element-wise, copies of the rest."""
-    spec, device = owned.group.layout.specs[piece.index], home_of(owned)
+    """A piece's part of a parameter's state: slices of what is element-wise, in the master's precision, which
+    the optimizer steps; copies of the rest."""
+    spec, device, master = owned.group.layout.specs[piece.index], home_of(owned), owned.sub.kept.master
     result = {}
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == spec.shape and key != "step":
-            flat = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device=device)
+            dtype = master.dtype if value.is_floating_point() else value.dtype
+            flat = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=device)
             flat.copy_(value)
             part = flat.as_strided((piece.length,), (1,), piece.start)
             result[key] = part.clone() if piece.length < spec.numel else flat

@@ -101,7 +101,7 @@ def _copy_of(optimizer: Optimizer, stand_ins: Mapping[nn.Parameter, nn.Parameter
 def _shrunk(state: Mapping[str, Any], parameter: nn.Parameter, small: nn.Parameter) -> dict[str, Any]:
     """State that an optimizer has before its first step, as a stand-in has it."""
     return {
-        key: torch.zeros_like(small, dtype=value.dtype)
+        key: torch.zeros_like(small, dtype=small.dtype if value.is_floating_point() else value.dtype)
         if isinstance(value, Tensor) and is_elementwise(key, value, parameter)
         else copy.deepcopy(value)
         for key, value in state.items()
