@@ -114,7 +114,15 @@ class OptimizerLoad:
                 entry = self._with_state(spec.name)
                 if entry is not None:
                     self._fill_piece(owned, piece, entry, stride_of(spec))
+                if owned.count is not None:
+                    self._note_steps(piece)
         self._restore_options()
+
+    def _note_steps(self, piece: OwnedPiece) -> None:
+        """Pieces of equal steps go in one kernel call, those that were not loaded among them."""
+        state = self._engine.shards.optimizer.state[piece.parameter]
+        if "step" in state:
+            piece.history = hash(("loaded", float(state["step"])))
 
     def _fill_piece(
         self, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry, stride: tuple[int, ...] | None
@@ -130,8 +138,6 @@ class OptimizerLoad:
             self._fill_state(state, key, entry, owned, piece, stride)
         for key, value in entry.values.items():
             state[key] = moved(key, self._values.decode(value), piece.parameter, home_of(owned))
-        if "step" in state:
-            piece.history = hash(float(state["step"]))  # pieces of equal steps go in one kernel call
 
     def _fill_state(
         self,
@@ -168,7 +174,9 @@ class OptimizerLoad:
             group = groups[own]
             for name, value in self._values.decode(self._manifest.optimizer.param_groups[saved]).items():
                 if isinstance(group.get(name), Tensor):
-                    group[name].copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+                    group[name].copy_(
+                        value if isinstance(value, Tensor) else torch.tensor(value, device=HOST)
+                    )
                 else:
                     group[name] = value
 
