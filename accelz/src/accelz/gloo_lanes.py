@@ -101,7 +101,7 @@ class GlooLanes(Collectives):
 
     def _agree(self, sent: Sequence[int], received: Sequence[int], group: Group) -> None:
         """Raise, on every rank, unless each expects the bytes that the others send. Waits for all of them."""
-        mine = torch.tensor([*sent, *received])
+        mine = torch.tensor([*sent, *received], device="cpu")
         every = mine.new_empty(group.size, 2, group.size)
         self._lane("all_gather", every.nbytes, group)._allgather_base(every.view(-1), mine).wait()
         wrong = (every[:, 0] != every[:, 1].T).nonzero().tolist()

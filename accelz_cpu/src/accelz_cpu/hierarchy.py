@@ -75,7 +75,7 @@ class TwoLevels:
         self._links: Lanes | None = links
         self._size = len(hosts.order)
         # Where the hosts' ranks are mixed, rows are put together by copying.
-        self._mixed = torch.tensor(hosts.order) if hosts.order != sorted(hosts.order) else None
+        self._mixed = torch.tensor(hosts.order, device="cpu") if hosts.order != sorted(hosts.order) else None
 
     def all_gather(self, output: Tensor, shard: Tensor, timeout: float, in_place: bool = False) -> None:
         if not shard.numel():

@@ -156,7 +156,7 @@ class NativeKernels(CpuKernels):
         threads = torch.get_num_threads()
         squares = self._library.accelz_sum_of_squares
         total = sum(squares(t.data_ptr(), DTYPES[t.dtype], t.numel(), threads) for t in tensors)
-        rounded = torch.tensor(total, dtype=torch.float64).float()
+        rounded = torch.tensor(total, dtype=torch.float64, device="cpu").float()
         return torch.stack((rounded, (~torch.isfinite(rounded)).float()))
 
     def scale_cast(self, output: Tensor, source: Tensor, scale: Tensor | None = None) -> None:

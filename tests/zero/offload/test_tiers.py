@@ -362,3 +362,47 @@ def test_settings_are_hashed_and_do_not_change() -> None:
     with pytest.raises(ValidationError):
         half.fraction.optimizer = 1.0
     assert zero.Offload(optimizer="host", fraction=half.fraction) == half
+
+
+def default_device_body(context: Context, path: str) -> dict[str, bool]:
+    """With torch's default device set, as scripts do, training has the bits that it has without."""
+    here = context.accelerator.device
+    chosen = [None, *(tiers(path)[name] for name in ("host", "compact everything"))]
+    found = {}
+    for turn, offload in enumerate(chosen):
+        runs = []
+        for default in (None, here):
+            torch.set_default_device(default)
+            try:
+                runs.append(_by_default(here, offload, f"{path}/{turn}"))
+            finally:
+                torch.set_default_device(None)
+        found[str(offload)] = same_bits(*runs)
+    return found
+
+
+def _by_default(device: torch.device, offload: Any, path: str) -> Run:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).to(device)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.fill_(0.01 * number)
+    config = zero.Config(precision="bf16", clip_norm=1.0, offload=offload, timeout=20)
+    engine = zero.initialize(model, adamw(model), config)
+    run = Run()
+    for last in (4, 3, 4):  # once without the last layer
+        x = torch.ones(4, 16, dtype=torch.bfloat16, device=device)
+        loss = model[:last](x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.item())
+        engine.save_checkpoint(path)
+        engine.load_checkpoint(path)
+    engine.load_state_dict(engine.state_dict())
+    run.state = {name: value.cpu() for name, value in engine.state_dict(master=True).items()}
+    return run
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_default_device_does_not_matter(cluster: Clusters, tmp_path: Path, size: int) -> None:
+    for found in cluster(size).run(default_device_body, path=str(tmp_path), limit=60):
+        assert all(found.values()), found

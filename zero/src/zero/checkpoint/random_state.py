@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from accelz.accelerator import Accelerator
+from accelz.flat_buffer import HOST
 
 
 def read(accelerator: Accelerator) -> dict[str, Any]:
@@ -18,7 +19,7 @@ def read(accelerator: Accelerator) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "device": accelerator.rng.get_state(),
-        "python": {"version": version, "internal": torch.tensor(internal), "gauss": gauss},
+        "python": {"version": version, "internal": torch.tensor(internal, device=HOST), "gauss": gauss},
         "numpy": {
             "kind": str(name),
             "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),

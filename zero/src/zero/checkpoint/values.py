@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from accelz.flat_buffer import HOST
 from zero.checkpoint import user_state
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.stream import CHUNK
@@ -56,7 +57,7 @@ class Values:
             return
         dtype, step = TORCH[entry.dtype], CHUNK // entry.item_bytes
         if self._buffer is None:
-            self._buffer = torch.empty(CHUNK, dtype=torch.uint8)
+            self._buffer = torch.empty(CHUNK, dtype=torch.uint8, device=HOST)
         for first in range(0, target.numel(), step):
             part = target[first : first + step]
             staged = self._buffer[: part.numel() * entry.item_bytes]
@@ -66,7 +67,7 @@ class Values:
     def whole(self, key: str) -> Tensor:
         """A whole tensor, on the host, in its shape."""
         entry = self._tensors.tensor(key)
-        flat = torch.empty(entry.numel, dtype=TORCH[entry.dtype])
+        flat = torch.empty(entry.numel, dtype=TORCH[entry.dtype], device=HOST)
         self._tensors.read(key, 0, bytes_of(flat))
         return flat.view(entry.shape) if entry.stride is None else flat.as_strided(entry.shape, entry.stride)
 
@@ -94,5 +95,5 @@ def _reordered(values: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     """A tensor's elements in the memory order that `stride` means."""
     if stride is None:
         return values.contiguous().view(-1)
-    other = torch.empty_strided(values.shape, stride, dtype=values.dtype).copy_(values)
+    other = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=HOST).copy_(values)
     return other.as_strided((values.numel(),), (1,))

@@ -25,6 +25,7 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group, Handle, ReduceOp
 from accelz.errors import CollectiveError
+from accelz.flat_buffer import HOST
 from zero.communication.job import Split
 from zero.communication.reports import Failure, Reports
 from zero.errors import CommunicationError, OffloadError, RankMismatchError
@@ -192,7 +193,8 @@ class Communicator:
         if self.group.size == 1:
             return flag
         mine = list(self._hashes.values())
-        ballot = torch.tensor([flag, bool(self._fault), *mine, *(-h for h in mine)], dtype=torch.int64)
+        votes = [flag, bool(self._fault), *mine, *(-h for h in mine)]
+        ballot = torch.tensor(votes, dtype=torch.int64, device=HOST)
         self._exchange("agreement", ballot)
         flagged, faulty, *hashes = ballot.tolist()
         if any(highest != -lowest for highest, lowest in zip(hashes[:2], hashes[2:], strict=True)):
@@ -233,7 +235,7 @@ class Communicator:
 
     def fence(self, what: str) -> None:
         """Return once every rank has come here, done with all reading and writing before it."""
-        self._exchange(what, torch.zeros(1, dtype=torch.int64))
+        self._exchange(what, torch.zeros(1, dtype=torch.int64, device=HOST))
 
     def any_of(self, flags: Tensor) -> Tensor:
         """Elementwise "or" of host uint8 flags over the ranks, in place."""
@@ -245,7 +247,7 @@ class Communicator:
         """Raise RankMismatchError unless every rank passes the same `digest`."""
         if self.group.size == 1:
             return
-        ballot = torch.tensor([digest, -digest], dtype=torch.int64)
+        ballot = torch.tensor([digest, -digest], dtype=torch.int64, device=HOST)
         self._exchange(what, ballot)
         if ballot[0] != -ballot[1]:
             raise RankMismatchError(f"the ranks disagree about {what}: all ranks must build the same one")

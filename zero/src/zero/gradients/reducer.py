@@ -179,7 +179,7 @@ class GradientReducer:
     def _norm_on_host(self, slices: Sequence[Values]) -> Tensor:
         """One after another: what is on disk is not in memory all at once."""
         kernels = self._stores.kernels(HOST)
-        total = torch.zeros(2, dtype=torch.float64)
+        total = torch.zeros(2, dtype=torch.float64, device=HOST)
         for values in slices:
             with self._communicator.postponing():
                 total += kernels.norm_and_nonfinite([fetch(values, HOST)])
@@ -274,7 +274,7 @@ class GradientReducer:
         late: list[int] = []
         if self._communicator.agree(any(g.partial or g.filled for g in self.all)):
             mine = torch.cat([_flags(g.have, n) for g, n in zip(self.all, counts, strict=True)])
-            after = torch.tensor([bool(g.filled) for g in self._order], dtype=torch.uint8)
+            after = torch.tensor([bool(g.filled) for g in self._order], dtype=torch.uint8, device=HOST)
             *flags, after = self._communicator.any_of(torch.cat([mine, after])).split([*counts, len(after)])
             used = [f.nonzero().flatten().tolist() for f in flags]
             late = after.nonzero().flatten().tolist()
@@ -292,13 +292,14 @@ class GradientReducer:
         self._order_known = True
         place = {g: i for i, g in enumerate(self.all)}
         seen = list(dict.fromkeys(self._observed))
-        order = torch.tensor([place[g] for g in (*seen, *(g for g in self._order if g not in seen))])
+        numbers = [place[g] for g in (*seen, *(g for g in self._order if g not in seen))]
+        order = torch.tensor(numbers, device=HOST)
         if self._communicator.group.size > 1:
             self._communicator.broadcast("gradient order", order, 0)
         self._order = [self.all[i] for i in order.tolist()]
 
 
 def _flags(indices: Iterable[int], count: int) -> Tensor:
-    flags = torch.zeros(count, dtype=torch.uint8)
+    flags = torch.zeros(count, dtype=torch.uint8, device=HOST)
     flags[list(indices)] = 1
     return flags

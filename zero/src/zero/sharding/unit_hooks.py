@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelz.flat_buffer import HOST
 from zero.errors import UsageError
 from zero.sharding import autocast
 from zero.sharding.cast import Cast
@@ -274,7 +275,9 @@ class _Call:
         output = map_tensors(lambda t: t.view_as(t) if t.grad_fn is not None and _is_plain(t) else t, output)
         self._passes_on = not any(map(self.has_made, iter_tensors(output)))  # in what cannot be mapped
         if self._passes_on:
-            torch.ones((), requires_grad=True).neg()  # a number is used up: what follows is newer
+            torch.ones(
+                (), device=HOST, requires_grad=True
+            ).neg()  # a number is used up: what follows is newer
         return output
 
     def begin(self) -> None:

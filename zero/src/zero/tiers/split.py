@@ -34,7 +34,8 @@ class SplitMaster(Stored):
         self.lower = lower
         self._whole = whole or self
         self._start = 0 if whole is None else (lower.place - whole.lower.place) // LOWER.itemsize
-        self._ties = torch.empty(0, dtype=torch.int64)  # of the whole: where a tie was rounded up
+        # Of the whole: where a tie was rounded up.
+        self._ties = torch.empty(0, dtype=torch.int64, device=HOST)
 
     def join(self, lower: Tensor, out: Tensor) -> None:
         """Put the masters together in `out` from the weights and their lower halves, all on the host."""
@@ -49,7 +50,7 @@ class SplitMaster(Stored):
 
     def split(self, master: Tensor, lower: Tensor) -> None:
         """Take the lower halves of the masters; the weights have the upper ones already."""
-        found = [torch.empty(0, dtype=torch.int64)]
+        found = [torch.empty(0, dtype=torch.int64, device=HOST)]
         for begin in range(0, master.numel(), _CHUNK):
             part = slice(begin, begin + _CHUNK)
             bits = master[part].view(torch.int32)
