@@ -274,10 +274,8 @@ class _Call:
         that have used the unit."""
         output = map_tensors(lambda t: t.view_as(t) if t.grad_fn is not None and _is_plain(t) else t, output)
         self._passes_on = not any(map(self.has_made, iter_tensors(output)))  # in what cannot be mapped
-        if self._passes_on:
-            torch.ones(
-                (), device=HOST, requires_grad=True
-            ).neg()  # a number is used up: what follows is newer
+        if self._passes_on:  # a number is used up: what follows is newer
+            torch.ones((), device=HOST, requires_grad=True).neg()
         return output
 
     def begin(self) -> None:
