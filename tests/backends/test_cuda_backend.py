@@ -126,6 +126,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What the process group finds in the environment, instead of a process group."""
     environment: dict[str, str] = {"RANK": "3"}
     monkeypatch.setattr("os.environ", environment)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # whatever other tests have left
     monkeypatch.setattr(Collectives, "init", lambda *_: SimpleNamespace(environment=dict(environment)))
     return environment
 
