@@ -196,9 +196,7 @@ class Collectives:
 
     def barrier(self, group: Group) -> None:
         """Return once every rank of the group has called this."""
-        token = torch.zeros(
-            1, device="cpu"
-        )  # a host tensor: the same on every device, and it blocks the host
+        token = torch.zeros(1, device="cpu")  # the same on every device, and it blocks the host
         self.all_reduce(token, group)
 
     def destroy(self) -> None:
