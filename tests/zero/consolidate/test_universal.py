@@ -109,3 +109,18 @@ def test_names_that_are_no_directories_are_refused(tmp_path: Path) -> None:
     ):
         export_universal(source, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "latest"]
+
+
+def test_the_default_device_does_not_matter(folder: Path, tmp_path: Path) -> None:
+    """What is written is the same, byte for byte, where a script has set another one."""
+    for name, default in (("default", "cpu"), ("meta", "meta")):
+        (tmp_path / name).mkdir()
+        with torch.device(default), ZeroSource(folder / "checkpoint", optimizer=True) as source:
+            export_universal(source, tmp_path / name / "universal", Options(verify=True))
+            for format in ("torch", "safetensors"):
+                consolidate(source, tmp_path / name / format, Options(format=format, verify=True))
+    files = [path for path in (tmp_path / "default").rglob("*") if path.is_file()]
+    assert len(files) > 20
+    for path in files:
+        name = str(path.relative_to(tmp_path / "default"))
+        assert path.read_bytes() == (tmp_path / "meta" / name).read_bytes(), name

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import TORCH
 from zero.consolidate.plan import Chosen, Plan, PlannedFile, file_name, index_of, shards
 from zero.sources.torch_file import Record, records_of
@@ -44,7 +45,7 @@ def plan_file(
     """A file of torch.save. content: what it holds, made of tensors by their index in the source, in their
     order; its other tensors are small and real."""
     with FakeTensorMode():
-        values = {t.tensor: torch.empty(t.shape, dtype=TORCH[t.dtype]) for t in tensors}
+        values = {t.tensor: torch.empty(t.shape, dtype=TORCH[t.dtype], device=HOST) for t in tensors}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "skeleton"  # its room takes no space: torch skips it
         with torch.serialization.skip_data(materialize_fake_tensors=True):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.manifest import Manifest, ParameterEntry, model_key, state_key
 from zero.checkpoint.storage import write_whole
@@ -123,7 +124,7 @@ class _Export:
     def _model_states(self, values: Mapping[int, Tensor]) -> dict[str, Any]:
         frozen = OrderedDict((p.name, values[self._chosen[p.name].tensor]) for p in self._frozen)
         buffers = {name: values[self._chosen[name].tensor] for name in self._buffers}
-        empty = {p.name: torch.empty(0, dtype=TORCH[p.dtype]) for p in self._trained}
+        empty = {p.name: torch.empty(0, dtype=TORCH[p.dtype], device=HOST) for p in self._trained}
         return {
             **self._common(),
             "module": OrderedDict({**frozen, **buffers, **empty}),
