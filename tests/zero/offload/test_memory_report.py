@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,77 @@ def test_reports_add_up_on_every_tier(cluster: Clusters, tmp_path: Path) -> None
         for name, (adds_up, least) in found.items():
             assert adds_up, name
             assert least >= 0, name
+
+
+def untraced_body(context: Context) -> tuple[bool, dict[str, tuple[int, int]]]:
+    """The peak of a step that is followed, and of one that is not."""
+    memory, found = context.accelerator.memory, {}
+    settings: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "host": {"offload": zero.Offload(optimizer="host")},
+        "half": {"offload": zero.Offload(optimizer="host", fraction=0.5)},
+        "half, clipped": {"offload": zero.Offload(optimizer="host", fraction=0.5), "clip_norm": 1.0},
+        "auto": {"offload": "auto"},
+    }
+    for name, each in settings.items():
+        engine = engine_of(**each)
+        for step in range(4):
+            memory.reset_peak()
+            one_step(engine, step)
+        found[name] = memory.stats().peak, traced(engine, context).peak
+        del engine
+        gc.collect()
+    return context.accelerator.capabilities.counts_every_byte, found
+
+
+def test_following_a_step_does_not_change_it(cluster: Clusters) -> None:
+    for exact, found in cluster(2).run(untraced_body, limit=60):
+        for name, (alone, followed) in found.items():
+            assert followed == alone or not exact, name
+
+
+def whole_steps_body(context: Context) -> dict[str, MemoryReport]:
+    """Steps in whose middle someone begins to ask, or that something else comes before."""
+    engine = engine_of(gradient_accumulation_steps=2)
+    device, found = engine.accelerator.device, {}
+
+    def micro_batch() -> None:
+        one_step(engine, 0)
+
+    def after(name: str, *parts: Callable[[], Any]) -> None:
+        for part in parts:
+            part()
+        while engine._tracer.steps:
+            micro_batch()
+        found[name] = engine.memory_report()
+
+    def look() -> None:
+        with torch.no_grad():
+            engine(torch.ones(64 * BATCH, WIDTH, device=device))
+
+    def forward() -> None:
+        losses.append(engine(torch.ones(BATCH, WIDTH, device=device)).float().square().mean())
+
+    def backward() -> None:
+        engine.backward(losses.pop())
+
+    losses: list[torch.Tensor] = []
+    ask = engine.trace_memory
+    after("at once", ask)
+    after("in the middle", micro_batch, ask, micro_batch)
+    after("before backward", forward, ask, backward, micro_batch)
+    after("before step", micro_batch, forward, backward, ask, engine.step)
+    after("dropped", ask, micro_batch, engine.zero_grad)
+    after("nothing to drop", ask, forward, engine.zero_grad, backward, micro_batch)
+    after("evaluation", ask, look)
+    return found
+
+
+def test_whole_steps_are_followed_or_nothing(cluster: Clusters) -> None:
+    for found in cluster(2).run(whole_steps_body, limit=60):
+        phases = [sample.phase for sample in found["at once"].samples]
+        most = found["at once"].peaks()["forward"].use
+        for name, report in found.items():
+            assert [sample.phase for sample in report.samples] == phases, name
+            assert report.samples[0].seconds < report.samples[-1].seconds < 20, name
+            assert report.peaks()["forward"].use.activations <= 1.5 * most.activations, name

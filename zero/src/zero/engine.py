@@ -104,7 +104,7 @@ class Engine:
         self._tracer = MemoryTracer(accelerator, units, reducer, self._shards)
         self._balancer: Balancer | None = None
         if config.offload == "auto":
-            self._balancer = Balancer(stores, communicator, self._tracer, self._shards, reducer.all)
+            self._balancer = Balancer(stores, communicator, self._tracer, self._shards, reducer)
             self._passes.try_twice(self._balancer.second_try)
         self._passes.phase.on_unit = self._trace
         self._passes.on_forward = self._tracer.begin
@@ -177,7 +177,9 @@ class Engine:
         self._shards.check_groups()
         self._late.check_changed()
         self._absent_of_pieces.hide()  # what steps them gives them theirs
-        self._tracer.begin_step()
+        if self._balancer is not None:
+            self._balancer.before_step()
+        self._tracer.begin_update()
         factors = self._factor.complete()
         if not any(True for _ in self._reducer.used()):
             warnings.warn(_NOTHING_TO_STEP, RuntimeWarning, stacklevel=2)
@@ -192,6 +194,11 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop the gradients of all micro-batches since the last optimizer step."""
+        if self._micro_steps:
+            self._tracer.drop()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self._hide_gradients()
         self._reducer.clear()
         self._micro_steps = 0
@@ -409,7 +416,8 @@ class Engine:
     def trace_memory(self, steps: int = 1) -> None:
         """Follow the device's memory through the next optimizer steps, for `memory_report`.
 
-        The device's peak statistics start again many times meanwhile.
+        Of a step that has begun, with a forward, nothing is followed: then it is those after it. The device's
+        peak statistics start again many times meanwhile.
         """
         if steps < 1:
             raise UsageError(f"trace_memory(steps={steps}): at least one step is needed")
@@ -459,7 +467,7 @@ class Engine:
             self._update(scale, skip)
             if self._loss_scale is not None and skip is not None:
                 self._loss_scale.update(skip)
-            self.zero_grad()
+            self._drop_gradients()
             self._refresh()
             self._late.settle()
             self.steps += 1
@@ -529,6 +537,7 @@ class Engine:
 
     def _recover(self) -> None:
         """After an exception: drop gradients, gathers and calls under way."""
+        self._tracer.drop()
         self._hide_gradients()
         self._passes.recover()
         self._micro_steps = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import torch
+
 from accelz.accelerator import Accelerator
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
@@ -14,7 +16,11 @@ from zero.tiers.trace import Held, MemoryReport, PhaseName, Sample
 
 
 class MemoryTracer:
-    """Samples while `steps` is not 0, and resets the device's peak. report: of the last whole step."""
+    """Samples whole steps while `steps` is not 0, and resets the device's peak. report: of the last one.
+
+    A step begins with its first forward that is to be differentiated. It is followed from there or not at
+    all; what has come before it, such as an evaluation, is none of it.
+    """
 
     def __init__(
         self,
@@ -36,35 +42,46 @@ class MemoryTracer:
         self._before = 0  # that was in use, and not the engine's, before the forwards without a backward
         self._settled = True  # there is no such forward
         self._activations = 0
+        self._fresh = True  # the step has not begun
+        self._follows = False  # and this one is followed
 
     def begin(self) -> None:
-        """A forward begins; a step, with the first one after the last step."""
-        if not self.steps:
-            return
-        if not self._samples:
-            self._begun = time.perf_counter()
-            self._forget_the_past()
-        if self._settled:
-            self._before = self._memory.stats().allocated - self.held().total
+        """A forward of the whole model begins."""
+        self._begin_step()
+        if self._follows and self._settled:
+            self._note_before()
             self._settled = False
         self.mark("forward", "")
+
+    def _begin_step(self) -> None:
+        if not (self._fresh and torch.is_grad_enabled()):
+            return
+        self._fresh, self._follows = False, self.steps > 0
+        if self._follows:
+            self._begun = time.perf_counter()
+            self._streams.synchronize()  # a device may count what has gone until it has passed this point
+            self._memory.reset_peak()
+            self._note_before()
+
+    def _note_before(self) -> None:
+        self._before = self._memory.stats().allocated - self.held().total
 
     def settle(self) -> None:
         """A backward is over: what its forwards have left is gone, but for what their caller holds."""
         self.mark("backward", "")
         self._settled = True
 
-    def begin_step(self) -> None:
-        """The optimizer begins: once what leaves has left, so that nothing is on its way in its samples."""
-        if self.steps:
-            self.mark("step", "")
-            self._reducer.land()
-            self._forget_the_past()
+    def begin_update(self) -> None:
+        """The optimizer begins."""
+        self.mark("step", "")
+        if self._follows:
             self._away = self._bits(lambda g: g.slice.away)
 
     def mark(self, phase: PhaseName, unit: str) -> None:
         """A unit comes or goes, or has been stepped."""
-        if not self.steps:
+        if phase == "forward":
+            self._begin_step()  # of a model whose parts are called by themselves
+        if not self._follows:
             return
         stats = self._memory.stats()
         self._memory.reset_peak()
@@ -78,22 +95,22 @@ class MemoryTracer:
             Sample(phase, unit, seconds, held, self._activations, stats.allocated, stats.peak, self._away)
         )
 
-    def _forget_the_past(self) -> None:
-        """A device may count what has gone until it has passed this point."""
-        self._streams.synchronize()
-        self._memory.reset_peak()
-
     def _bits(self, is_set: Callable[[GroupGradients], bool]) -> int:
         return sum(is_set(gradients) << n for n, gradients in enumerate(self._reducer.all))
 
     def end(self) -> None:
         """The optimizer has stepped."""
-        if self.steps:
+        if self._follows:
             self.mark("step", "")
-            self._settled = True
             self.report = MemoryReport(tuple(self._samples), self._memory.stats().capacity)
             self.steps -= 1
+        self.drop()
+
+    def drop(self) -> None:
+        """There is nothing of a step any more: the next one begins."""
         self._samples.clear()
+        self._fresh = self._settled = True
+        self._follows = False
 
     def held(self) -> Held:
         """What the engine holds of the device now."""

@@ -1,0 +1,73 @@
+"""What a step takes of the device beside state and gradients, learned from steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from zero.optimizer.group_step import SCRATCH
+from zero.tiers.trace import MemoryReport
+
+GUESS = 4 * SCRATCH  # bytes for each element, before any was stepped on the device
+
+
+class Temporaries:
+    """Bytes by what is stepped on the device: `kernels` by the elements that a kernel works on at once, `own`
+    by all elements that optimizers step themselves.
+
+    Of these, some work through their parameters one by one, others on all of them together. So they are
+    taken to grow as they did between the last two steps seen. torch's go over from one by one to all together
+    (foreach) where the parameters of a param_group are all on the device: what that takes is seen when the
+    first of them are, and guessed till then.
+    """
+
+    def __init__(self) -> None:
+        self._rate: float = GUESS
+        self._seen: dict[int, int] = {}
+        self._together: set[int] = set()
+
+    def kernels(self, numel: int) -> int:
+        """Bytes for a kernel that works on `numel` elements at once."""
+        return round(self._rate * numel)
+
+    def learn_kernels(self, numel: int, came: int, report: MemoryReport) -> None:
+        """One record alone was stepped on the device by kernels. came: bytes of its gradient that did."""
+        if found := _kernel_turns(report):
+            self._rate = max(0, max(found) - came) / numel
+
+    def own(self, numel: int, together: Mapping[int, int]) -> int:
+        """Bytes for optimizers that step `numel` elements themselves. together: elements of param_groups that
+        are all on the device, by the group's index."""
+        *others, (last, nbytes) = self._seen.items() or [(0, 0)]
+        slope: float = GUESS
+        if others:
+            before, less = others[-1]
+            slope = max(0.0, (nbytes - less) / (last - before))
+        grown = max(0, nbytes + round(slope * (numel - last)))
+        unseen = max((count for group, count in together.items() if group not in self._together), default=0)
+        return max(grown, GUESS * unseen)
+
+    def learn_own(self, numel: int, together: Mapping[int, int], report: MemoryReport) -> None:
+        """A step of so many elements."""
+        if (found := _own_step(report)) is not None:
+            self._seen.pop(numel, None)
+            self._seen[numel] = found
+            self._together.update(together)
+
+
+def _own_step(report: MemoryReport) -> int | None:
+    """What optimizers took that step themselves, if they did."""
+    return next((nbytes for unit, nbytes in _turns(report) if not unit), None)
+
+
+def _kernel_turns(report: MemoryReport) -> list[int]:
+    """What each sub-group took that kernels have stepped: behind all others."""
+    turns = _turns(report)
+    behind = next((n + 1 for n, (unit, _) in enumerate(turns) if not unit), 0)
+    return [nbytes for _, nbytes in turns[behind:]]
+
+
+def _turns(report: MemoryReport) -> list[tuple[str, int]]:
+    """Unit and bytes taken for a while, of each point of the update between its begin and its end."""
+    step = [sample for sample in report.samples if sample.phase == "step"]
+    return [(now.unit, now.peak - before.allocated) for before, now in pairwise(step[:-1])]
