@@ -72,14 +72,12 @@ class Balancer:
         """Have room for what the step takes: an optimizer that finds none has changed some values already."""
         if not self._useful:
             return
-        self._reducer.land()
-        if self._near and self._missing() > 0:
+        if any(have.group.placement.gradients != "device" for have in self._reducer.all):
+            self._reducer.land()
             self._accelerator.streams.synchronize()  # what has landed counts until streams have passed it
-            if (missing := self._missing()) > 0:
-                self.relieve(missing)
-
-    def _missing(self) -> int:
-        return self._step_bytes(self._near) - self._accelerator.memory.stats().free
+        missing = self._step_bytes(self._near) - self._accelerator.memory.stats().free
+        if self._near and missing > 0:
+            self.relieve(missing)
 
     def after_step(self) -> None:
         """Collective. Plan after the warm-up; make room when a step has come too close to the limit."""
