@@ -130,9 +130,8 @@ def places_body(context: Context) -> None:
     assert isinstance(weight, nn.Parameter)
     assert repr(weight.grad).startswith("AbsentGradient(shape=(29, 12), dtype=torch.float32")
     assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
-    model.zero_grad()  # harmless
-    assert not with_gradient()
     assert engine.step()
+    assert not with_gradient()
     for _ in range(2):
         engine.backward(language_loss(model, 0, context.rank))
     assert with_gradient()
@@ -144,3 +143,54 @@ def places_body(context: Context) -> None:
 
 def test_where_they_are(cluster: Clusters) -> None:
     cluster(2).run(places_body)
+
+
+def head_alone(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if "head" in name or "embed" in name:
+            parameter.grad = None
+
+
+def replaced(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros(parameter.shape, device=parameter.device)
+
+
+CHANGES: dict[str, Callable[[zero.Engine], None]] = {
+    "some removed": lambda e: head_alone(e.module),
+    "all removed": lambda e: e.module.zero_grad(),
+    "replaced": lambda e: replaced(e.module),
+    "by the optimizer": lambda e: e.optimizer.zero_grad(),
+}
+
+
+def changes_body(context: Context, stage: int) -> dict[str, str]:
+    """What the engine would not heed is refused, and nothing has changed; training goes on without."""
+    model, untouched = fresh(), fresh()
+    engine, other = (
+        zero.initialize(m, adamw(m), zero.Config(timeout=20, stage=stage)) for m in (model, untouched)
+    )
+    told = {}
+    for step, (name, change) in enumerate(CHANGES.items()):
+        engine.backward(language_loss(model, 90 + step, context.rank))
+        change(engine)
+        with pytest.raises(zero.UsageError) as raised:
+            engine.step()
+        told[name] = str(raised.value)
+        engine.zero_grad()
+        for each in (engine, other):
+            each.backward(language_loss(each.module, step, context.rank))
+            assert each.step()
+    state, expected = engine.state_dict(), other.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    return told
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_that_somebody_changes_are_not_stepped_in_silence(cluster: Clusters, stage: int) -> None:
+    for told in cluster(2).run(changes_body, stage=stage):
+        for message in told.values():
+            assert "engine.zero_grad()" in message
+        assert "head" in told["some removed"] or "embed" in told["some removed"]
+        assert "blocks" not in told["some removed"]
+        assert "blocks.0.up.weight" in told["replaced"]

@@ -96,6 +96,84 @@ def test_step_hooks_are_called(cluster: Clusters) -> None:
         assert called == ["before, early", "before", "after"]
 
 
+KINDS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "by a kernel": adamw,
+    "slices": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-3),
+    "whole parameters": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-3),
+}
+
+
+def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+
+def reading_hooks_body(context: Context, early: bool) -> dict[str, str]:
+    """A hook in front of the step finds no gradients, and is told, whoever steps."""
+    told = {}
+    for name, make in KINDS.items():
+        model = fresh()
+        optimizer = make(model)
+        handle = optimizer.register_step_pre_hook(clip) if early else None
+        engine = zero.initialize(model, optimizer, zero.Config(timeout=20))
+        handle = handle or optimizer.register_step_pre_hook(clip)
+        engine.backward(language_loss(model, 0, context.rank))
+        with pytest.raises(zero.UsageError) as raised:
+            engine.step()
+        told[name] = str(raised.value)
+        handle.remove()
+    return told
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_that_read_gradients_are_told_where_they_are(cluster: Clusters, early: bool) -> None:
+    for told in cluster(2).run(reading_hooks_body, early=early):
+        assert len(told) == len(KINDS)
+        assert all("Config(clip_norm=...)" in message for message in told.values())
+
+
+def wrapped(optimizer: Optimizer, called: list[int]) -> Optimizer:
+    """With a step of its own, such as a warm-up written around it."""
+    inner = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        called.append(len(called))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * len(called)
+        return inner(*args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
+    return optimizer
+
+
+def wrapped_body(context: Context) -> tuple[list[int], bool, str]:
+    states = []
+    called: list[int] = []
+    for by_hand in (False, True):
+        model = fresh()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine = zero.initialize(
+            model, optimizer if by_hand else wrapped(optimizer, called), zero.Config(timeout=20)
+        )
+        for step in range(3):
+            if by_hand:
+                optimizer.param_groups[0]["lr"] = 1e-3 * (step + 1)
+            one_step(context, engine, step)
+        states.append(engine.state_dict())
+    wrapped(optimizer, [])
+    engine.backward(language_loss(model, 3, context.rank))
+    with pytest.raises(zero.OptimizerError) as raised:
+        engine.step()
+    alike = all(torch.allclose(value, states[1][name]) for name, value in states[0].items())
+    return called, alike, str(raised.value)
+
+
+def test_a_step_of_ones_own_is_called_or_refused(cluster: Clusters) -> None:
+    for called, alike, message in cluster(2).run(wrapped_body):
+        assert called == [0, 1, 2]
+        assert alike
+        assert "SGD was replaced after zero.initialize" in message
+
+
 LATE: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
     "amsgrad": (lambda m: torch.optim.AdamW(m.parameters()), "amsgrad=True"),
     "dampening": (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), "dampening=True"),

@@ -19,7 +19,7 @@ from zero.checkpoint.load import Loaded, Options
 from zero.checkpoint.names import Rename
 from zero.communication.communicator import Communicator, Traffic
 from zero.config import Config
-from zero.errors import UsageError
+from zero.errors import UsageError, some
 from zero.gradients.absent import AbsentGradients
 from zero.gradients.factor import GradientFactor
 from zero.gradients.loss_scale import LossScale
@@ -94,7 +94,7 @@ class Engine:
         self._checkpoints = Checkpoints(parts)
         self._late = LateParameters(module, units)
         self._whole.on_written = self._late.settle
-        self._absent, self._absent_of_pieces = AbsentGradients(), AbsentGradients()
+        self._absent = AbsentGradients()
         own(module, self._whole)
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
         self._reducer = reducer = self._passes.reducer
@@ -160,7 +160,7 @@ class Engine:
         self._micro_steps += 1
         if self.is_boundary:
             self._absent.show(self._reducer.used())
-            self._absent_of_pieces.show(self._shards.first_pieces_of(self._reducer.all))
+            self._shards.absent.show(self._shards.first_pieces_of(self._reducer.all))
         self._tracer.settle()
         self.accelerator.flush()
 
@@ -176,7 +176,7 @@ class Engine:
             return False
         self._shards.check_groups()
         self._late.check_changed()
-        self._absent_of_pieces.hide()  # what steps them gives them theirs
+        self._check_gradients()
         if self._balancer is not None:
             self._balancer.before_step()
         self._tracer.begin_update()
@@ -516,7 +516,8 @@ class Engine:
         if self.is_boundary:
             raise UsageError(
                 f"backward() was called more than gradient_accumulation_steps="
-                f"{self.config.gradient_accumulation_steps} times: call engine.step() first"
+                f"{self.config.gradient_accumulation_steps} times: call engine.step() first, or "
+                "engine.zero_grad() to drop these gradients"
             )
 
     def _check_complete(self) -> None:
@@ -526,6 +527,14 @@ class Engine:
                 "restore a checkpoint with engine.load_checkpoint, or build model and engine anew"
             )
 
+    def _check_gradients(self) -> None:
+        """What stands for the gradients since backward is what stands there still."""
+        changed = self._absent.changed()
+        if changed or self._shards.absent.changed():
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            which = [names[parameter] for parameter in changed if parameter in names]
+            raise UsageError(_NOT_HEEDED.format(some(which) or "of what is in optimizer.param_groups"))
+
     def _refresh(self) -> None:
         """Spread updated shards where whole parameters are kept."""
         for handle in [h for unit in self.units for h in unit.refresh()]:
@@ -533,7 +542,7 @@ class Engine:
 
     def _hide_gradients(self) -> None:
         self._absent.hide()
-        self._absent_of_pieces.hide()
+        self._shards.absent.hide()
 
     def _recover(self) -> None:
         """After an exception: drop gradients, gathers and calls under way."""
@@ -546,6 +555,14 @@ class Engine:
 _NOTHING_TO_STEP = (
     "no parameter of the engine has a gradient on any rank, so this step changes none: are all of them "
     "frozen now, or does the loss depend on something else?"
+)
+
+
+_NOT_HEEDED = (
+    "`.grad` was removed or replaced between backward() and step(), which changes nothing of the gradients "
+    "that the engine has: {}. To drop this step's gradients call engine.zero_grad() instead of "
+    "optimizer.zero_grad(), and no step(); to leave a parameter as it is, freeze it before the forward, with "
+    "requires_grad_(False)"
 )
 
 

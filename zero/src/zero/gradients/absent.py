@@ -2,7 +2,7 @@
 
 The gradients are this rank's slices then, in the engine. With `None` there, a loop that goes on to clip with
 `torch.nn.utils.clip_grad_norm_`, or steps an optimizer made after `zero.initialize`, would find nothing to do
-and say nothing.
+and say nothing. What is put in its place instead would not be heeded, which the step says.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ class AbsentGradients:
             for parameter in parameters:
                 parameter.grad = self._of(parameter)
                 self._shown.append(parameter)
+
+    def changed(self) -> list[nn.Parameter]:
+        """Those whose gradient somebody has removed or replaced since."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter for parameter in self._shown if parameter.grad is not self._made[parameter]]
 
     def hide(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -43,6 +43,8 @@ class Rule:
 def rule_for(optimizer: Optimizer) -> Rule | None:
     """The rule that gives what `optimizer` itself would compute; None where only it can step."""
     groups = optimizer.param_groups
+    if is_wrapped(optimizer):
+        return None
     if any(g.get("differentiable") or isinstance(g.get("lr"), Tensor) for g in groups):
         return None
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
@@ -52,6 +54,12 @@ def rule_for(optimizer: Optimizer) -> Rule | None:
             return None
         return MOMENTUM if any(g["momentum"] for g in groups) else SGD
     return LION if type(optimizer) is Lion else None
+
+
+def is_wrapped(optimizer: Optimizer) -> bool:
+    """Whether somebody has put another step into this one optimizer; torch's schedulers do, to count it."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def _adam(group: Options) -> dict[str, Any]:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accelz.flat_buffer import rebind
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError
+from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.exchange import Exchange
 from zero.optimizer.joint import name_of
@@ -44,6 +46,8 @@ class OwnStep:
         self._accelerator = stores.accelerator
         self._exchange = Exchange(stores, communicator)
         self._whole: dict[OwnedSubGroup, Tensor] = {}
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._absent = AbsentGradients()
         self._meets = False  # whether this step has collectives
 
     def run(self, turns: Sequence[Turn], scale: Tensor | None, mark: Callable[[str], None]) -> None:
@@ -90,7 +94,7 @@ class OwnStep:
             self.gradient_bytes += self._on_device(gradient)
         for piece in owned.pieces:
             if piece.piece.index in have.used:
-                piece.parameter.grad = shaped(gradient, owned.group, piece.piece)
+                self._gradients[piece.parameter] = shaped(gradient, owned.group, piece.piece)
 
     def _of_pieces(self, owned: OwnedSubGroup, have: GroupGradients) -> Tensor:
         """The gradients of a sub-group's pieces one after another, beside the master."""
@@ -147,8 +151,14 @@ class OwnStep:
         """The optimizers' steps, whatever tensors they put the values into."""
         nbytes = sum(4 * owned.numel for owned in subs)
         with room_for(self._accelerator, f"for the step of {self._names}", None, nbytes):
+            self._absent.show(self._gradients)
             for optimizer in self._optimizers:
-                optimizer.step()
+                # Behind all other hooks: to these a slice would pass for a gradient.
+                handle = optimizer.register_step_pre_hook(self._hand_over)
+                try:
+                    optimizer.step()
+                finally:
+                    handle.remove()
         for owned in subs:
             values = self._whole.get(owned, owned.sub.kept.opened().master)
             for piece in owned.pieces:
@@ -156,6 +166,12 @@ class OwnStep:
                 if piece.parameter.data_ptr() != place.data_ptr():
                     place.copy_(piece.parameter.detach())
                     rebind(piece.parameter, place)
+
+    def _hand_over(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Give the optimizer's parameters their gradients."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if (gradient := self._gradients.get(parameter)) is not None:
+                parameter.grad = gradient
 
     def _room_for_way_back(self) -> Tensor:
         """Bytes of the device that all parameters go back through, one sub-group after another."""
@@ -180,6 +196,8 @@ class OwnStep:
     def _clear(self, subs: Sequence[OwnedSubGroup]) -> None:
         self.gradient_bytes = self.value_bytes = 0
         self._whole.clear()
+        self._gradients.clear()
+        self._absent.hide()
         for owned in subs:
             for piece in owned.pieces:
                 piece.parameter.grad = None

@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 from accelz.flat_buffer import HOST, rebind
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError, UsageError
+from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import Follower
 from zero.optimizer.ahead import StepsAhead
 from zero.optimizer.group_step import Factors, GroupStep, plan_step
-from zero.optimizer.joint import JointOptimizer, members
-from zero.optimizer.kernel_rules import Rule, rule_for
+from zero.optimizer.joint import JointOptimizer, members, name_of
+from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
 from zero.optimizer.own_step import OwnStep, Turn
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount
 from zero.optimizer.piece_state import kept_tensors, moved
@@ -51,7 +52,8 @@ class ShardedOptimizer:
     owned, subs: the sub-groups, by group and all in order. on_sub_group(unit): called when one is stepped, or
     has the gradients that the user's optimizer steps it with, and with "" when that has. stepping: of the
     parameters that an optimizer knows. held_back: whether optimizers that step themselves had no part in the
-    last step, whose gradients overflowed: what they keep may not be there yet.
+    last step, whose gradients overflowed: what they keep may not be there yet. absent: what stands for the
+    gradients of pieces until the hooks in front of the step are over.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class ShardedOptimizer:
         self.visits = Visits(stores, self.subs, self._show)
         self.on_sub_group: Callable[[str], None] = lambda unit: None
         self.held_back = False
+        self.absent = AbsentGradients()
         self._stepping = False
         self._ahead: StepsAhead | None = None
         if isinstance(optimizer, JointOptimizer):
@@ -107,6 +110,7 @@ class ShardedOptimizer:
                 step()
         finally:
             self._stepping = False
+            self.absent.hide()
 
     def _step(self, turns: Sequence[Turn], scale: Tensor | None, skip: Tensor | None) -> None:
         self.held_back = self._own_step is not None and skip is not None and bool(skip)
@@ -123,6 +127,7 @@ class ShardedOptimizer:
         return self._ahead
 
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
+        self.absent.hide()
         away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
         if self._ahead is not None:
             self._ahead.judge(away)
@@ -171,7 +176,12 @@ class ShardedOptimizer:
 
     def check_groups(self) -> None:
         """Raise OptimizerError if param_groups gained or lost parameters since the engine took them over, or
-        got options that their kernels do not have."""
+        got options that their kernels do not have, or steps that these would not call."""
+        if wrapped := [each for each in self._served if is_wrapped(each)]:
+            raise OptimizerError(
+                f"the step of {name_of(*wrapped)} was replaced after zero.initialize, which steps it by a "
+                "kernel and would not call that: replace it before"
+            )
         if self._group_lengths() != self._lengths:
             raise OptimizerError(
                 "the optimizer's param_groups have other parameters than at zero.initialize; give it all "
