@@ -81,6 +81,10 @@ def complex_valued() -> nn.Module:
     return nn.Linear(3, 3, dtype=torch.complex64)
 
 
+def scripted() -> nn.Module:
+    return nn.Sequential(torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 3))
+
+
 def overlapping() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight.data = model[0].weight.data
@@ -116,6 +120,7 @@ def bad_input_body(context: Context) -> dict[str, str]:
         "not a module": (lambda x: x, torch.optim.SGD(any_parameter, lr=1), config),
         "no parameters": (empty(), torch.optim.SGD(any_parameter, lr=1), config),
         "lazy": (lazy(), torch.optim.SGD(any_parameter, lr=1), config),
+        "TorchScript": (scripted(), torch.optim.SGD(any_parameter, lr=1), config),
         "meta": (on_meta(), torch.optim.SGD(any_parameter, lr=1), config),
         "complex": (complex_valued(), torch.optim.SGD(any_parameter, lr=1), config),
         "wrapped": ((m := nn.DataParallel(whole())), adamw(m), config),
@@ -172,6 +177,7 @@ EXPECTED = {
     "not a module": "ModelError: expected a torch.nn.Module, got function",
     "no parameters": "ModelError: the model has no parameters",
     "lazy": "ModelError: parameter '1.weight' is lazy",
+    "TorchScript": "ModelError: module '0' is TorchScript",
     "meta": "ModelError: parameter 'weight' is on the meta device",
     "complex": "ModelError: parameter 'weight' is torch.complex64",
     "wrapped": "ModelError: the model is wrapped in DataParallel",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -101,3 +102,65 @@ def identity_body(context: Context, stage: int, start: str) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_parameters_stay_what_they_are(cluster: Clusters, stage: int, start: str) -> None:
     cluster(2).run(identity_body, stage=stage, start=start)
+
+
+def held_body(context: Context) -> dict[str, str]:
+    """Parameters on the host that something holds beside the model. A device whose Parameters may have the
+    host's data takes them; another says why it cannot, before anything has changed."""
+    graph = nn.Linear(4, 4)
+    outputs = [graph.weight.square().sum()]
+    backward = nn.Linear(4, 4)
+    losses = [backward(torch.ones(2, 4)).sum()]
+    losses[0].backward()
+    backward.zero_grad()
+    kinds = {"weak": nn.LSTM(4, 4), "graph": graph, "old-style": _old_weight_norm(), "hook": nn.Linear(4, 4)}
+    kinds["hook"].weight.register_hook(lambda gradient: gradient)
+    said, device = {}, context.accelerator.device
+    for name, model in kinds.items():
+        before = facts(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            zero.initialize(model, optimizer, zero.Config(timeout=20))
+            said[name] = "ok"
+        except zero.ModelError as error:
+            said[name] = str(error)
+            assert facts(model) == before
+            model(torch.ones(2, 4))  # whole, as it was
+        assert outputs
+        assert losses
+    moved = nn.RNN(4, 4).to(device)
+    engine = zero.initialize(moved, torch.optim.SGD(moved.parameters(), lr=0.1), zero.Config(timeout=20))
+    engine.backward(engine(torch.ones(3, 4, device=device))[0].square().mean())
+    assert engine.step()
+    return said
+
+
+def _old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(nn.Linear(4, 4))
+
+
+def test_parameters_that_something_holds(cluster: Clusters, device: str) -> None:
+    (said,) = cluster(1).run(held_body)
+    assert said["hook"] == "ok"
+    if device != "sim":
+        assert set(said.values()) == {"ok"}
+    else:
+        assert "weak references" in said["weak"]
+        assert "part of a graph" in said["graph"]
+        assert "part of a graph" in said["old-style"]
+        assert all("model.to('sim') first" in message for message in said.values() if message != "ok")
+
+
+def buffers_body(context: Context) -> bool:
+    """Rank 0's values win, in dtypes that no collective library knows."""
+    model = nn.Linear(4, 4)
+    for number, dtype in enumerate((torch.float8_e4m3fn, torch.complex64, torch.bool, torch.uint16)):
+        model.register_buffer(f"buffer{number}", torch.full((5,), 1 - context.rank).to(dtype))
+    zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=20))
+    return all(bool((b.cpu().to(torch.complex64) == 1).all()) for b in model.buffers())
+
+
+def test_buffers_of_any_dtype_are_spread(cluster: Clusters) -> None:
+    assert cluster(2).run(buffers_body) == [True, True]

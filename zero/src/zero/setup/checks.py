@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Collection, Sequence
 from zlib import crc32
 
@@ -34,6 +35,12 @@ def check_model(model: nn.Module, shapes_only: bool = False) -> None:
             f"the model is wrapped in {type(model).__name__}, which would reduce all gradients a second "
             "time; pass the model itself (model.module)"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ModelError(
+                f"module {name!r} is TorchScript, whose parameters cannot be gathered for its forward: leave "
+                "torch.jit out, and let Config(compile=...) compile the model"
+            )
     named = list(model.named_parameters())
     if not named:
         raise ModelError("the model has no parameters")
@@ -58,6 +65,35 @@ def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> 
             f"the device {accelerator.name!r} does not support {', '.join(str(d) for d in missing)} "
             f"(it has {have}); choose another precision"
         )
+
+
+def check_movable(model: nn.Module, device: torch.device) -> None:
+    """Raise ModelError where a parameter on the host cannot become one on the device, whose Parameters torch
+    gives no host data, and keep its identity. Changes nothing."""
+    there = torch.empty(0, device=device)
+    for name, parameter in model.named_parameters():
+        if deferred_init.is_deferred(parameter) or torch._has_compatible_shallow_copy_type(parameter, there):
+            continue
+        first = f"model.to({device.type!r}) first, before the optimizer is made"
+        cannot = f"parameter {name!r} cannot move to {device.type!r}"
+        if weakref.getweakrefcount(parameter):
+            raise ModelError(f"{cannot}: there are weak references to it, as in torch.nn.LSTM; {first}")
+        if _is_in_graph(parameter):
+            raise ModelError(
+                f"{cannot}: it is part of a graph; let go of what was computed with it, or {first}"
+            )
+
+
+def _is_in_graph(parameter: nn.Parameter) -> bool:
+    """Whether something in C++ holds it, other than the node that accumulates its gradient."""
+
+    def holders() -> int:
+        return int(parameter._use_count()) - 1  # type: ignore[attr-defined]
+
+    if holders() != 1 or not parameter.requires_grad:
+        return holders() > 0
+    node = torch.autograd.graph.get_gradient_edge(parameter).node  # made now, if there was none
+    return holders() > 1 or node is None
 
 
 def check_equal(

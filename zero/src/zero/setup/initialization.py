@@ -22,7 +22,7 @@ from zero.optimizer.state_size import moments_of
 from zero.optimizer.stepping import steppings
 from zero.pretrained import keep_promises
 from zero.setup.build import build_units
-from zero.setup.checks import check_dtypes, check_equal, check_model
+from zero.setup.checks import check_dtypes, check_equal, check_model, check_movable
 from zero.setup.drafts import draft_units, reserve_disk
 from zero.setup.offload_fit import check_offload
 from zero.sharding.autocast import cast_before_use
@@ -59,6 +59,7 @@ def initialize(
     check_model(model)
     accelerator = accelz.current()
     check_dtypes(model, config, accelerator)
+    check_movable(model, accelerator.device)
     plans = find_units(model, config.units, config.persistent_below)
     if config.compiling is not None and config.stage == 3:
         plans = split_by_use(plans)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -44,28 +45,70 @@ def _names(slots: Any) -> Iterable[str]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `function` applied to the tensors in its tuples, lists, dicts and dataclasses.
+    """`value` with `function` applied to the tensors in its tuples, lists, mappings and dataclasses.
 
-    What holds no tensor that `function` changes, and other objects, are passed through as they are.
+    Of a container in which something changes there is a copy of its type, with whatever else it has. What
+    holds no tensor that `function` changes, and other objects, are passed through as they are.
     """
     if isinstance(value, Tensor):
         return function(value)
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(function, v) for v in value]
-        if _same(items, value):
-            return value
-        if isinstance(value, list):
-            return items
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if type(value) is dict:
-        mapped = {k: map_tensors(function, v) for k, v in value.items()}
-        return value if _same(mapped.values(), value.values()) else mapped
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        initial = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        changed = {k: map_tensors(function, v) for k, v in initial.items()}
-        same = _same(changed.values(), initial.values())
-        return value if same else dataclasses.replace(value, **changed)
+    for kind, of, copied in _CONTAINERS:
+        if kind(value):
+            parts = of(value)
+            changed = {key: map_tensors(function, part) for key, part in parts.items()}
+            return value if _same(changed.values(), parts.values()) else copied(value, changed)
     return value
+
+
+def _items(value: Sequence[Any]) -> dict[Any, Any]:
+    return dict(enumerate(value))
+
+
+def _copy_of_tuple(value: tuple[Any, ...], changed: dict[Any, Any]) -> Any:
+    if type(value).__module__ == "torch.return_types":
+        return type(value)(changed.values())
+    made = tuple.__new__(type(value), changed.values())
+    if hasattr(value, "__dict__"):
+        made.__dict__.update(value.__dict__)
+    return made
+
+
+def _copy_of_list(value: list[Any], changed: dict[Any, Any]) -> Any:
+    made = copy.copy(value)
+    made[:] = changed.values()
+    return made
+
+
+def _copy_of_mapping(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    if not isinstance(value, MutableMapping):
+        return type(value)(changed)  # type: ignore[call-arg]
+    made = copy.copy(value)
+    for key, part in changed.items():
+        made[key] = part
+    return made
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> dict[Any, Any]:
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+
+
+def _copy_of_dataclass(value: Any, changed: dict[Any, Any]) -> Any:
+    made = copy.copy(value)
+    for name, part in changed.items():
+        object.__setattr__(made, name, part)  # frozen ones too
+    return made
+
+
+_CONTAINERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], dict[Any, Any]], Callable[..., Any]], ...] = (
+    (lambda value: isinstance(value, tuple), _items, _copy_of_tuple),
+    (lambda value: isinstance(value, list), _items, _copy_of_list),
+    (lambda value: isinstance(value, Mapping), dict, _copy_of_mapping),
+    (_is_dataclass, _fields, _copy_of_dataclass),
+)
 
 
 def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:

@@ -219,5 +219,5 @@ def spread_buffer(communicator: Communicator, name: str, buffer: Tensor) -> None
     """Give every rank rank 0's values of a module buffer."""
     if communicator.group.size > 1 and buffer.numel():
         flat = buffer.detach().reshape(-1)  # a copy where the buffer is not contiguous
-        communicator.broadcast(name, flat, 0)
+        communicator.broadcast(name, flat.view(torch.uint8), 0)  # some dtypes have no collectives
         buffer.detach().copy_(flat.view(buffer.shape))
