@@ -318,8 +318,13 @@ def face_body(context: Context) -> dict[str, Any]:
         for scheduler in schedulers:
             scheduler.step()
     sizes = [p.numel() for group in engine.optimizer.param_groups for p in group["params"]]
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        engine.optimizer.param_groups[0]["params"][0].tolist()
+    pieces = [piece for group in engine.optimizer.param_groups for piece in group["params"]]
+    for use in (lambda p: p.tolist(), lambda p: p.lerp_(p, 0.5), lambda p: p.data, lambda p: p.norm()):
+        with (
+            torch.no_grad(),
+            pytest.raises(zero.ShardedParameterError, match=r"engine\.step\(\) alone has it"),
+        ):
+            use(pieces[0])
     return {
         "hooked": hooked,
         "rates": [group["lr"] for group in engine.optimizer.param_groups],

@@ -152,8 +152,9 @@ class OptimizerLoad:
         tensor = self._manifest.tensors[name]
         if self._sharded(key, entry, tensor):
             if key not in state:
-                like = parameter.detach()
-                state[key] = torch.empty_like(like, dtype=TORCH[tensor.dtype], device=home_of(owned))
+                dtype, device = TORCH[tensor.dtype], home_of(owned)
+                shape, strides = parameter.shape, parameter.stride()
+                state[key] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             with changing(in_memory_order(state[key], parameter)) as target:
                 self._values.fill(name, target, piece.piece.start, stride)
         elif key in state:

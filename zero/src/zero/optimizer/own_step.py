@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelz.flat_buffer import rebind
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError
 from zero.gradients.absent import AbsentGradients
@@ -24,7 +23,7 @@ from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.exchange import Exchange
 from zero.optimizer.joint import name_of
 from zero.optimizer.owned import OwnedSubGroup
-from zero.optimizer.pieces import home_of, piece_of_master, shaped
+from zero.optimizer.pieces import bind, home_of, shaped, show
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values
@@ -86,7 +85,7 @@ class OwnStep:
             self.value_bytes += self._on_device(whole)
             self._whole[owned] = whole
             for piece in owned.pieces:
-                rebind(piece.parameter, shaped(whole, owned.group, piece.piece))
+                bind(piece, shaped(whole, owned.group, piece.piece))
         came = self._of_pieces(owned, have)
         with self._alone(), self._room("for the fp32 gradients of", owned):
             gradient = self._wide(came, master, scale)
@@ -165,7 +164,7 @@ class OwnStep:
                 place = shaped(values, owned.group, piece.piece)
                 if piece.parameter.data_ptr() != place.data_ptr():
                     place.copy_(piece.parameter.detach())
-                    rebind(piece.parameter, place)
+                    bind(piece, place)
 
     def _hand_over(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Give the optimizer's parameters their gradients."""
@@ -202,4 +201,4 @@ class OwnStep:
             for piece in owned.pieces:
                 piece.parameter.grad = None
                 if owned.routes is not None:
-                    rebind(piece.parameter, piece_of_master(owned, piece.piece))
+                    show(owned, piece)

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accelz.flat_buffer import rebind
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import moved
 from zero.optimizer.routes import Routes, route, share_out
 from zero.optimizer.stepping import Stepping
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, guard
 from zero.sharding.layout import Piece
 from zero.tiers.stored import Stored
 
@@ -43,7 +45,12 @@ def _own(owned: OwnedSubGroup, param_group_of: dict[nn.Parameter, int]) -> Owned
         if index is not None:
             values = piece_of_master(owned, piece)
             parameter = nn.Parameter(values.data)  # counts changes by itself, whatever it is a view of
+            parameter.__dict__ |= {
+                NAME_ATTRIBUTE: owned.group.names[piece.index],
+                REASON_ATTRIBUTE: _ELSEWHERE,
+            }
             owned.pieces.append(OwnedPiece(piece, index, parameter))
+            show(owned, owned.pieces[-1])
     return owned
 
 
@@ -61,6 +68,27 @@ def piece_of_master(owned: OwnedSubGroup, piece: Piece) -> Tensor:
     if isinstance(master, Stored) or owned.routes is not None:
         return shaped(torch.empty(owned.numel, dtype=master.dtype, device="meta"), owned.group, piece)
     return shaped(master, owned.group, piece)
+
+
+def show(owned: OwnedSubGroup, piece: OwnedPiece) -> None:
+    """Give the optimizer's parameter the values there are between steps; where there are none, it says so to
+    whoever wants them."""
+    bind(piece, piece_of_master(owned, piece.piece))
+    if piece.parameter.is_meta:
+        guard([piece.parameter])
+
+
+def bind(piece: OwnedPiece, values: Tensor) -> None:
+    """Give the optimizer's parameter these values."""
+    piece.parameter.__class__ = nn.Parameter
+    rebind(piece.parameter, values)
+
+
+_ELSEWHERE = (
+    "which the engine keeps elsewhere between steps: engine.step() alone has it here. "
+    "`with zero.gathered(parameter, write_rank=...):` changes a parameter of the model; an optimizer that "
+    "moves weights outside of its step, such as in train() and eval(), cannot be sharded"
+)
 
 
 def home_of(owned: OwnedSubGroup) -> torch.device:

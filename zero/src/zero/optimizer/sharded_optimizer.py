@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelz.flat_buffer import HOST, rebind
+from accelz.flat_buffer import HOST
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError, UsageError
 from zero.gradients.absent import AbsentGradients
@@ -33,7 +33,7 @@ from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
 from zero.optimizer.own_step import OwnStep, Turn
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount
 from zero.optimizer.piece_state import kept_tensors, moved
-from zero.optimizer.pieces import own, piece_of_master, route_groups, shaped, sliced
+from zero.optimizer.pieces import own, route_groups, shaped, show, sliced
 from zero.optimizer.state_dicts import refuse_state_dicts
 from zero.optimizer.stepping import Stepping, of_strangers
 from zero.optimizer.visits import Visits
@@ -241,7 +241,7 @@ class ShardedOptimizer:
     def _show(self, owned: OwnedSubGroup) -> None:
         """Make the optimizer's pieces and their state views of the record as it is now."""
         for index, piece in enumerate(owned.pieces):
-            rebind(piece.parameter, piece_of_master(owned, piece.piece))
+            show(owned, piece)
             if owned.rule is not None:
                 self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, owned.rule))
 
