@@ -32,16 +32,26 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+class Outer(nn.Module):
+    """A unit with a matrix of its own, and blocks within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Sequential(Block(frozen=False), Block(frozen=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.before(x))
+
+
 class Model(nn.Module):
     """Embedding and head in the root unit, blocks of two matrices with one frozen."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, blocks: nn.ModuleList | None = None, bias: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(frozen=index == 1) for index in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.embedding.weight
+        self.blocks = blocks or nn.ModuleList(Block(frozen=index == 1) for index in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -50,21 +60,49 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def build(tied: bool = False) -> Model:
+def tied(bias: bool = False) -> Model:
+    """With a bias, another gradient is there when those of the tied parameter are added up."""
+    model = Model(bias=bias)
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def frozen_first(blocks: int = LAYERS // 2) -> Model:
+    """No backward comes to the first blocks."""
+    model = Model()
+    for module in (model.embedding, *model.blocks[:blocks]):
+        module.requires_grad_(False)
+    return model
+
+
+def nested() -> Model:
+    return Model(nn.ModuleList(Outer() for _ in range(2)))
+
+
+MODELS = {
+    "tied": tied,
+    "tied beside a bias": partial(tied, bias=True),
+    "frozen first": frozen_first,
+    "all blocks frozen": partial(frozen_first, LAYERS),
+    "nested": nested,
+}
+
+
+def build(case: str) -> Model:
     torch.manual_seed(0)
-    return Model(tied)
+    return MODELS.get(case.split(",")[0], Model)()
 
 
 @collected()
 def measured_body(
-    context: Context, settings: dict[str, Any], optimizer: Any, autocast: torch.dtype | None, tied: bool
+    context: Context, settings: dict[str, Any], optimizer: Any, autocast: torch.dtype | None, case: str
 ) -> dict[str, Any]:
     """Peaks by phase, counted from nothing, and collectives, in the last of three optimizer steps."""
     accelerator = context.accelerator
     gc.collect()
     before = accelerator.memory.stats().allocated
     config = zero.Config(timeout=20, **settings)
-    model = build(tied)
+    model = build(case)
     init, engine = peak_of(
         accelerator, lambda: zero.initialize(model, optimizer(model.parameters(), lr=1e-3), config)
     )
@@ -120,10 +158,30 @@ def only_some(params: Any, lr: float) -> torch.optim.Optimizer:
 
 WHOLE = (Stranger, beside_a_kernel)
 FP32, BESIDE = "fp32 on the host", "whole parameters beside a kernel, on the host"
-TWO_WAYS = (FP32, BESIDE)
+TIED_AWAY, BIASED_AWAY = "tied, gradients on the host", "tied beside a bias, gradients on the host"
+TWO_WAYS = (FP32, BESIDE, TIED_AWAY, BIASED_AWAY)
+AWAY: dict[str, Any] = {"offload": {"optimizer": "host", "gradients": "host"}}
+NESTED: dict[str, Any] = {"precision": "bf16", "units": ("Outer", "Block")}
 CASES: dict[str, tuple[dict[str, Any], Any, torch.dtype | None]] = {
     "tied": ({"precision": "bf16"}, torch.optim.AdamW, None),
     "tied, stage 2": ({"stage": 2}, torch.optim.AdamW, None),
+    "tied, accumulated": ({"gradient_accumulation_steps": 2}, torch.optim.AdamW, None),
+    "tied, accumulated, bf16": (
+        {"precision": "bf16", "gradient_accumulation_steps": 2},
+        torch.optim.AdamW,
+        None,
+    ),
+    "tied, accumulated, stage 0": ({"stage": 0, "gradient_accumulation_steps": 2}, torch.optim.AdamW, None),
+    TIED_AWAY: (AWAY, torch.optim.AdamW, None),
+    "tied beside a bias": ({"precision": "bf16"}, torch.optim.AdamW, None),
+    "tied beside a bias, accumulated": ({"gradient_accumulation_steps": 2}, torch.optim.AdamW, None),
+    BIASED_AWAY: (AWAY, torch.optim.AdamW, None),
+    "frozen first": ({"precision": "bf16"}, torch.optim.AdamW, None),
+    "frozen first, accumulated": ({"gradient_accumulation_steps": 2}, torch.optim.AdamW, None),
+    "all blocks frozen": ({"precision": "bf16", "prefetch": 3}, torch.optim.AdamW, None),
+    "nested": (NESTED, torch.optim.AdamW, None),
+    "nested, no prefetch": ({**NESTED, "prefetch": 0}, torch.optim.AdamW, None),
+    "nested, prefetch 3": ({**NESTED, "prefetch": 3}, torch.optim.AdamW, None),
     "stage 0, accumulated": ({"stage": 0, "gradient_accumulation_steps": 2}, torch.optim.AdamW, None),
     "stage 0": ({"stage": 0}, torch.optim.AdamW, None),
     "stage 1": ({"stage": 1, "precision": "bf16"}, torch.optim.AdamW, None),
@@ -229,10 +287,9 @@ def _sizes(case: str) -> tuple[int, ...]:
 )
 def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str) -> None:
     settings, optimizer, autocast = CASES[case]
-    tied = case.startswith("tied")
-    model, config = build(tied), zero.Config(**settings)
+    model, config = build(case), zero.Config(**settings)
     plan = zero.plan(model, optimizer(model.parameters(), lr=1e-3), config, ranks=size, autocast=autocast)
-    ranks = sim(size).run(measured_body, settings=settings, optimizer=optimizer, autocast=autocast, tied=tied)
+    ranks = sim(size).run(measured_body, settings=settings, optimizer=optimizer, autocast=autocast, case=case)
     if optimizer in WHOLE:  # what is planned is the rank that has most
         ranks = [max(ranks, key=lambda found: found["rest"])]
     for found in ranks:
@@ -243,10 +300,9 @@ def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str
         scratch = dict.fromkeys(extra, 0) | {"step": found["scratch"]}
         if config.codes is not None and size > 1:
             scratch["forward"] = scratch["backward"] = found["scratch"]
-        # Not known that well: how many small groups are on their way to the host, and when autograd's sum of
-        # the gradients of a tied parameter is made, and gone. What is planned may be more by so much.
-        loose = tied or case in TWO_WAYS
-        spare = max(g.gradient_bytes for u in plan.units for g in u.groups) if loose else 0
+        # Not known that well: how many small groups are on their way to the host. What is planned may be more
+        # by so much.
+        spare = max(g.gradient_bytes for u in plan.units for g in u.groups) if case in TWO_WAYS else 0
         if optimizer in WHOLE:  # nor in which order groups are put together
             exchanged = plan.memory.peaks["step"].optimizer - plan.memory.rest["device"].optimizer
             spare = max(spare, exchanged)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,7 @@ from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
 
 Dtype = torch.dtype | None
+IN_A_SUM = 3  # gradients that autograd has at once of a parameter used more than once: two, and their sum
 IN_A_STEP = 2  # values for each element of a parameter that is stepped whole: itself, and its gradient
 
 
@@ -43,8 +44,12 @@ class PlannedGroup:
     computed in. coded: whether they travel in 8 bits. resident: the whole buffer stays. reduced: dtype that
     gradients are put together in. sent: that they travel in. slice: that their reduced sum has. early,
     complete_early: whether its first gradient, or all of them, come before those of the blocks, as a head's
-    do. kernel: whether one steps it. moments: values that are kept for an element beside the master. whole:
-    of parameters that are stepped whole; None where slices are.
+    do. held: bytes of gradients that autograd keeps from before those of the blocks until after them, as of a
+    head that is tied to the embedding: the embedding's are to be added. adding: bytes that autograd has at
+    once as it adds up the gradients of the largest parameter with several uses: two, and their sum. begun:
+    whether another parameter's gradient has come by then. kernel: whether one steps it. moments: values that
+    are kept for an element beside the master. whole: of parameters that are stepped whole; None where slices
+    are.
     """
 
     numel: int
@@ -60,6 +65,9 @@ class PlannedGroup:
     slice: torch.dtype
     early: bool
     complete_early: bool
+    held: int
+    adding: int
+    begun: bool
     placement: Placement
     kernel: bool
     moments: float
@@ -129,14 +137,16 @@ class PlannedGroup:
 @dataclass(frozen=True)
 class PlannedUnit:
     """name: as the engine has it. parameters: elements, without padding. largest: bytes of the gradient of
-    its largest trainable parameter, once for each use: autograd adds them up first. last: of the largest that
-    is there yet when a group is complete, its first parameter's."""
+    its largest trainable parameter. last: with one rank, of a group's gradient that came last, which autograd
+    has yet while the group is reduced; the largest of its groups'. reached: whether a backward comes to it:
+    a parameter in it is trained, or one that is used before."""
 
     name: str
     groups: tuple[PlannedGroup, ...]
     parameters: int
     largest: int
     last: int
+    reached: bool
 
     @property
     def is_root(self) -> bool:
@@ -165,19 +175,18 @@ def planned(
     """Of each draft. ranks: that share a copy of the model. autocast: dtype that forwards run under, None for
     none. moments: values that optimizers keep for an element of each parameter."""
     shards = ranks if config.stage > 0 else 1
-    behind = _Behind.blocks(model, drafts)
+    order = _Order.of(model, drafts)
     stepped = _stepped(drafts, moments, shards)
-    uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for draft in drafts:
         near = all(group.placement.params == "device" for group in draft.groups)
         resident = draft.whole or (ranks == 1 and near)
         groups = [
-            _group(group, shards, resident, policy, autocast, behind, ranks, moments, next(stepped))
+            _group(group, shards, resident, policy, autocast, order, ranks, moments, next(stepped))
             for group in draft.groups
         ]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
         sizes = [
-            {place[p]: uses[p] * p.numel() * group.gathered.itemsize for _, p in drafted.named}
+            {place[p]: p.numel() * group.gathered.itemsize for _, p in drafted.named}
             for group, drafted in zip(groups, draft.groups, strict=True)
             if group.trainable
         ]
@@ -187,28 +196,56 @@ def planned(
             parameters=sum(parameter.numel() for parameter in place),
             largest=max((nbytes for of_group in sizes for nbytes in of_group.values()), default=0),
             last=0 if ranks > 1 else max((of_group[min(of_group)] for of_group in sizes), default=0),
+            reached=order.is_reached(draft),
         )
 
 
 @dataclass(frozen=True)
-class _Behind:
-    """Parameters that the forward uses, as far as their order tells, when it has begun with the blocks: the
-    last time, as a head that is tied to the embedding, or at all times."""
+class _Order:
+    """In what order a forward uses parameters, as far as that of their names tells: a backward has their
+    gradients the other way round.
 
-    last: frozenset[nn.Parameter]
-    all: frozenset[nn.Parameter]
+    first, last: where a parameter is used for the first time, and for the last, which is elsewhere if it has
+    several names. blocks: where the first block begins. trained: where a parameter is that is trained, and
+    none before it.
+    """
+
+    first: Mapping[nn.Parameter, int]
+    last: Mapping[nn.Parameter, int]
+    blocks: int
+    trained: int
 
     @classmethod
-    def blocks(cls, model: nn.Module, drafts: Sequence[UnitDraft]) -> _Behind:
-        named = list(model.named_parameters(remove_duplicate=False))
-        last = {p: place for place, (_, p) in enumerate(named)}
-        first = {p: -place for place, (_, p) in enumerate(reversed(named), 1 - len(named))}
+    def of(cls, model: nn.Module, drafts: Sequence[UnitDraft]) -> _Order:
+        uses = [(p, place) for place, (_, p) in enumerate(model.named_parameters(remove_duplicate=False))]
+        first, last = dict(reversed(uses)), dict(uses)
         blocks = [draft for draft in drafts if draft.plan.name not in (ROOT, PERSISTENT)]
-        begin = min((first[p] for draft in blocks for _, p in draft.plan.parameters), default=0)
         return cls(
-            frozenset(p for p, place in last.items() if place >= begin),
-            frozenset(p for p, place in first.items() if place >= begin),
+            first,
+            last,
+            blocks=min((first[p] for draft in blocks for _, p in draft.plan.parameters), default=0),
+            trained=min((place for p, place in first.items() if p.requires_grad), default=len(uses)),
         )
+
+    def is_early(self, parameter: nn.Parameter) -> bool:
+        """Whether all its uses are behind the blocks', and its gradient is complete before theirs."""
+        return self.first[parameter] >= self.blocks
+
+    def is_held(self, parameter: nn.Parameter) -> bool:
+        """Whether uses lie on both sides of the blocks."""
+        return self.first[parameter] < self.blocks <= self.last[parameter]
+
+    def is_reached(self, draft: UnitDraft) -> bool:
+        """Whether the unit's output depends on a parameter that is trained."""
+        if draft.plan.name in (ROOT, PERSISTENT):
+            return True
+        within = (self.last[p] for anchor in draft.plan.anchors for p in anchor.parameters())
+        return max(within) >= self.trained
+
+    def largest_tied(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:
+        """Of those that are used more than once."""
+        tied = (p for p in parameters if self.first[p] < self.last[p])
+        return max(tied, key=lambda parameter: parameter.numel(), default=None)
 
 
 def _stepped(
@@ -248,7 +285,7 @@ def _group(
     resident: bool,
     policy: GradientPolicy,
     autocast: Dtype,
-    behind: _Behind,
+    order: _Order,
     ranks: int,
     moments: Mapping[nn.Parameter, float],
     whole: Stepped | None,
@@ -260,6 +297,8 @@ def _group(
     reduced = policy.reduce_dtype or gathered
     if policy.local and policy.steps > 1:  # sums of micro-batches
         reduced = torch.promote_types(gathered, torch.float32)
+    parameters = [parameter for _, parameter in draft.named]
+    tied = order.largest_tied(parameters)
     return PlannedGroup(
         numel=draft.shard_numel * shards,
         shard_numel=draft.shard_numel,
@@ -272,8 +311,11 @@ def _group(
         reduced=reduced,
         sent=policy.reduce_dtype or reduced,
         slice=torch.promote_types(reduced, torch.float32) if policy.steps > 1 else reduced,
-        early=any(parameter in behind.last for _, parameter in draft.named),
-        complete_early=ranks == 1 and all(parameter in behind.all for _, parameter in draft.named),
+        early=any(map(order.is_early, parameters)),
+        complete_early=ranks == 1 and all(map(order.is_early, parameters)),
+        held=sum(p.numel() for p in parameters if order.is_held(p)) * gathered.itemsize,
+        adding=0 if tied is None else IN_A_SUM * tied.numel() * gathered.itemsize,
+        begun=tied is not None and any(order.first[p] > order.first[tied] for p in parameters),
         placement=draft.placement,
         kernel=kind.stepping.rule is not None,
         moments=_moments_of(draft, moments, shards),

@@ -17,6 +17,7 @@ from zero.gradients.copy_sums import IN_FLIGHT as BETWEEN_COPIES
 from zero.gradients.reducer import IN_FLIGHT
 from zero.optimizer.visits import WINDOW
 from zero.planning.groups import PlannedGroup, PlannedUnit
+from zero.planning.order import backward_uses, end
 from zero.tiers.carrier import IN_FLIGHT as CARRIED
 from zero.tiers.trace import Held
 
@@ -90,16 +91,13 @@ def _window(used: Sequence[PlannedUnit], ahead: Sequence[PlannedUnit]) -> int:
 
 
 def backward(units: Sequence[PlannedUnit], config: Config, sums: Sums, copies: int) -> Iterator[Held]:
-    """Units from the last to the first, then the root. Of each, two moments: while the gradient of its
-    largest parameter is put into the whole buffer, and when that is reduced, with the gradient that came
-    last."""
-    turns = _turns(units)
+    """Units from the last to the first that a backward comes to, then the root."""
+    turns, uses = _turns(units), backward_uses(units)
     travelling = TRAVELLING + (BETWEEN_COPIES if copies > 1 else 0)
     for index, unit in enumerate(turns):
-        ahead = [later for later in turns[index + 1 :] if later.gathered and not later.is_root]
+        ahead = [later for later in uses[end(unit, uses) :] if later.gathered]
         gathered = _gathered_at(units, unit, ahead[: config.prefetch])
-        for own, reduced in ((unit.largest, False), (unit.last, True)):
-            moment = _Moment(index, reduced, travelling)
+        for own, moment in _moments(unit, index, turns, travelling):
             gradients = sum(
                 moment.bytes_of(group, *_place(group, position, other), sums)
                 for position, other in enumerate(turns)
@@ -111,8 +109,23 @@ def backward(units: Sequence[PlannedUnit], config: Config, sums: Sums, copies: i
 
 def _turns(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
     """The order of the backward."""
-    blocks = (unit for unit in reversed(units) if not unit.is_root)
+    blocks = (unit for unit in reversed(units) if unit.reached and not unit.is_root)
     return [*blocks, *(unit for unit in units if unit.is_root)]
+
+
+def _moments(
+    unit: PlannedUnit, index: int, turns: Sequence[PlannedUnit], travelling: int
+) -> Iterator[tuple[int, _Moment]]:
+    """Of a unit's turn, each with the bytes that autograd has then: while the gradient of its largest
+    parameter is put into the whole buffer; when that is reduced, with the gradient that came last; and before
+    both, as gradients of one parameter are added up."""
+    around = [group for other in turns if other.is_root for group in other.groups if group.trainable]
+    held = 0 if unit.is_root else sum(group.held for group in around)
+    yield held + unit.largest, _Moment(index, False, travelling)
+    yield held + unit.last, _Moment(index, True, travelling)
+    for group in unit.groups:
+        if group.trainable and group.adding:
+            yield held + group.adding, _Moment(index, False, travelling, adding=group)
 
 
 def _place(group: PlannedGroup, position: int, unit: PlannedUnit) -> tuple[int, bool]:
@@ -126,16 +139,19 @@ def _place(group: PlannedGroup, position: int, unit: PlannedUnit) -> tuple[int, 
 @dataclass(frozen=True)
 class _Moment:
     """In the turn of the unit at `index`, before or after its gradients are reduced. travelling: units whose
-    gradients may be on their way off the device."""
+    gradients may be on their way off the device. adding: the group of a parameter whose gradients autograd is
+    adding up."""
 
     index: int
     reduced: bool
     travelling: int
+    adding: PlannedGroup | None = None
 
     def bytes_of(self, group: PlannedGroup, position: int, early: bool, sums: Sums) -> int:
         """Of the gradients of a group at `position`. early: its first gradient comes with the very first."""
         near, age = group.placement.gradients == "device", self.index - position
-        begun = early or sums == "whole" or age >= 0
+        awaited = group is self.adding and not group.begun
+        begun = early or sums == "whole" or age > 0 or (age == 0 and not awaited)
         if group.sent is not group.reduced:
             return self._narrowed(group, age, near, begun)
         if not group.sharded and group.sent is group.slice:

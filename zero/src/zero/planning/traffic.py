@@ -10,6 +10,7 @@ import torch
 from zero.config import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
+from zero.planning.order import backward_uses, end, forward_uses
 from zero.tiers.record import DiskFormat
 
 
@@ -34,15 +35,16 @@ class TrafficPlan:
 def plan_traffic(
     units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int, copies: int
 ) -> TrafficPlan:
-    """Each unit is used once in a forward. ranks: that share a copy of the model. copies: their number."""
+    """Each unit is used once in a forward, in the order of names. A backward comes to a unit if one of its
+    parameters is trained, or one with a name before: where inputs, a recomputation or another order bring it
+    further, more is gathered. ranks: that share a copy of the model. copies: their number."""
     reductions = 1 if policy.local else policy.steps
     collectives: dict[str, int] = {}
     between = 0  # bytes of the slices that copies add up
     moved = _Moved()
     kept = _kept_between(units, config.prefetch)
     for unit in units:
-        gathers = 2 * config.gradient_accumulation_steps
-        gathers -= config.gradient_accumulation_steps * (unit in kept)
+        gathers = config.gradient_accumulation_steps * (2 if unit.reached and unit.name not in kept else 1)
         for group in unit.groups:
             for kind, nbytes in _collectives(group, reductions, ranks, gathers):
                 collectives[kind] = collectives.get(kind, 0) + nbytes
@@ -88,11 +90,13 @@ class _Moved:
         )
 
 
-def _kept_between(units: Sequence[PlannedUnit], prefetch: int) -> list[PlannedUnit]:
-    """Units that backward needs as soon as forward is done with them: they are gathered once."""
-    blocks = [unit for unit in units if not unit.is_root]
-    last = (prefetch + 1) // 2  # uses of a block are two events apart for each that is behind it
-    return [*(unit for unit in units if unit.is_root), *blocks[len(blocks) - min(last, len(blocks)) :]]
+def _kept_between(units: Sequence[PlannedUnit], prefetch: int) -> set[str]:
+    """Names of units that backward needs as soon as forward is done with them: they are gathered once."""
+    gathered = [unit for unit in units if unit.gathered]
+    forward = forward_uses(gathered)
+    uses = [unit.name for unit in (*forward, *backward_uses(gathered))]
+    ends = {unit.name: end(unit, forward) for unit in forward}
+    return {name for name, over in ends.items() if name in uses[over : over + 1 + prefetch]}
 
 
 def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int) -> Iterator[tuple[str, int]]:
