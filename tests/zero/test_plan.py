@@ -149,6 +149,9 @@ def test_what_does_not_fit_is_refused() -> None:
     for ranks in (0, -1, 2.0, True):
         with pytest.raises(zero.UsageError, match="ranks must be a whole number of at least 1"):
             zero.plan(model, optimizer, ranks=ranks)
+    for autocast in ("bf16", torch.int8, torch.float64):
+        with pytest.raises(zero.UsageError, match=r"autocast must be torch\.bfloat16"):
+            zero.plan(model, optimizer, ranks=2, autocast=autocast)
     with pytest.raises(zero.ConfigError, match=r"expected a zero\.Config"):
         zero.plan(model, optimizer, {"stage": 3}, ranks=2)
     with pytest.raises(zero.OptimizerError, match="no parameter of the model"):
@@ -245,6 +248,21 @@ def test_expressions() -> None:
     assert found["parameters"] == 20 * MATRIX
     each = "torch.nn:Sequential(*[Linear(128, 128, bias=False) for _ in range(4)])"
     assert json.loads(run("plan", each, "-n", 2, "--json").stdout)["parameters"] == 4 * MATRIX
+
+
+def test_an_optimizer_that_makes_its_state_when_it_is_built(tmp_path: Path) -> None:
+    synthetic.save(tmp_path / "weights", {f"{n}.weight": torch.ones(WIDTH, WIDTH) for n in range(4)})
+    for target in (MODEL, tmp_path / "weights"):
+        found = json.loads(run("plan", target, "-n", 2, "--optimizer", "adagrad", "--json").stdout)
+        assert found["rest"]["device"]["optimizer"] == 4 * 4 * MATRIX // 2
+
+
+def test_a_directory_may_have_a_number_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = f"{Path(MODEL.partition(':')[0]).resolve()}:blocks"
+    monkeypatch.chdir(tmp_path)
+    Path("2024").mkdir()
+    line = ["--offload", "optimizer=disk", "--offload", "path=2024"]
+    assert run("plan", target, "-n", 2, *line).exit_code == 0
 
 
 def test_whether_it_fits() -> None:

@@ -31,6 +31,9 @@ from zero.tiers.placement import Planner
 ANY_DEVICE = torch.device("meta")
 """One with memory of its own."""
 
+AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
+"""What `torch.autocast` casts to."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -75,13 +78,15 @@ def plan(
     stay whole counts as activations.
 
     Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for less
-    than one rank.
+    than one rank, and for a dtype that `torch.autocast` does not cast to.
     """
     config = Config() if config is None else config
     if not isinstance(config, Config):
         raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+    if autocast not in (None, *AUTOCAST):
+        raise UsageError(f"autocast must be {', '.join(map(str, AUTOCAST))} or None, got {autocast!r}")
     sharing = ranks_of_copy(config.shard_ranks, ranks)
     check_model(model, shapes_only=True)
     _check_dtypes(model, config)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zero.checkpoint.dtypes import TORCH
 from zero.config import Config
 from zero.deepspeed_config import from_deepspeed
-from zero.deferred.deferred_init import outlined
+from zero.deferred.deferred_init import is_deferred, outlined
 from zero.errors import ConfigError, OptimizerError, UsageError
 from zero.optimizer.lion import Lion
 from zero.settings.offload import Offload
@@ -55,11 +55,29 @@ def model_of(target: str) -> nn.Module:
         with outlined():
             found = eval(expression, names)
             model = found() if callable(found) and not isinstance(found, nn.Module) else found
+        _forget_values(model)
     except (Exception, SystemExit) as error:
         raise UsageError(f"{target}: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"{target} is {type(model).__name__}, and not a torch.nn.Module")
     return model
+
+
+def _forget_values(model: object) -> None:
+    """Parameters that were to get values become shapes alone: some optimizers, such as Adagrad, make their
+    state of them as soon as they are built."""
+    shapes: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and is_deferred(parameter):
+                shapes.setdefault(parameter, _shape_of(parameter))
+                module._parameters[name] = shapes[parameter]
+
+
+def _shape_of(parameter: nn.Parameter) -> nn.Parameter:
+    shape, stride = tuple(parameter.shape), parameter.stride()
+    values = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(values, parameter.requires_grad)
 
 
 def is_guessed(target: str) -> bool:
@@ -106,8 +124,8 @@ def from_names(tensors: tuple[TensorInfo, ...]) -> nn.Module:
     for tensor in tensors:
         dtype = TORCH[tensor.training_dtype]
         if tensor.kind in ("parameter", "frozen") and dtype.is_floating_point:
-            with outlined():
-                parameter = nn.Parameter(torch.empty(tensor.shape, dtype=dtype), tensor.kind == "parameter")
+            shape = torch.empty(tensor.shape, dtype=dtype, device="meta")
+            parameter = nn.Parameter(shape, tensor.kind == "parameter")
             for name in (tensor.name, *tensor.aliases):
                 _put(root, name.split("."), parameter)
     if not root:
@@ -170,11 +188,15 @@ def offload_of(pairs: list[str]) -> Offload | str:
         key, equals, value = pair.partition("=")
         if not equals:
             raise UsageError(f"--offload {pair}: write e.g. optimizer=host, or auto")
-        try:
-            found[key] = float(value) if key == "fraction" else int(value)
-        except ValueError:
-            found[key] = {"true": True, "false": False}.get(value.lower(), value)
+        found[key] = value if key == "path" else _value_of(value, float if key == "fraction" else int)
     return Offload(**found)
+
+
+def _value_of(text: str, number: type[int] | type[float]) -> Any:
+    try:
+        return number(text)
+    except ValueError:
+        return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def options_of(text: str) -> dict[str, Any]:
