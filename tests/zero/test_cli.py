@@ -160,3 +160,18 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(zero.UsageError, match="is no size"):
         sizes.size(text)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (999, "999 B"),
+        (999.6, "1 kB"),
+        (999_499, "999 kB"),
+        (999_600, "1 MB"),
+        (999_700_000, "1 GB"),
+        (2.5e12, "2.5 TB"),
+    ],
+)
+def test_sizes_for_people(nbytes: float, text: str) -> None:
+    assert sizes.human(nbytes) == text

@@ -23,7 +23,7 @@ def size(text: str) -> int:
 def human(nbytes: float) -> str:
     """Bytes for people."""
     for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
+        if nbytes < 999.5:  # which is 1000 in three digits
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.4g} TB"
