@@ -57,8 +57,8 @@ def is_safetensors(path: Path) -> bool:
 def describe(path: Path) -> list[SafeTensor]:
     """All tensors at `path`, by file and place.
 
-    Raises CheckpointError for a file that is not there or cannot be read, CorruptCheckpointError for files
-    that contradict themselves or each other.
+    Raises CheckpointError for a file that is not there, cannot be read, or has a dtype that is not known;
+    CorruptCheckpointError for files that contradict themselves or each other.
     """
     if not path.is_dir() or not (path / INDEX).exists():
         return _in_file(path / WHOLE if path.is_dir() else path)
@@ -103,6 +103,9 @@ def _placed(
     size, end = path.stat().st_size, 0
     try:
         for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
+            if entry["dtype"] not in ITEM_BYTES:
+                known = ", ".join(ITEM_BYTES)
+                raise CheckpointError(f"{path}: {name!r} is {entry['dtype']}; what is read is {known}")
             first, last = entry["data_offsets"]
             shape = tuple(int(n) for n in entry["shape"])
             further = tuple(aliases.get(name, ()))
