@@ -335,7 +335,7 @@ def _write(context: dict[str, Any], results: Sequence[Result], outputs: Outputs)
 
 
 def _peers(names: str) -> tuple[str, ...]:
-    chosen = tuple(name.strip() for name in names.split(",") if name.strip())
+    chosen = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     known = (*peers.PEERS, *offload_peers.PEERS, *host_peers.PEERS)
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:

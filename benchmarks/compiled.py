@@ -14,7 +14,7 @@ from typing import Any
 
 from accelz.discovery import installed
 from benchmarks import step
-from benchmarks.compiled_peers import PEERS
+from benchmarks.compiled_peers import EAGER, FSDP2, FSDP2_AUTOCAST, NOT_FUSED, PEERS
 from benchmarks.link import limited
 from benchmarks.result import Result
 
@@ -38,9 +38,6 @@ class CompiledOptions:
     memory: bool = True
     link: float | None = None
     limit: float = 300.0
-
-
-_, _, PLAIN, _, EAGER, _, _, FSDP2, FSDP2_AUTOCAST = PEERS
 
 
 def run(options: CompiledOptions) -> Result:
@@ -81,17 +78,17 @@ def _peak(name: str, options: CompiledOptions) -> int:
 
 
 def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, int]) -> dict[str, Any]:
-    name, moved = row["peer"], row["moved"]
-    peak, plain = peaks.get(name), peaks.get(PLAIN)
+    name, moved = row["peer"], row["moved"] or {}
+    peak, unfused = peaks.get(name), peaks.get(NOT_FUSED)
     return row | {
-        "to_unfused": _ratio(row, rows[PLAIN]),
+        "to_unfused": _ratio(row, rows[NOT_FUSED]),
         "to_eager": _ratio(row, rows[EAGER]),
         "to_fsdp2": _ratio(row, rows[FSDP2]),
         "to_fsdp2_autocast": _ratio(row, rows[FSDP2_AUTOCAST]),
-        "gathered_bytes": moved and moved["all_gather"],
-        "reduced_bytes": moved and moved["reduce_scatter"],
+        "gathered_bytes": moved.get("all_gather"),
+        "reduced_bytes": moved.get("reduce_scatter"),
         "peak_bytes": peak,
-        "peak_to_unfused": peak / plain if peak and plain else None,
+        "peak_to_unfused": peak / unfused if peak and unfused else None,
     }
 
 

@@ -76,20 +76,20 @@ def build_fsdp2_compiled(model: Decoder, setting: Setting) -> Peer:
     return peer
 
 
+NOT_FUSED, EAGER = "zero3, all ahead, not fused", "zero3, eager"
+FSDP2, FSDP2_AUTOCAST = "fsdp2, compiled", "fsdp2, compiled, autocast"
 PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
     "zero3, one ahead": partial(AutocastPeer, compile=zero.Compile()),
     "zero3, all ahead": partial(AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY)),
-    "zero3, all ahead, not fused": partial(
-        AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY, fuse_casts=False)
-    ),
+    NOT_FUSED: partial(AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY, fuse_casts=False)),
     "zero3, persistent": partial(
         AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY, persist_budget=ROOMY)
     ),
-    "zero3, eager": partial(AutocastPeer, compile=None),
+    EAGER: partial(AutocastPeer, compile=None),
     "zero3, all ahead, int8": partial(
         AutocastPeer, compile=zero.Compile(prefetch_budget=ROOMY), gather_dtype="int8"
     ),
     "zero3, eager, int8": partial(AutocastPeer, compile=None, gather_dtype="int8"),
-    "fsdp2, compiled": build_fsdp2_compiled,
-    "fsdp2, compiled, autocast": build_fsdp2_autocast,
+    FSDP2: build_fsdp2_compiled,
+    FSDP2_AUTOCAST: build_fsdp2_autocast,
 }

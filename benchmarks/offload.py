@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from statistics import median
@@ -48,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """parameters: of the model, in layers of 4 Mi. folder: on the disk to measure."""
+    """parameters: of the model, as many as whole layers of 4 Mi have. folder: on the disk to measure."""
 
     parameters: int = 1 << 27
     ranks: int = 2
@@ -60,6 +60,7 @@ class OffloadOptions:
 
 def run(options: OffloadOptions) -> Result:
     """A row for each way of stepping: medians over interleaved rounds of the slowest rank."""
+    options = replace(options, parameters=options.parameters // GRAIN * GRAIN)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         ways = _ways(folder)
         jobs = {
@@ -154,13 +155,13 @@ def _transferred() -> int:
 
 
 def model_of(parameters: int) -> nn.Module:
-    """Square layers of GRAIN elements, as many as it takes."""
+    """Square layers of GRAIN elements."""
     width = int(GRAIN**0.5)
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(parameters // GRAIN)))
 
 
-def batch_of(model: nn.Module) -> Tensor:
+def batch() -> Tensor:
     """Random, so that no state is of a kind that a disk could store in less space."""
     return torch.randn(8, int(GRAIN**0.5), dtype=torch.bfloat16)
 
@@ -176,7 +177,7 @@ class Zero:
 
     def turn(self) -> Turn:
         engine = self._engine
-        engine.backward(engine(batch_of(engine.module)).float().square().mean())
+        engine.backward(engine(batch()).float().square().mean())
         file = engine._stores.swap_file if engine.config.tiers.path else None
         moved, transferred = (file.bytes_read + file.bytes_written if file else 0), _transferred()
         begun = time.perf_counter()
@@ -254,7 +255,7 @@ class DeepSpeed:
 
     def turn(self) -> Turn:
         engine = self._engine
-        engine.backward(engine(batch_of(engine.module)).float().square().mean())
+        engine.backward(engine(batch()).float().square().mean())
         begun = time.perf_counter()
         engine.step()
         return Turn(time.perf_counter() - begun)
