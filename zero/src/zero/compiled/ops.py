@@ -22,12 +22,6 @@ reader of the values, the wait for a gather behind its beginning, and none of th
     wait_reload            it may be read.
     end_backward           behind everything else in a backward. params: the graph's inputs for parameters.
 
-Between steps, where units are timed and chosen (`persistence`):
-
-    set_persistent             whether a unit stays gathered until the weights change.
-    invalidate_gathered_param  drops a unit's whole values, also those that persist.
-    clear_all_gathered_params  drops all of them.
-
 engine: a handle, see `runtime.lookup`. dtype: what the unit's fp32 parameters travel in.
 """
 
@@ -58,15 +52,6 @@ def _define(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -
     for called in (packet, packet.default):
         admit(called)  # with parameters that are sharded
     operation: torch._ops.OpOverload = packet.default
-    return operation
-
-
-def _define_outside(signature: str, run: Callable[..., Any]) -> torch._ops.OpOverload:
-    """An operation without tensors, which is never in a graph."""
-    name = signature.partition("(")[0]
-    _library.define(signature)
-    _library.impl(name, run, "CompositeImplicitAutograd")
-    operation: torch._ops.OpOverload = getattr(torch.ops.zero, name).default
     return operation
 
 
@@ -162,18 +147,6 @@ def _end_backward(params: list[Tensor], engine: int) -> None:
     runtime.lookup(engine).end_backward()
 
 
-def _set_persistent(engine: int, unit: int, dtype: torch.dtype, persistent: bool) -> None:
-    runtime.lookup(engine).set_persistent(unit, _named(dtype), persistent)
-
-
-def _invalidate(engine: int, unit: int) -> None:
-    runtime.lookup(engine).invalidate(unit)
-
-
-def _clear_all(engine: int) -> None:
-    runtime.lookup(engine).clear_all()
-
-
 ALLGATHER = _define(
     "allgather_param(Tensor(a!)[] params, int engine, int unit, ScalarType dtype) -> ()", _begin, _nothing
 )
@@ -219,8 +192,3 @@ WAIT_OFFLOAD = _define(
 RELOAD = _define("reload_tensor(Tensor copy, int engine, Device device) -> Tensor", _reload, _fake_reload)
 WAIT_RELOAD = _define("wait_reload(Tensor(a!) value, int engine) -> ()", _wait_reload, _nothing)
 END_BACKWARD = _define("end_backward(Tensor(a!)[] params, int engine) -> ()", _end_backward, _nothing)
-SET_PERSISTENT = _define_outside(
-    "set_persistent(int engine, int unit, ScalarType dtype, bool persistent) -> ()", _set_persistent
-)
-INVALIDATE = _define_outside("invalidate_gathered_param(int engine, int unit) -> ()", _invalidate)
-CLEAR_ALL = _define_outside("clear_all_gathered_params(int engine) -> ()", _clear_all)

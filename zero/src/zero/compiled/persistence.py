@@ -17,7 +17,7 @@ import torch
 
 from accelz.accelerator import Accelerator
 from zero.communication.communicator import Communicator
-from zero.compiled.ops import ALLGATHER, CLEAR_ALL, INVALIDATE, RELEASE, SET_PERSISTENT, WAIT
+from zero.compiled.ops import ALLGATHER, RELEASE, WAIT
 from zero.compiled.runtime import Gathered, Profile, Runtime
 from zero.offload.balance import usable
 
@@ -105,17 +105,17 @@ class Persistence:
         assert self.room is not None
         while self.chosen and nbytes > 0:
             *stay, last = self.chosen
-            SET_PERSISTENT(self._runtime.handle, *last.what, False)
+            self._runtime.set_persistent(last.what, False)
             self.chosen, nbytes, self.room = tuple(stay), nbytes - last.nbytes, self.room - last.nbytes
 
     @torch.no_grad()
     def _decide(self, profile: Profile) -> None:
-        CLEAR_ALL(self._runtime.handle)
+        self._runtime.clear_all()
         candidates = self._candidates(profile)
         self.room = min(self._communicator.share_all(self._room(profile.peak)))
         self.chosen = choose(candidates, self.room)
         for candidate in self.chosen:
-            SET_PERSISTENT(self._runtime.handle, *candidate.what, True)
+            self._runtime.set_persistent(candidate.what, True)
 
     def _candidates(self, profile: Profile) -> list[Candidate]:
         """The same on every rank."""
@@ -152,7 +152,7 @@ class Persistence:
             values = WAIT(params, handle, numbers, dtype)
             times.append(streams.current().record().seconds_since(begun))
             RELEASE(values, handle, unit)
-            INVALIDATE(handle, unit)
+            self._runtime.invalidate(unit)
         return min(times)
 
     def _room(self, peak: int) -> int:

@@ -163,10 +163,11 @@ class Runtime:
         if self.profile is not None:
             self.profile.sample()
 
-    def set_persistent(self, unit: int, dtype: torch.dtype, persistent: bool) -> None:
+    def set_persistent(self, what: Gathered, persistent: bool) -> None:
         """Whether the unit stays gathered in this dtype from now on, until the weights change."""
-        change = self._units[unit].persistent.add if persistent else self._units[unit].persistent.discard
-        change(self._units[unit].cast_for(dtype, all=True))
+        unit = self.unit(what)
+        change = unit.persistent.add if persistent else unit.persistent.discard
+        change(unit.cast_for(what[1], all=True))
 
     def invalidate(self, unit: int) -> None:
         """Drop the unit's whole values, also what persists."""
