@@ -28,7 +28,6 @@ from tests.zero.training import (
     train_reference,
     train_zero,
 )
-from zero.tiers.values import fetch
 
 RANKS, EACH, STEPS = 4, 2, 4
 
@@ -46,7 +45,7 @@ def config(**settings: Any) -> zero.Config:
 
 def shards_of(engine: zero.Engine) -> list[Tensor]:
     groups = [group for unit in engine.units for group in unit.groups]
-    return [fetch(group.shard, torch.device("cpu")).detach() for group in groups]
+    return [group.shard.to(torch.device("cpu")).detach() for group in groups]
 
 
 def is_equal_on_all_copies(engine: zero.Engine) -> bool:

@@ -15,7 +15,7 @@ from accelz.flat_buffer import HOST
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.carrier import Landing
 from zero.tiers.stores import Stores
-from zero.tiers.values import Values, fetch
+from zero.tiers.values import Values
 
 
 class ReducedSlice:
@@ -106,7 +106,7 @@ class ReducedSlice:
 
     def _fold(self, slice_: Tensor) -> None:
         if self._values is not None:
-            sum_ = fetch(self._values, slice_.device)
+            sum_ = self._values.to(slice_.device)
             self._stores.kernels(slice_.device).accumulate(sum_, slice_)
             slice_ = sum_
         elif self._widen and slice_.dtype.itemsize < 4:

@@ -29,7 +29,7 @@ from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
-from zero.tiers.values import Values, fetch
+from zero.tiers.values import Values
 
 IN_FLIGHT = 2  # units whose gradients may be under reduction at once; with the last, the first is waited for
 
@@ -182,7 +182,7 @@ class GradientReducer:
         total = torch.zeros(2, dtype=torch.float64, device=HOST)
         for values in slices:
             with self._communicator.postponing():
-                total += kernels.norm_and_nonfinite([fetch(values, HOST)])
+                total += kernels.norm_and_nonfinite([values.to(HOST)])
         result = total.float()
         result[1] += ~torch.isfinite(result[0])  # squares that overflow count as infinite
         return result

@@ -23,7 +23,7 @@ class Exchange:
 
     def parts_of(self, routes: Routes, slice_: Values) -> Tensor:
         """What this rank's slice has of what each rank steps. slice_: (shard_numel,)."""
-        near = self.fetch(slice_, self._device)
+        near = fetch(slice_, self._device, self._communicator)
         return torch.cat([near[window] for window in routes.windows] or [near[:0]])
 
     def assemble(self, unit: str, routes: Routes, parts: Tensor, whole: Tensor) -> None:
@@ -46,9 +46,3 @@ class Exchange:
         lengths = [window.stop - window.start for window in routes.windows]
         for window, part in zip(routes.windows, parts.split(lengths), strict=True):
             slice_[window].copy_(part)
-
-    def fetch(self, values: Values, device: torch.device) -> Tensor:
-        """The values on `device`; zeros where they cannot be read, which the next `agree` tells."""
-        with self._communicator.postponing():
-            return fetch(values, device)
-        return torch.zeros(values.numel(), dtype=values.dtype, device=device)

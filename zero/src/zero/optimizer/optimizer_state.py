@@ -20,7 +20,6 @@ from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.whole import WholeValues, view_of
 from zero.tiers.stored import Stored
-from zero.tiers.values import fetch
 
 Kind = Literal["elements", "scalar"]
 
@@ -97,7 +96,7 @@ class OptimizerState:
                 if value is not None and kind == "elements":
                     target = flat[owned.sub.window][piece.piece.shard_slice]
                     with self._whole.communicator.postponing():
-                        target.copy_(fetch(in_memory_order(value, piece.parameter), flat.device))
+                        target.copy_(in_memory_order(value, piece.parameter).to(flat.device))
                 elif value is not None:
                     flat[piece.piece.index] = value
         if kind == "elements":

@@ -26,7 +26,7 @@ from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.pieces import bind, home_of, shaped, show
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
-from zero.tiers.values import Values
+from zero.tiers.values import Values, fetch
 
 Turn = tuple[OwnedSubGroup, GroupGradients]
 
@@ -101,7 +101,7 @@ class OwnStep:
         if owned.routes is not None:
             return self._assemble(owned, values, purpose)
         with self._alone(), self._room(purpose, owned):
-            return self._exchange.fetch(values, home_of(owned))
+            return fetch(values, home_of(owned), self._communicator)
 
     def _assemble(self, owned: OwnedSubGroup, values: Values, purpose: str) -> Tensor:
         """What all ranks have of whole parameters in `values`, put together beside the master."""

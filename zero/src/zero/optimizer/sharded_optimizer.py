@@ -43,7 +43,7 @@ from zero.tiers.record import Opened
 from zero.tiers.room import room_for
 from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
-from zero.tiers.values import fetch, lasting
+from zero.tiers.values import lasting
 
 
 class ShardedOptimizer:
@@ -330,7 +330,7 @@ class ShardedOptimizer:
         self, owned: OwnedSubGroup, have: GroupGradients, state: Opened, step: GroupStep, factors: Factors
     ) -> None:
         sub, device = owned.sub, state.master.device
-        gradient = fetch(sub.of(have.slice.get()), device)
+        gradient = sub.of(have.slice.get()).to(device)
         outlet = self._stores.outlet(state.master if sub.shard_serves else sub.shard, state.master)
         kernels = self._stores.kernels(device)
         step.run(kernels, state, owned.counted.steps, gradient, factors, outlet.narrow)

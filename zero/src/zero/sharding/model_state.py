@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from accelz.flat_buffer import HOST
-from zero.errors import some
+from zero.errors import StateError, some
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of, load_rest
-from zero.sharding.whole import WholeValues, view_of
+from zero.sharding.whole import WholeValues, spread_buffer, view_of
 
 
 def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
@@ -50,10 +50,11 @@ def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, 
     groups = [group for unit in whole.units for group in unit.groups]
     own = {p: name for group in groups for name, p in zip(group.names, group.parameters, strict=True)}
     rest, packed = {name: state[name] for name in entries.rest if name in state}, BytesIO()
-    problem = _misfits(model, state, strict) or _pack(rest, packed) if whole.is_source else ""
-    whole.raise_together(problem and f"the state dict does not fit the model: {problem}")
+    misfits = _misfits(model, state, strict) or _pack(rest, packed) if whole.is_source else ""
+    if problem := whole.communicator.share(misfits):
+        raise StateError(f"the state dict does not fit the model: {problem}")
     given = {own[p]: state[name] for name, p in entries.by_name.items() if name in state and p in own}
-    present = set(whole.share(sorted(given)))
+    present = set(whole.communicator.share(sorted(given)))
     rest = _shared(whole, packed)
     with whole.changing():
         for unit in whole.units:
@@ -74,10 +75,10 @@ def _pack(rest: dict[str, Any], into: BytesIO) -> str:
 
 def _shared(whole: WholeValues, packed: BytesIO) -> dict[str, Any]:
     """What rank 0 has packed, on every rank."""
-    data = torch.zeros(whole.share(packed.tell()), dtype=torch.uint8, device=whole.device)
+    data = torch.zeros(whole.communicator.share(packed.tell()), dtype=torch.uint8, device=whole.device)
     if whole.is_source:
         data.copy_(torch.frombuffer(packed.getbuffer(), dtype=torch.uint8))
-    whole.spread_buffer("extra state", data)
+    spread_buffer(whole.communicator, "extra state", data)
     found = torch.load(BytesIO(data.to(HOST).numpy().tobytes()), map_location=HOST, weights_only=False)
     return dict(found)
 
@@ -130,4 +131,4 @@ def _load_buffers(whole: WholeValues, buffers: Mapping[str, Tensor], state: Mapp
         for name, buffer in buffers.items():
             if isinstance(state.get(name), Tensor):
                 buffer.copy_(state[name])
-            whole.spread_buffer(name, buffer)
+            spread_buffer(whole.communicator, name, buffer)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,18 +85,12 @@ class WholeValues(Uncopied):
 
     def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
         """All ranks' slices put together, shape (layout.numel,), on the device. In a `together` block."""
-        shard = self._fetch(values, group.home.data.device)
+        shard = fetch(values, group.home.data.device, self.communicator)
         if group.shards == 1:
             return shard
         full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
         self.communicator.all_gather(unit.name, full, shard).wait()
         return full
-
-    def _fetch(self, values: Values, device: torch.device) -> Tensor:
-        """The values on `device`; zeros where they cannot be read, which `together` tells."""
-        with self.communicator.postponing():
-            return fetch(values, device)
-        return torch.zeros(values.numel(), dtype=values.dtype, device=device)
 
     def parameter(self, name: str, shard: Values) -> Tensor:
         """One parameter's whole value, its own copy, from its group's `shard`."""
@@ -121,20 +114,6 @@ class WholeValues(Uncopied):
         if self.communicator.group.size > 1:
             self.communicator.broadcast(unit.name, whole, 0)
         return whole
-
-    def spread_buffer(self, name: str, buffer: Tensor) -> None:
-        """Give every rank rank 0's values of a module buffer."""
-        spread_buffer(self.communicator, name, buffer)
-
-    def share(self, value: Any) -> Any:
-        """Rank 0's JSON value, on every rank."""
-        return self.communicator.share(value)
-
-    def raise_together(self, problem: str) -> None:
-        """Raise StateError on every rank if rank 0 has a problem ("": none)."""
-        problem = self.share(problem)
-        if problem:
-            raise StateError(problem)
 
     def begin_write(self) -> None:
         """Before shards change: drop whole values that persist, and wait for who may still be reading shards:

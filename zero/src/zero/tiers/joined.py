@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero.tiers.stored import Stored
-from zero.tiers.values import Values, fetch, put
+from zero.tiers.values import Values, put
 
 
 def joined(parts: Sequence[Values]) -> Values:
@@ -24,7 +24,7 @@ class Joined(Stored):
         self._parts = tuple(parts)
 
     def to(self, device: torch.device) -> Tensor:
-        return torch.cat([fetch(part, device) for part in self._parts])
+        return torch.cat([part.to(device) for part in self._parts])
 
     def read_into(self, out: Tensor) -> None:
         for window, part in self._placed():

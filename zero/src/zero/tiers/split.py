@@ -16,7 +16,7 @@ from torch import Tensor
 from accelz.flat_buffer import HOST
 from zero.tiers.stored import Stored
 from zero.tiers.swap_file import Section
-from zero.tiers.values import Values, fetch, put
+from zero.tiers.values import Values, put
 
 LOWER = torch.int16
 _HALF = 0x8000
@@ -39,7 +39,7 @@ class SplitMaster(Stored):
 
     def join(self, lower: Tensor, out: Tensor) -> None:
         """Put the masters together in `out` from the weights and their lower halves, all on the host."""
-        upper = fetch(self.weights(), HOST)
+        upper = self.weights().to(HOST)
         for begin in range(0, out.numel(), _CHUNK):
             part = slice(begin, begin + _CHUNK)
             low = lower[part].to(torch.int32).bitwise_and_(0xFFFF)

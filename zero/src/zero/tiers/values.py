@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from zero.communication.communicator import Communicator
 from zero.tiers.stored import Stored
 
 Values = Tensor | Stored
@@ -21,9 +22,11 @@ def lasting() -> Iterator[None]:
         yield
 
 
-def fetch(values: Values, device: torch.device) -> Tensor:
-    """The values on `device`: themselves where they are there already, else a copy."""
-    return values.to(device)
+def fetch(values: Values, device: torch.device, communicator: Communicator) -> Tensor:
+    """`values.to(device)`; zeros where they cannot be read, which the next agreement tells."""
+    with communicator.postponing():
+        return values.to(device)
+    return torch.zeros(values.numel(), dtype=values.dtype, device=device)
 
 
 @contextmanager
