@@ -19,6 +19,7 @@ from zero.setup.drafts import GroupDraft, UnitDraft
 from zero.sharding.cast import OWN, Cast
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
+from zero.tiers.record import DiskFormat
 
 Dtype = torch.dtype | None
 IN_A_SUM = 3  # gradients that autograd has at once of a parameter used more than once: two, and their sum
@@ -132,6 +133,10 @@ class PlannedGroup:
         """Of master and moments in memory, for `numel` elements in `tier`."""
         state = math.ceil(numel * self.moments) if self.whole is None else self.whole.state
         return self.wide.itemsize * (state + numel * (not self.is_master(tier)))
+
+    def disk_sections(self, compact: bool) -> list[torch.dtype]:
+        """Of master and moments on disk: the dtype of each value that is there for an element."""
+        return DiskFormat(self.placement.moments, compact).record(self.wide, self.dtype is torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.peaks import Sums, backward, building, forward, step
 from zero.settings.offload import Tier
 from zero.tiers.pipeline import BUFFERS
-from zero.tiers.record import DiskFormat, section_bytes
+from zero.tiers.record import section_bytes
 from zero.tiers.trace import Held
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
@@ -77,9 +77,8 @@ def _rest(group: PlannedGroup, tier: Tier, config: Config) -> Held:
     parameters = group.own_bytes if group.resident else group.shard_bytes
     records = [numel for numel, where in group.placement.optimizer if where == tier]
     if tier == "disk":
-        format = DiskFormat(group.placement.moments, config.tiers.compact)
-        sections = format.record(group.wide, group.dtype is torch.bfloat16) if records else []
-        optimizer = sum(section_bytes(numel, dtype) for numel in records for dtype in sections)
+        compact = config.tiers.compact
+        optimizer = sum(section_bytes(n, dtype) for n in records for dtype in group.disk_sections(compact))
     else:
         optimizer = sum(group.record_bytes(numel, tier) for numel in records)
     if tier == "host" and config.tiers.overlap:
@@ -94,10 +93,10 @@ def _buffers(groups: Sequence[PlannedGroup], compact: bool) -> int:
     """Host memory for records on their way from the disk and back."""
     largest = scratch = 0
     for group in groups:
-        splits, format = group.dtype is torch.bfloat16, DiskFormat(group.placement.moments, compact)
+        splits = compact and group.dtype is torch.bfloat16
         for numel, tier in group.placement.optimizer:
             if tier == "disk":
-                sections = format.record(group.wide, splits)
+                sections = group.disk_sections(compact)
                 largest = max(largest, sum(section_bytes(numel, dtype) for dtype in sections))
-                scratch = max(scratch, 4 * numel if splits and compact else 0)
+                scratch = max(scratch, 4 * numel if splits else 0)
     return BUFFERS * largest + scratch

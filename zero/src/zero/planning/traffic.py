@@ -11,25 +11,37 @@ from zero.config import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.order import backward_uses, end, forward_uses
-from zero.tiers.record import DiskFormat
 
 
 @dataclass(frozen=True)
-class TrafficPlan:
+class Moved:
+    """Bytes. to_host, to_device: between the memories. read, written: of the disk."""
+
+    to_host: int = 0
+    to_device: int = 0
+    read: int = 0
+    written: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(
+            self.to_host + other.to_host,
+            self.to_device + other.to_device,
+            self.read + other.read,
+            self.written + other.written,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficPlan(Moved):
     """Bytes of one rank in an optimizer step, all micro-batches together.
 
     collectives: by kind, of whole buffers, as `Engine.traffic` counts them, single numbers aside. link: what
-    of them leaves this rank, at best. to_copies: what of that goes to ranks of other copies. to_host,
-    to_device: between the memories. read, written: of the disk.
+    of them leaves this rank, at best. to_copies: what of that goes to ranks of other copies.
     """
 
     collectives: dict[str, int]
     link: int
     to_copies: int
-    to_host: int
-    to_device: int
-    read: int
-    written: int
 
 
 def plan_traffic(
@@ -41,7 +53,7 @@ def plan_traffic(
     reductions = 1 if policy.local else policy.steps
     collectives: dict[str, int] = {}
     between = 0  # bytes of the slices that copies add up
-    moved = _Moved()
+    moved = Moved()
     kept = _kept_between(units, config.prefetch)
     for unit in units:
         gathers = config.gradient_accumulation_steps * (2 if unit.reached and unit.name not in kept else 1)
@@ -58,36 +70,12 @@ def plan_traffic(
     to_copies = int(between * _passes("all_reduce", copies) * (copies - 1) / copies)
     if between:
         collectives["all_reduce"] = collectives.get("all_reduce", 0) + between
-    return TrafficPlan(
-        collectives,
-        inside + to_copies,
-        to_copies,
-        moved.to_host,
-        moved.to_device,
-        moved.read,
-        moved.written,
-    )
+    return TrafficPlan(**vars(moved), collectives=collectives, link=inside + to_copies, to_copies=to_copies)
 
 
 def _passes(kind: str, ranks: int) -> float:
     """How often a rank sends what it has of a buffer to all others."""
     return {"all_reduce": 2.0, "all_to_all": 1 / ranks}.get(kind, 1.0)
-
-
-@dataclass(frozen=True)
-class _Moved:
-    to_host: int = 0
-    to_device: int = 0
-    read: int = 0
-    written: int = 0
-
-    def __add__(self, other: _Moved) -> _Moved:
-        return _Moved(
-            self.to_host + other.to_host,
-            self.to_device + other.to_device,
-            self.read + other.read,
-            self.written + other.written,
-        )
 
 
 def _kept_between(units: Sequence[PlannedUnit], prefetch: int) -> set[str]:
@@ -125,13 +113,13 @@ def _between_copies(group: PlannedGroup, reductions: int, settled: bool) -> int:
     return reductions * group.shard_numel * group.sent.itemsize
 
 
-def _of_parameters(group: PlannedGroup, gathers: int) -> _Moved:
+def _of_parameters(group: PlannedGroup, gathers: int) -> Moved:
     """Shards that are away come for each gather, and new values go back."""
     tier = group.placement.params
     if tier == "device":
-        return _Moved()
+        return Moved()
     on_disk, away = tier == "disk", {t for _, t in group.placement.optimizer}
-    return _Moved(
+    return Moved(
         to_host=group.shard_bytes if "device" in away else 0,
         to_device=gathers * group.shard_bytes,
         read=gathers * group.shard_bytes if on_disk else 0,
@@ -139,14 +127,14 @@ def _of_parameters(group: PlannedGroup, gathers: int) -> _Moved:
     )
 
 
-def _of_gradients(group: PlannedGroup, reductions: int) -> _Moved:
+def _of_gradients(group: PlannedGroup, reductions: int) -> Moved:
     """Slices leave as they are reduced; to be stepped on the device they come back."""
     tier = group.placement.gradients
     if not group.trainable or tier == "device":
-        return _Moved()
+        return Moved()
     back = sum(n for n, t in group.placement.optimizer if t == "device" or group.placement.visits)
     disk = group.slice_bytes if tier == "disk" else 0
-    return _Moved(
+    return Moved(
         to_host=reductions * group.shard_numel * group.sent.itemsize,
         to_device=back * group.slice.itemsize,
         read=reductions * disk,  # to be added to, and by the step
@@ -154,33 +142,32 @@ def _of_gradients(group: PlannedGroup, reductions: int) -> _Moved:
     )
 
 
-def _of_records(group: PlannedGroup, compact: bool) -> _Moved:
+def _of_records(group: PlannedGroup, compact: bool) -> Moved:
     """Master and moments, there and back; and the weights of those that the host has stepped."""
-    moved, format = _Moved(), DiskFormat(group.placement.moments, compact)
+    moved = Moved()
     for numel, tier in group.placement.optimizer:
         if tier == "device":
             continue
         if group.placement.visits:
             nbytes = group.record_bytes(numel, tier)
-            moved += _Moved(to_host=nbytes, to_device=nbytes)
+            moved += Moved(to_host=nbytes, to_device=nbytes)
             continue
         if tier == "disk":
-            sections = format.record(group.wide, group.dtype is torch.bfloat16)
-            nbytes = numel * sum(dtype.itemsize for dtype in sections)
+            nbytes = numel * sum(dtype.itemsize for dtype in group.disk_sections(compact))
             upper = 2 * numel if compact and group.dtype is torch.bfloat16 else 0
             there = group.placement.params == "disk"  # the weights, which are the masters' upper halves
-            moved += _Moved(read=nbytes + (upper if there else 0), written=nbytes)
+            moved += Moved(read=nbytes + (upper if there else 0), written=nbytes)
         if group.placement.params == "device":
-            moved += _Moved(to_device=numel * group.dtype.itemsize)
+            moved += Moved(to_device=numel * group.dtype.itemsize)
     return moved
 
 
-def _of_exchange(group: PlannedGroup) -> _Moved:
+def _of_exchange(group: PlannedGroup) -> Moved:
     """Whole parameters are put together on the device, wherever they are stepped."""
     if group.whole is None or all(tier == "device" for _, tier in group.placement.optimizer):
-        return _Moved()
+        return Moved()
     slices = group.shard_numel * (group.slice.itemsize + group.wide.itemsize)
-    return _Moved(
+    return Moved(
         to_device=slices + group.whole.numel * group.wide.itemsize,
         to_host=group.whole.numel * (group.slice.itemsize + group.wide.itemsize)
         + group.shard_numel * group.wide.itemsize,
