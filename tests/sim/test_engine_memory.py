@@ -17,6 +17,7 @@ import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from accelz.flat_buffer import rebind
+from tests.capacity import capacity
 from tests.zero.training import collect_all, collected
 
 WIDTH, LAYERS = 256, 6
@@ -215,13 +216,10 @@ SMALLER = {
 
 def retry_body(context: Context, room: int, settings: dict[str, Any]) -> tuple[str, str, int, bool]:
     """On a device that stays small: the two errors, the bytes left when all is freed, a step at last."""
-    from accelz_sim import memory
-
     accelerator = context.accelerator
     collect_all()
-    before, whole = accelerator.memory.stats().allocated, accelerator.memory.stats().capacity
-    memory.set_capacity(before + room)
-    try:
+    before = accelerator.memory.stats().allocated
+    with capacity(accelerator, before + room):
         errors = fail_to_initialize(zero.Config(timeout=20), zero.Config(timeout=20, **settings))
         gc.collect()
         left = accelerator.memory.stats().allocated - before
@@ -230,8 +228,6 @@ def retry_body(context: Context, room: int, settings: dict[str, Any]) -> tuple[s
         engine = zero.initialize(model, optimizer, zero.Config(timeout=20, **settings))
         engine.backward(engine(torch.ones(2, WIDTH, device=accelerator.device)).float().square().mean())
         return *errors, left, engine.step()
-    finally:
-        memory.set_capacity(whole)
 
 
 def fail_to_initialize(config: zero.Config, smaller: zero.Config) -> tuple[str, str]:

@@ -13,6 +13,7 @@ import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.test_flat_buffers import slots_of
 from accelz.flat_buffer import FlatBuffer, dense_stride
+from tests.capacity import capacity
 
 from .on_sim import on_sim
 
@@ -111,17 +112,11 @@ def test_a_16_bit_buffer_of_an_fp32_model_needs_less(accelerator: Accelerator) -
 
 @on_sim
 def test_a_model_that_does_not_fit_twice_is_flattened(accelerator: Accelerator) -> None:
-    from accelz_sim.memory import set_capacity
-
     parameters = _device_model(accelerator)
-    before = accelerator.memory.stats()
-    set_capacity(before.allocated + 9 * MIB)
-    try:
+    with capacity(accelerator, accelerator.memory.stats().allocated + 9 * MIB):
         with pytest.raises(torch.OutOfMemoryError):
             torch.cat([p.data for p in parameters])
         buffer = _flatten(accelerator, parameters)
-    finally:
-        set_capacity(before.capacity)
     assert buffer.materialized
     assert (parameters[3] == 3).all()
 

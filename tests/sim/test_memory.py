@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelz.accelerator import Accelerator
+from tests.capacity import capacity
 
 from .on_sim import on_sim
 
@@ -80,11 +81,7 @@ def test_reading_a_storage_that_was_dropped_raises(accelerator: Accelerator) -> 
 
 @on_sim
 def test_more_than_the_capacity_is_out_of_memory(accelerator: Accelerator) -> None:
-    from accelz_sim.memory import set_capacity
-
-    before = accelerator.memory.stats()
-    set_capacity(before.allocated + 2 * MIB)
-    try:
+    with capacity(accelerator, accelerator.memory.stats().allocated + 2 * MIB):
         kept = torch.ones(MIB, dtype=torch.uint8, device=accelerator.device)
         with pytest.raises(torch.OutOfMemoryError, match=f"wanted {MIB + 1} bytes, free {MIB} of"):
             torch.empty(MIB + 1, dtype=torch.uint8, device=accelerator.device)
@@ -95,8 +92,6 @@ def test_more_than_the_capacity_is_out_of_memory(accelerator: Accelerator) -> No
         rest = torch.empty(2 * MIB, dtype=torch.uint8, device=accelerator.device)
         assert accelerator.memory.stats().free == 0
         del rest
-    finally:
-        set_capacity(before.capacity)
 
 
 @on_sim

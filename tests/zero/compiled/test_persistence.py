@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.capacity import capacity
 from tests.zero.compiled.models import VOCABULARY, WIDTH, fresh, tokens
 from tests.zero.training import adamw
 from zero.compiled.persistence import WARM_UP, WATCHED, Candidate, choose
@@ -157,19 +159,14 @@ def peak_of(engine: zero.Engine, number: int) -> int:
 
 def room_body(context: Context, extra: int) -> dict[str, Any]:
     """A device with `extra` bytes beyond what the first steps need."""
-    from accelz_sim.memory import set_capacity
-
     engine = build("auto")
     train(engine, WARM_UP)
     gc.collect()
     need = peak_of(engine, WARM_UP)
-    set_capacity(int((need + extra) / 0.98) + 64)
-    try:
+    with capacity(context.accelerator, int((need + extra) / 0.98) + 64):
         losses = train(engine, WATCHED - 1, WARM_UP + 1)
         peak = peak_of(engine, 10)
         losses += train(engine, 2, 20)
-    finally:
-        set_capacity(1 << 31)
     explained = engine.explain()
     return {
         "room": explained.room,
@@ -194,18 +191,12 @@ def test_what_the_device_has_free_is_used_and_no_more(cluster: Clusters, device:
 
 def growth_body(context: Context) -> dict[str, Any]:
     """A device that grows too small for what persists, on one rank."""
-    from accelz_sim.memory import set_capacity
-
     engine = build("auto")
     train(engine, DECIDED)
     before = len(engine.explain().persistent)
     peak = peak_of(engine, 10)
-    if context.rank == 0:
-        set_capacity(peak + 1024)
-    try:
+    with capacity(context.accelerator, peak + 1024) if context.rank == 0 else nullcontext():
         losses = train(engine, 2, 20)
-    finally:
-        set_capacity(1 << 31)
     explained = engine.explain()
     return {
         "before": before,

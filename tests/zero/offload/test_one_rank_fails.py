@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
+from tests.capacity import capacity
 from tests.zero.offload.test_auto import BATCH, LAYERS, WIDTH, one_step
 from tests.zero.training import collected
 from zero.offload.second_try import SecondTry
@@ -54,18 +55,6 @@ def too_much(device: torch.device) -> None:
     import accelz
 
     torch.empty(accelz.current().memory.stats().free + 4096, dtype=torch.uint8, device=device)
-
-
-@contextmanager
-def capacity(context: Context, nbytes: int) -> Iterator[None]:
-    from accelz_sim import memory
-
-    whole = context.accelerator.memory.stats().capacity
-    memory.set_capacity(nbytes)
-    try:
-        yield
-    finally:
-        memory.set_capacity(whole)
 
 
 def steps(
@@ -107,7 +96,7 @@ def shortage_body(context: Context, wants: str, ranks: tuple[int, ...]) -> dict[
     gc.collect()
     mine = wants if context.rank in ranks else ""
     with (
-        capacity(context, before + int((max(plain["peaks"]) - before) * 0.95)),
+        capacity(context.accelerator, before + int((max(plain["peaks"]) - before) * 0.95)),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -155,7 +144,7 @@ def random_body(context: Context) -> tuple[bool, bool]:
         return moved[-1]
 
     second_try = SecondTry(accelerator, make_room, lambda: len(ballast))
-    with capacity(context, accelerator.memory.stats().allocated + 3 * numel), second_try.on():
+    with capacity(accelerator, accelerator.memory.stats().allocated + 3 * numel), second_try.on():
         found, _ = torch.native_dropout(x, 0.5, True)
     again = torch.rand(4, device=accelerator.device)
     return moved == [1], torch.equal(found, expected) and torch.equal(draws, again)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.capacity import capacity
 from tests.zero.checkpoint.test_load import fingerprint
 from tests.zero.training import adamw, collected
 from zero.optimizer.visitor import Visitor
@@ -214,20 +215,14 @@ def course(context: Context, offload: Any) -> dict[str, Any]:
 @collected()
 def auto_body(context: Context) -> dict[str, Any]:
     """Room for half of the optimizer state of the only unit."""
-    from accelz_sim import memory
-
     plain = course(context, None)
     roomy = course(context, "auto")
     gc.collect()
-    whole = context.accelerator.memory.stats().capacity
     state = 3 * 4 * VOCABULARY * WIDTH // context.size
-    capacity = int((roomy["peaks"][-1] - state // 2) / 0.98)
-    memory.set_capacity(capacity)
-    try:
+    enough = int((roomy["peaks"][-1] - state // 2) / 0.98)
+    with capacity(context.accelerator, enough):
         auto = course(context, "auto")
-    finally:
-        memory.set_capacity(whole)
-    return {"plain": plain, "roomy": roomy, "auto": auto, "capacity": capacity}
+    return {"plain": plain, "roomy": roomy, "auto": auto, "capacity": enough}
 
 
 @pytest.mark.parametrize("size", [1, 2])

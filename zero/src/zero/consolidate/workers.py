@@ -15,8 +15,6 @@ from zero.sources.source import Chunk
 DEFAULT_MEMORY = 128 << 20
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22  # bytes of a chunk; larger ones are no faster
 _ROOM = 2 * PAGE  # so that a chunk fits wherever on a page it begins
-Progress = Callable[[int], None]
-"""Called with the bytes that are done since the last call, from any thread."""
 
 
 class Buffers:

@@ -24,7 +24,7 @@ from torch import Tensor
 from accelz.streams import Stream, Streams
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.group_step import Factors, GroupStep
-from zero.optimizer.owned import OwnedSubGroup
+from zero.optimizer.owned import OwnedSubGroup, Turn
 from zero.optimizer.twin import Twin
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sub_group import SubGroup
@@ -32,7 +32,6 @@ from zero.tiers.carrier import Landing
 from zero.tiers.stores import Stores
 
 Plan = Callable[[OwnedSubGroup, set[int]], GroupStep]
-Turn = tuple[OwnedSubGroup, GroupGradients]
 
 
 @dataclass

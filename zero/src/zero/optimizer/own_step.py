@@ -22,13 +22,11 @@ from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.exchange import Exchange
 from zero.optimizer.joint import name_of
-from zero.optimizer.owned import OwnedSubGroup
+from zero.optimizer.owned import OwnedSubGroup, Turn
 from zero.optimizer.pieces import bind, home_of, shaped, show
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values, fetch
-
-Turn = tuple[OwnedSubGroup, GroupGradients]
 
 
 class OwnStep:

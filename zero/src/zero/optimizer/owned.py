@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.routes import Routes
 from zero.sharding.flat_group import FlatGroup
@@ -96,3 +97,7 @@ class OwnedSubGroup:
 
     def _span(self, first: int, end: int) -> slice:
         return slice(self.pieces[first].piece.shard_start, self.pieces[end - 1].piece.shard_slice.stop)
+
+
+Turn = tuple[OwnedSubGroup, GroupGradients]
+"""What is stepped, and its gradients."""

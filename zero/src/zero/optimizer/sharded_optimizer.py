@@ -30,8 +30,8 @@ from zero.optimizer.ahead import StepsAhead
 from zero.optimizer.group_step import Factors, GroupStep, plan_step
 from zero.optimizer.joint import JointOptimizer, members, name_of
 from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
-from zero.optimizer.own_step import OwnStep, Turn
-from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount
+from zero.optimizer.own_step import OwnStep
+from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount, Turn
 from zero.optimizer.piece_state import kept_tensors, moved
 from zero.optimizer.pieces import own, route_groups, shaped, show, sliced
 from zero.optimizer.state_dicts import refuse_state_dicts
