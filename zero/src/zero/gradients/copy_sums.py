@@ -17,7 +17,7 @@ from accelz.flat_buffer import FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.gradients.group_gradients import GroupGradients
 
-IN_FLIGHT = 2  # units whose slices may be under way at once
+BETWEEN_COPIES = 2  # units whose slices stay on their way; with one more, the oldest is waited for
 
 
 @dataclass
@@ -76,7 +76,7 @@ class CopySums:
     def _start(self, gradients: GroupGradients, values: Tensor, slice_: Tensor | None) -> None:
         handle = self._communicator.all_reduce_copies(gradients.unit.name, values)
         self._flying.append(_Sum(gradients, slice_, handle))
-        while len({sum_.gradients.unit for sum_ in self._flying}) > IN_FLIGHT:
+        while len({sum_.gradients.unit for sum_ in self._flying}) > BETWEEN_COPIES:
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:

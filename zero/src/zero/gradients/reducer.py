@@ -31,7 +31,7 @@ from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values
 
-IN_FLIGHT = 2  # units whose gradients may be under reduction at once; with the last, the first is waited for
+UNDER_REDUCTION = 1  # units whose reduction is not waited for; when the next unit's is issued, it is
 
 
 class Follower(Protocol):
@@ -230,7 +230,7 @@ class GradientReducer:
         elif self._communicator.shards.size > 1:
             handle = self._communicator.all_reduce(unit, data)
         self._reductions.append(_Reduction(gradients, whole, result, handle))
-        while len({r.gradients.unit for r in self._reductions}) >= IN_FLIGHT:
+        while len({r.gradients.unit for r in self._reductions}) > UNDER_REDUCTION:
             self._settle_oldest()
 
     def _reduce_all(self, which: Iterable[GroupGradients]) -> None:

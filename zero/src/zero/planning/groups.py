@@ -28,8 +28,13 @@ IN_A_STEP = 2  # values for each element of a parameter that is stepped whole: i
 
 @dataclass(frozen=True)
 class Stepped:
-    """What the rank that keeps and steps most in a memory has of a group there. numel: elements. state:
-    values that the optimizer keeps for them. of_all: elements that all ranks step."""
+    """Parameters of a group that are stepped whole. Each has one rank that keeps its optimizer state and
+    steps it; ranks are given different amounts, and these are those of the rank with most, in the tier where
+    the group's records are.
+
+    numel: elements that this rank steps. state: values that its optimizer keeps for them. of_all: elements
+    that all ranks step.
+    """
 
     numel: int
     state: int
@@ -256,7 +261,8 @@ class _Order:
 def _stepped(
     drafts: Sequence[UnitDraft], moments: Mapping[nn.Parameter, float], ranks: int
 ) -> Iterator[Stepped | None]:
-    """Of each group that ranks have slices of and that is stepped whole."""
+    """For each group, in order: what is stepped whole of it; None where ranks step the slices that they have,
+    or where a rank is alone and has everything."""
     groups = [
         ([p for _, p in group.named if group.kind.stepping.whole and ranks > 1], group.placement.optimizer)
         for draft in drafts
@@ -275,7 +281,9 @@ def _stepped(
 
 
 def _moments_of(draft: GroupDraft, moments: Mapping[nn.Parameter, float], shards: int) -> float:
-    """Records that a kernel steps have theirs also for parameters that no optimizer knows."""
+    """Values that are kept beside the master, for an element of the group. A kernel steps whole records, so
+    its moments are there even for parameters that no optimizer has; other optimizers keep state for the
+    parameters that they have."""
     if draft.kind.stepping.rule is not None or not draft.kind.trainable:
         return draft.placement.moments
     kept = [(parameter.numel(), moments.get(parameter, 0)) for _, parameter in draft.named]

@@ -13,15 +13,15 @@ from typing import Literal
 
 from zero.communication.quantised import Quantised
 from zero.config import Config
-from zero.gradients.copy_sums import IN_FLIGHT as BETWEEN_COPIES
-from zero.gradients.reducer import IN_FLIGHT
+from zero.gradients.copy_sums import BETWEEN_COPIES
+from zero.gradients.reducer import UNDER_REDUCTION
 from zero.optimizer.visits import WINDOW
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.order import backward_uses, end
-from zero.tiers.carrier import IN_FLIGHT as CARRIED
+from zero.tiers.carrier import LEAVING
 from zero.tiers.trace import Held
 
-TRAVELLING = CARRIED + 1
+TRAVELLING = LEAVING + 1
 """Units whose gradients may be on their way to the host, one of them just setting out."""
 Sums = Literal["none", "slices", "whole"]
 """What is left of the micro-batches before: nothing, reduced slices, whole buffers."""
@@ -157,10 +157,10 @@ class _Moment:
         if not group.sharded and group.sent is group.slice:
             return self._in_place(group, age, near, begun, sums)
         done = age > 0 or (age == 0 and self.reduced)
-        adds = sums == "slices" and done and age < IN_FLIGHT  # what came to the sum
+        adds = sums == "slices" and done and age <= UNDER_REDUCTION  # what came to the sum
         stays = near and (done or sums == "slices")
         travels = not near and done and age <= self.travelling
-        whole = group.gradient_bytes if begun and age < IN_FLIGHT else 0
+        whole = group.gradient_bytes if begun and age <= UNDER_REDUCTION else 0
         added = group.shard_numel * group.reduced.itemsize if adds else 0
         return whole + (group.slice_bytes if stays or travels else 0) + added
 
@@ -170,14 +170,14 @@ class _Moment:
             return group.gradient_bytes if begun else 0
         if age == 0:
             return group.gradient_bytes + group.sent_bytes
-        if age < IN_FLIGHT:
+        if age <= UNDER_REDUCTION:
             return group.sent_bytes
         return group.slice_bytes if near or age <= self.travelling else 0
 
     def _in_place(self, group: PlannedGroup, age: int, near: bool, begun: bool, sums: Sums) -> int:
         """Of a group whose reduced gradient is the whole buffer itself."""
         if near and sums == "slices":  # there is the sum, and what comes to it
-            return group.gradient_bytes * (2 if begun and age < IN_FLIGHT else 1)
+            return group.gradient_bytes * (2 if begun and age <= UNDER_REDUCTION else 1)
         return group.gradient_bytes if begun and (near or age <= self.travelling) else 0
 
 

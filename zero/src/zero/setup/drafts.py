@@ -56,8 +56,10 @@ class UnitDraft:
 
 @dataclass(frozen=True)
 class _Ways:
-    """How the parameters of a unit travel. Only matrices do in codes: they have enough values for blocks of
-    their own, and stand a rounding that a norm's weights would not."""
+    """In what form the parameters of a unit are gathered. codes: dtype that matrices are rounded to for the
+    way, in blocks with a scale each; None for none. Vectors never are: most are shorter than a block, and a
+    norm's weights do not stand the rounding. castable: parameters that autocast casts before each use, which
+    may be cast before they are gathered."""
 
     codes: torch.dtype | None = None
     castable: Collection[nn.Parameter] = ()
@@ -69,7 +71,7 @@ class _Ways:
 
 
 _STILL = _Ways()
-"""Of what is always whole."""
+"""Of units that every rank keeps whole, and that are never gathered for a forward."""
 
 
 def draft_units(

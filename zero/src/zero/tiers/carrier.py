@@ -15,7 +15,7 @@ from accelz.accelerator import Accelerator
 from accelz.streams import Event, Stream, Streams
 
 SLOTS = 2  # host buffers that weights leave from: one is filled while the other travels
-IN_FLIGHT = 2  # values on their way to the host, whose memory on the device is not free yet
+LEAVING = 2  # values that may stay on their way to the host, with their memory on the device
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Carrier:
         landing = Landing(host, self._stream.record())
         if values.dim():  # a single number holds no memory worth waiting for
             self._flying.append(landing.event)
-        if len(self._flying) > IN_FLIGHT:
+        if len(self._flying) > LEAVING:
             self._flying.popleft().synchronize()
         return landing
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 from zero.settings.offload import Kind, Offload, Tier
 
-NEAR = 0.1  # of a kind of state, by which rounding to whole groups may miss a fraction without a word
+NEAR = 0.1  # of all state of a kind: groups leave whole, and a fraction missed by no more brings no warning
 ALIGN = 64  # elements: every sub-group begins on a cache line
 
 
