@@ -143,6 +143,16 @@ def test_each_memory_is_that_of_the_rank_that_has_most_there() -> None:
     assert plan.memory.rest["device"].optimizer == 4 * 60 + 4 * plan.units[1].groups[0].shard_numel
 
 
+def test_a_warning_names_the_line_that_asks_for_a_plan() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model = blocks()
+    with pytest.warns(UserWarning, match="Own will step whole parameters") as caught:
+        zero.plan(model, Own(model.parameters()), ranks=2)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_what_does_not_fit_is_refused() -> None:
     model = blocks()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -53,7 +53,7 @@ def _warn_of_strangers(optimizer: Optimizer) -> None:
             f"{' and '.join(strangers)} will step whole parameters, each on one rank. That is exact if it "
             "steps every parameter by itself, from its own gradient; what looks at all of them together "
             "would see some. Config(whole_parameters=True) says that it does not",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

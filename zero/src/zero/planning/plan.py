@@ -13,19 +13,14 @@ from zero.communication.job import ranks_of_copy
 from zero.config import Config
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
-from zero.optimizer.checks import check_optimizer
-from zero.optimizer.joint import joint
 from zero.optimizer.state_size import moments_of
-from zero.optimizer.stepping import steppings
 from zero.planning.groups import PlannedUnit, planned
 from zero.planning.memory import MemoryPlan, plan_memory
 from zero.planning.text import describe
 from zero.planning.traffic import TrafficPlan, plan_traffic
 from zero.setup.checks import check_model
 from zero.setup.drafts import draft_units
-from zero.setup.offload_fit import check_offload
-from zero.sharding.autocast import cast_before_use
-from zero.sharding.units import find_units
+from zero.setup.preparation import prepare, settings
 from zero.tiers.placement import Planner
 
 ANY_DEVICE = torch.device("meta")
@@ -80,9 +75,7 @@ def plan(
     Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for less
     than one rank, and for a dtype that `torch.autocast` does not cast to.
     """
-    config = Config() if config is None else config
-    if not isinstance(config, Config):
-        raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
+    config = settings(config)
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise UsageError(f"ranks must be a whole number of at least 1, got {ranks!r}")
     if autocast not in (None, *AUTOCAST):
@@ -90,15 +83,10 @@ def plan(
     sharing = ranks_of_copy(config.shard_ranks, ranks)
     check_model(model, shapes_only=True)
     _check_dtypes(model, config)
-    plans = find_units(model, config.units, config.persistent_below)
-    castable = cast_before_use(model, config)
-    optimizer = joint(optimizer)
-    param_group_of = check_optimizer(optimizer, model, config)
-    check_offload(model, optimizer, config, ANY_DEVICE)
-    moments = moments_of(optimizer, config.dtype)
+    prepared = prepare(model, optimizer, config, ANY_DEVICE, for_graphs=False)
+    moments = moments_of(prepared.optimizer, config.dtype)
     planner = Planner(config.tiers, lambda tier: tier)
-    stepping = steppings(optimizer, config)
-    drafts = draft_units(plans, config, planner, sharing, param_group_of, castable, stepping, moments)
+    drafts = draft_units(prepared, config, planner, sharing, moments)
     policy = GradientPolicy.of(config, ranks)
     units = tuple(planned(model, drafts, config, policy, sharing, autocast, moments))
     scaled = ranks > 1 or config.clip_norm is not None or config.scaling is not None

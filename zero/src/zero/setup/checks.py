@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from zlib import crc32
 
 import torch
@@ -21,8 +21,8 @@ from zero.deferred import deferred_init
 from zero.errors import ConfigError, ModelError
 from zero.optimizer.joint import kinds_of_groups
 from zero.optimizer.stepping import of_param_groups
+from zero.setup.preparation import Prepared
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
-from zero.sharding.units import UnitPlan
 
 
 def check_model(model: nn.Module, shapes_only: bool = False) -> None:
@@ -96,19 +96,13 @@ def _is_in_graph(parameter: nn.Parameter) -> bool:
     return holders() > 1 or node is None
 
 
-def check_equal(
-    plans: Sequence[UnitPlan],
-    config: Config,
-    communicator: Communicator,
-    param_group_of: dict[nn.Parameter, int],
-    castable: Collection[nn.Parameter],
-    optimizer: Optimizer,
-) -> None:
+def check_equal(prepared: Prepared, config: Config, communicator: Communicator) -> None:
     """Collective. Raise RankMismatchError where ranks bring different models, optimizers or tiers. Changes
     nothing."""
-    communicator.check_equal("the model", _digest(plans, config, param_group_of, castable))
+    communicator.check_equal("the model", _digest(prepared, config))
     communicator.check_equal(
-        "the optimizer, or Config(whole_parameters=...)", crc32(_how_stepped(optimizer, config).encode())
+        "the optimizer, or Config(whole_parameters=...)",
+        crc32(_how_stepped(prepared.optimizer, config).encode()),
     )
     tiers = config.tiers.model_dump_json(exclude={"path"})  # each rank may have a directory of its own
     communicator.check_equal("Config(offload=...)", crc32(tiers.encode()))
@@ -120,22 +114,17 @@ def _how_stepped(optimizer: Optimizer, config: Config) -> str:
     return f"{kinds_of_groups(optimizer)} {told}"
 
 
-def _digest(
-    plans: Sequence[UnitPlan],
-    config: Config,
-    param_group_of: dict[nn.Parameter, int],
-    castable: Collection[nn.Parameter],
-) -> int:
+def _digest(prepared: Prepared, config: Config) -> int:
     """What all ranks must have in common."""
     text = [
         f"{config.stage} {config.shard_ranks} {config.precision} {config.gather_dtype} "
         f"{config.gradient_accumulation_steps} {config.accumulate} {config.scaling is None}"
     ]
-    for plan in plans:
+    for plan in prepared.plans:
         text.append(plan.name)
         text.extend(
-            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {param_group_of.get(p)} "
-            f"{deferred_init.promised(p)} {p in castable}"
+            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {prepared.param_group_of.get(p)} "
+            f"{deferred_init.promised(p)} {p in prepared.castable}"
             for name, p in plan.parameters
         )
     return crc32("\n".join(text).encode())

@@ -15,6 +15,7 @@ from zero.config import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.routes import share_out
 from zero.optimizer.stepping import Stepping, of_strangers
+from zero.setup.preparation import Prepared
 from zero.sharding import layout
 from zero.sharding.cast import Travel
 from zero.sharding.layout import ParameterSpec
@@ -75,22 +76,19 @@ _STILL = _Ways()
 
 
 def draft_units(
-    plans: Sequence[UnitPlan],
+    prepared: Prepared,
     config: Config,
     planner: Planner,
     ranks: int,
-    param_group_of: dict[nn.Parameter, int],
-    castable: Collection[nn.Parameter],
-    stepping: dict[nn.Parameter, Stepping],
     moments: Mapping[nn.Parameter, float],
 ) -> list[UnitDraft]:
     """Cut units into groups, and decide where the state of each goes. ranks: that share a copy of the
-    model. castable: parameters that autocast casts before each use. moments: values that optimizers keep for
-    an element of each parameter; empty where nobody asks. Changes nothing."""
-    whole = [config.stage < 3 or plan.persistent for plan in plans]
-    ways = _Ways(config.codes if ranks > 1 else None, castable)
+    model. moments: values that optimizers keep for an element of each parameter; empty where nobody asks.
+    Changes nothing."""
+    plans, whole = prepared.plans, [config.stage < 3 or plan.persistent for plan in prepared.plans]
+    ways = _Ways(config.codes if ranks > 1 else None, prepared.castable)
     parts = [
-        _partition(plan, config, _STILL if resident else ways, param_group_of, stepping)
+        _partition(plan, config, _STILL if resident else ways, prepared)
         for plan, resident in zip(plans, whole, strict=True)
     ]
     own_state = _OwnState(parts, moments, ranks if config.stage > 0 else 1)
@@ -186,14 +184,11 @@ class _OwnState:
 
 
 def _partition(
-    plan: UnitPlan,
-    config: Config,
-    ways: _Ways,
-    param_group_of: dict[nn.Parameter, int],
-    stepping: dict[nn.Parameter, Stepping],
+    plan: UnitPlan, config: Config, ways: _Ways, prepared: Prepared
 ) -> dict[GroupKind, list[Named]]:
     """Parameters by kind, each list ordered by param group so that runs are long."""
     groups: dict[GroupKind, list[Named]] = {}
+    param_group_of, stepping = prepared.param_group_of, prepared.stepping
     strangers = of_strangers(stepping)
     for name, parameter in plan.parameters:
         dtype = target_dtype(parameter, config)

@@ -12,22 +12,15 @@ from torch.optim import Optimizer
 import accelz
 from zero.communication.communicator import Communicator
 from zero.communication.job import join, split
-from zero.compiled.split import split_by_use
 from zero.config import Config
 from zero.engine import Engine
-from zero.errors import ConfigError
-from zero.optimizer.checks import check_optimizer
-from zero.optimizer.joint import joint
 from zero.optimizer.state_size import moments_of
-from zero.optimizer.stepping import steppings
 from zero.pretrained import keep_promises
 from zero.setup.build import build_units
 from zero.setup.checks import check_dtypes, check_equal, check_model, check_movable
 from zero.setup.drafts import draft_units, reserve_disk
-from zero.setup.offload_fit import check_offload
-from zero.sharding.autocast import cast_before_use
+from zero.setup.preparation import prepare, settings
 from zero.sharding.guard import ANEW, abandon
-from zero.sharding.units import find_units
 from zero.sharding.whole import spread_buffer
 from zero.tiers.placement import Planner
 from zero.tiers.room import OutOfMemoryError, room_for
@@ -53,39 +46,31 @@ def initialize(
     OutOfMemoryError, CommunicationError, and CheckpointError where pretrained weights cannot be read any
     more, model and optimizer have to be built anew.
     """
-    config = Config() if config is None else config
-    if not isinstance(config, Config):
-        raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
+    config = settings(config)
     check_model(model)
     accelerator = accelz.current()
     check_dtypes(model, config, accelerator)
     check_movable(model, accelerator.device)
-    plans = find_units(model, config.units, config.persistent_below)
-    if config.compiling is not None and config.stage == 3:
-        plans = split_by_use(plans)
-    castable = cast_before_use(model, config)
-    optimizer = joint(optimizer)
-    param_group_of = check_optimizer(optimizer, model, config)
-    check_offload(model, optimizer, config, accelerator.device)
+    prepared = prepare(model, optimizer, config, accelerator.device, for_graphs=True)
     budgeted = config.tiers.budget("optimizer") is not None
-    moments = moments_of(optimizer, config.dtype) if budgeted else {}
+    moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
 
     group, control = join(accelerator, config.timeout)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
-    check_equal(plans, config, communicator, param_group_of, castable, optimizer)
+    check_equal(prepared, config, communicator)
     communicator.split(split(accelerator, group, config.shard_ranks))
     tiers, ranks = config.tiers, communicator.shards.size
     stores = Stores(accelerator, tiers.folder, tiers.compact, visits=tiers.step == "device")
-    stepping = steppings(optimizer, config)
     planner = Planner(tiers, stores.resolve)
-    drafts = draft_units(plans, config, planner, ranks, param_group_of, castable, stepping, moments)
+    drafts = draft_units(prepared, config, planner, ranks, moments)
     planner.warn_of_shortfalls()
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)
     with _taking_over(model):
         units = build_units(drafts, config, stores, communicator)
         keep_promises(units, communicator)
-        return Engine(model, optimizer, config, stores, communicator, units, param_group_of, stepping)
+        groups, stepping = prepared.param_group_of, prepared.stepping
+        return Engine(model, prepared.optimizer, config, stores, communicator, units, groups, stepping)
 
 
 @contextmanager

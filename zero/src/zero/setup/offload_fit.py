@@ -28,7 +28,7 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device
     if config.offload == "auto" and device.type == HOST.type:
         warnings.warn(
             "offload='auto' has nothing to move: on this device everything is in the host's memory already",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

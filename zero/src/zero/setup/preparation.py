@@ -1,0 +1,60 @@
+"""A model, its optimizer and the settings, looked at together before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.compiled.split import split_by_use
+from zero.config import Config
+from zero.errors import ConfigError
+from zero.optimizer.checks import check_optimizer
+from zero.optimizer.joint import joint
+from zero.optimizer.stepping import Stepping, steppings
+from zero.setup.offload_fit import check_offload
+from zero.sharding.autocast import cast_before_use
+from zero.sharding.units import UnitPlan, find_units
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """plans: the units to be. castable: parameters that autocast casts before each use. optimizer: the one
+    that was given, or several as one. param_group_of: the index of each parameter's param group. stepping:
+    how each is stepped."""
+
+    plans: Sequence[UnitPlan]
+    castable: Collection[nn.Parameter]
+    optimizer: Optimizer
+    param_group_of: dict[nn.Parameter, int]
+    stepping: dict[nn.Parameter, Stepping]
+
+
+def settings(config: Config | None) -> Config:
+    """What was given, or what holds where nothing is. Raises ConfigError for something else."""
+    config = Config() if config is None else config
+    if not isinstance(config, Config):
+        raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
+    return config
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    config: Config,
+    device: torch.device,
+    for_graphs: bool,
+) -> Prepared:
+    """Raises ConfigError or OptimizerError for what does not fit together. for_graphs: units are those of
+    compiled training, if the settings ask for it. Warnings name the line that called this one's caller."""
+    plans = find_units(model, config.units, config.persistent_below)
+    if for_graphs and config.compiling is not None and config.stage == 3:
+        plans = split_by_use(plans)
+    castable = cast_before_use(model, config)
+    optimizer = joint(optimizer)
+    param_group_of = check_optimizer(optimizer, model, config)
+    check_offload(model, optimizer, config, device)
+    return Prepared(plans, castable, optimizer, param_group_of, steppings(optimizer, config))
