@@ -129,21 +129,21 @@ def step_(
         needed = f"--link, and --ranks {2 * COUNT} or more"
         raise typer.BadParameter(f"{', '.join(host_peers.PEERS)} need {needed}")
     options = step.StepOptions(
-        device,
-        size.value,
-        precision.value,
-        ranks,
-        threads,
-        batch,
-        length,
-        rounds,
-        steps,
-        named,
-        memory,
-        limit,
-        optimizer.value,
-        link,
-        within,
+        device=device,
+        size=size.value,
+        precision=precision.value,
+        ranks=ranks,
+        threads=threads,
+        batch=batch,
+        length=length,
+        rounds=rounds,
+        steps=steps,
+        peers=named,
+        memory=memory,
+        limit=limit,
+        optimizer=optimizer.value,
+        link=link,
+        within=within,
     )
     _report([partial(step.run, options)], Outputs(json, markdown, name))
 
@@ -216,7 +216,16 @@ def compiled_(
 ) -> None:
     """Stage 3 through torch.compile, with and without the fused downcast, beside eager zero and FSDP2."""
     options = compiled.CompiledOptions(
-        size.value, ranks, threads, batch, length, rounds, steps, memory, link, limit
+        size=size.value,
+        ranks=ranks,
+        threads=threads,
+        batch=batch,
+        length=length,
+        rounds=rounds,
+        steps=steps,
+        memory=memory,
+        link=link,
+        limit=limit,
     )
     _report([partial(compiled.run, options)], Outputs(json, markdown, name))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import accelz
 from benchmarks.job import Job
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio, spread
 
 # torch 2.13 renames these two; 2.11 has only the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -130,11 +130,9 @@ def _row(
         "operation": operation,
         "bytes": nbytes,
         "through": name,
-        "median": median(seconds),
-        "min": min(seconds),
-        "max": max(seconds),
+        **spread(seconds),
         "bytes_per_second": nbytes / median(seconds),
-        "speedup": median(t["gloo"] / t[name] for t in turns),
+        "speedup": ratio([t["gloo"] for t in turns], seconds),
         "right": right,
         "rounds": seconds,
     }

@@ -16,7 +16,7 @@ from accelz.discovery import installed
 from benchmarks import step
 from benchmarks.compiled_peers import EAGER, FSDP2, FSDP2_AUTOCAST, NOT_FUSED, PEERS
 from benchmarks.link import limited
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio
 
 EXACT_DEVICE = "sim"
 FIRST_STEPS = 5  # after which it is decided which units persist
@@ -81,10 +81,10 @@ def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, 
     name, moved = row["peer"], row["moved"] or {}
     peak, unfused = peaks.get(name), peaks.get(NOT_FUSED)
     return row | {
-        "to_unfused": _ratio(row, rows[NOT_FUSED]),
-        "to_eager": _ratio(row, rows[EAGER]),
-        "to_fsdp2": _ratio(row, rows[FSDP2]),
-        "to_fsdp2_autocast": _ratio(row, rows[FSDP2_AUTOCAST]),
+        "to_unfused": _to(row, rows[NOT_FUSED]),
+        "to_eager": _to(row, rows[EAGER]),
+        "to_fsdp2": _to(row, rows[FSDP2]),
+        "to_fsdp2_autocast": _to(row, rows[FSDP2_AUTOCAST]),
         "gathered_bytes": moved.get("all_gather"),
         "reduced_bytes": moved.get("reduce_scatter"),
         "peak_bytes": peak,
@@ -92,7 +92,6 @@ def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, 
     }
 
 
-def _ratio(row: dict[str, Any], other: dict[str, Any]) -> float:
-    """Of the medians of each round; then the median of the rounds."""
-    pairs = zip(row["rounds"], other["rounds"], strict=True)
-    return median(median(mine) / median(its) for mine, its in pairs)
+def _to(row: dict[str, Any], other: dict[str, Any]) -> float:
+    """Of the medians of each round."""
+    return ratio([median(mine) for mine in row["rounds"]], [median(its) for its in other["rounds"]])

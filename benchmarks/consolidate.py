@@ -27,7 +27,7 @@ from tests.zero.consolidate.deepspeed_layout import Layout, Model, save
 from torch import Tensor
 
 from benchmarks.job import JobError
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio, spread
 
 PEER = "zero_to_fp32"
 EXACT = ("zero fp32", PEER)
@@ -198,18 +198,11 @@ def _row(name: str, all_turns: Mapping[str, Sequence[Turn]]) -> dict[str, Any]:
     seconds = [turn.seconds for turn in turns]
     return {
         "by": name,
-        "median": median(seconds),
-        "min": min(seconds),
-        "max": max(seconds),
+        **spread(seconds),
         "bytes": turns[0].written,
         "bytes_per_second": median(turn.written / turn.seconds for turn in turns),
-        "of_copy": _ratio([t.rate for t in turns], [t.rate for t in all_turns["copy"]]),
-        "to_deepspeed": _ratio(seconds, [t.seconds for t in all_turns[PEER]]) if PEER in all_turns else None,
+        "of_copy": ratio([t.rate for t in turns], [t.rate for t in all_turns["copy"]]),
+        "to_deepspeed": ratio(seconds, [t.seconds for t in all_turns[PEER]]) if PEER in all_turns else None,
         "peak_bytes": max(turn.peak for turn in turns),
         "equal": turns[0].equal,
     }
-
-
-def _ratio(first: Sequence[float], second: Sequence[float]) -> float:
-    """Median over the rounds."""
-    return median(a / b for a, b in zip(first, second, strict=True))

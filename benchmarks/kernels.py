@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import accelz
 from benchmarks.job import Job
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio, spread
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}
 BETAS = (0.9, 0.95)
@@ -94,12 +94,10 @@ def _row(name: str, size: int, rounds: list[dict[str, float]], errors: dict[str,
     others = {"cast": "torch cast + fused + cast", "fused": "torch fused fp32", "copy": "memory copy"}
     return {
         "case": name,
-        "median": median(seconds),
-        "min": min(seconds),
-        "max": max(seconds),
+        **spread(seconds),
         "bytes": size,
         "bytes_per_second": size / median(seconds),
-        **{f"to_{key}": median(r[name] / r[other] for r in rounds) for key, other in others.items()},
+        **{f"to_{key}": ratio(seconds, [r[other] for r in rounds]) for key, other in others.items()},
         "error": errors.get(name),
         "rounds": seconds,
     }

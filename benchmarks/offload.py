@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zero
 from benchmarks.job import Job
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio, spread
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.swap_file import BLOCK, PAGE, THREADS, aligned
 
@@ -130,9 +130,7 @@ def _row(
     row: dict[str, Any] = dict.fromkeys(empty)
     row |= {
         "by": name,
-        "median": median(seconds),
-        "min": min(seconds),
-        "max": max(seconds),
+        **spread(seconds),
         "rounds": seconds,
     }
     if mine[0].moved:
@@ -141,10 +139,10 @@ def _row(
         row["bytes_per_parameter"] = mine[0].moved / options.parameters
         row["kernel_bytes_per_parameter"] = median(t.transferred for t in mine) / options.parameters
         row["bytes_per_second"] = median(rates)
-        row["of_raw"] = median(a / b for a, b in zip(rates, raw, strict=True))
+        row["of_raw"] = ratio(rates, raw)
     if name == "zero host" and "deepspeed cpu" in turns:
         theirs = [turn.seconds for turn in turns["deepspeed cpu"]]
-        row["to_deepspeed"] = median(a / b for a, b in zip(seconds, theirs, strict=True))
+        row["to_deepspeed"] = ratio(seconds, theirs)
     return row
 
 

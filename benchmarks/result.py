@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, Literal
 
 Kind = Literal[
@@ -19,3 +21,13 @@ class Result:
     settings: dict[str, Any]
     rows: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
+
+
+def spread(seconds: Sequence[float]) -> dict[str, float]:
+    """The columns of a row that say how long it took."""
+    return {"median": median(seconds), "min": min(seconds), "max": max(seconds)}
+
+
+def ratio(first: Sequence[float], second: Sequence[float]) -> float:
+    """Of what was taken in the same round; the median of the rounds."""
+    return median(a / b for a, b in zip(first, second, strict=True))

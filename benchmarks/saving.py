@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from benchmarks.job import Job
 from benchmarks.model import count_parameters
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio, spread
 from benchmarks.saving_rank import SavingRank
 
 WARM = 2  # untimed steps
@@ -59,23 +57,14 @@ def run(options: SavingOptions) -> Result:
 def _rows(turns: dict[str, list[float]], nbytes: int) -> list[dict[str, Any]]:
     raw, save = turns["raw write"], turns["save"]
     plain, saving = turns["steps"], turns["steps and saves"]
-    written = [
-        {**_times("raw write", raw), "bytes": nbytes, "of_raw": None},
-        {**_times("save_checkpoint", save), "bytes": nbytes, "of_raw": _ratio(raw, save)},
+    written: list[dict[str, Any]] = [
+        {"case": "raw write", **spread(raw), "bytes": nbytes, "of_raw": None},
+        {"case": "save_checkpoint", **spread(save), "bytes": nbytes, "of_raw": ratio(raw, save)},
     ]
-    trained = [
-        {**_times("training", plain), "cost": None},
-        {**_times("training, saving in the background", saving), "cost": _ratio(saving, plain) - 1},
+    trained: list[dict[str, Any]] = [
+        {"case": "training", **spread(plain), "cost": None},
+        {"case": "training, saving in the background", **spread(saving), "cost": ratio(saving, plain) - 1},
     ]
     for row in written:
         row |= {"bytes_per_second": nbytes / row["median"], "cost": None}
     return written + [{**row, "bytes": None, "of_raw": None, "bytes_per_second": None} for row in trained]
-
-
-def _times(case: str, seconds: Sequence[float]) -> dict[str, Any]:
-    return {"case": case, "median": median(seconds), "min": min(seconds), "max": max(seconds)}
-
-
-def _ratio(first: Sequence[float], second: Sequence[float]) -> float:
-    """Median over the rounds."""
-    return median(a / b for a, b in zip(first, second, strict=True))

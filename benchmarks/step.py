@@ -26,7 +26,7 @@ from benchmarks import memory, offload_peers, peers
 from benchmarks.hosts import Hosts, two_hosts
 from benchmarks.job import LAUNCH_LIMIT, Job
 from benchmarks.model import SIZES, activation_bytes, count_parameters
-from benchmarks.result import Result
+from benchmarks.result import Result, ratio, spread
 from benchmarks.step_rank import StepRank, Turn
 
 FIRST_STEPS = 2  # untimed, after a launch: allocations, connections, recorded schedules
@@ -206,10 +206,8 @@ def _row(name: str, records: dict[str, Record]) -> dict[str, Any]:
     steps = [seconds for turn in record.rounds for seconds in turn]
     return {
         "peer": name,
-        "median": median(steps),
-        "min": min(steps),
-        "max": max(steps),
-        **{f"to_{other}": _ratio(record, records.get(other)) for other in REFERENCES},
+        **spread(steps),
+        **{f"to_{other}": _to(record, records.get(other)) for other in REFERENCES},
         "rank_bytes": record.peak and record.peak.rank,
         "node_bytes": record.peak and record.peak.node,
         "moved_bytes": record.moved if record.moved is None else sum(record.moved.values()),
@@ -222,11 +220,9 @@ def _row(name: str, records: dict[str, Record]) -> dict[str, Any]:
     }
 
 
-def _ratio(record: Record, other: Record | None) -> float | None:
-    """Of the medians of each round; then the median of the rounds."""
-    if other is None:
-        return None
-    return median(a / b for a, b in zip(record.medians, other.medians, strict=True))
+def _to(record: Record, other: Record | None) -> float | None:
+    """Of the medians of each round."""
+    return None if other is None else ratio(record.medians, other.medians)
 
 
 def _loss_error(record: Record, reference: Record | None) -> float | None:
