@@ -33,7 +33,7 @@ from zero.passes import Passes
 from zero.pretrained import Request, fill_engine
 from zero.sharding import model_state
 from zero.sharding.late_parameters import LateParameters
-from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.whole import WholeValues, names_of
 from zero.tiers.room import OutOfMemoryError
 from zero.tiers.stores import Stores
@@ -468,12 +468,13 @@ class Engine:
             if self._loss_scale is not None and skip is not None:
                 self._loss_scale.update(skip)
             self._drop_gradients()
-            self._refresh()
+            refill(self.units, frozen=False)
             self._late.settle()
             self.steps += 1
         except BaseException:
             self._interrupt()
-            self.zero_grad()
+            self._tracer.drop()
+            self._drop_gradients()
             raise
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
@@ -534,11 +535,6 @@ class Engine:
             names = {parameter: name for name, parameter in self.module.named_parameters()}
             which = [names[parameter] for parameter in changed if parameter in names]
             raise UsageError(_NOT_HEEDED.format(some(which) or "of what is in optimizer.param_groups"))
-
-    def _refresh(self) -> None:
-        """Spread updated shards where whole parameters are kept."""
-        for handle in [h for unit in self.units for h in unit.refresh()]:
-            handle.wait()
 
     def _hide_gradients(self) -> None:
         self._absent.hide()

@@ -19,11 +19,11 @@ from zero.checkpoint.names import Rename, match
 from zero.checkpoint.storage import DISK, Storage
 from zero.checkpoint.together import Together
 from zero.checkpoint.values import Values
-from zero.checkpoint.weights import fill_buffers, fill_units, spread, targets
+from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.communication.communicator import Communicator
 from zero.deferred import deferred_init
 from zero.errors import CheckpointError, ModelError, UsageError
-from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
 from zero.sharding.whole import WholeValues
 from zero.sources.safetensors_header import is_safetensors
@@ -125,7 +125,7 @@ def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> N
                 deferred_init.forget_promise(parameter)
     if keys:
         Together(communicator, "pretrained weights")(lambda: _fill_shards(units, keys))
-        spread(units, communicator)
+        refill(units, frozen=True)
 
 
 def fill_engine(
@@ -148,7 +148,7 @@ def fill_engine(
         together(check)
         before_change()
         together(change)
-        spread(whole.units, whole.communicator)
+        refill(whole.units, frozen=True)
     finally:
         for weights in opened:
             weights.close()

@@ -16,8 +16,9 @@ from zero.checkpoint.reader import Checkpoint, find
 from zero.checkpoint.storage import Storage
 from zero.checkpoint.together import Together
 from zero.checkpoint.values import Values
-from zero.checkpoint.weights import fill_buffers, fill_units, spread, targets
+from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.errors import CheckpointError, StateError
+from zero.sharding.sharded_unit import refill
 from zero.sharding.state_entries import entries_of, load_rest
 
 
@@ -131,7 +132,7 @@ class _Load:
         """Refresh whole parameters that are kept; those that are away are gathered when they come back.
         Collective."""
         if not self._engine.parking.away:
-            spread(self._engine.units, self._engine.communicator)
+            refill(self._engine.units, frozen=True)
 
     def restore(self) -> None:
         """Loss scale and the caller's objects."""

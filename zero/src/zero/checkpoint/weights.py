@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import chain
 
 import torch
 from torch import nn
@@ -11,8 +10,6 @@ from torch import nn
 from zero.checkpoint.engine_state import stride_of
 from zero.checkpoint.names import Target
 from zero.checkpoint.values import Values
-from zero.communication.communicator import Communicator
-from zero.sharding.cast import OWN
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
@@ -32,7 +29,7 @@ def targets(module: nn.Module) -> list[Target]:
 
 
 def fill_units(units: Iterable[ShardedUnit], values: Values, keys: Mapping[str, str]) -> None:
-    """This rank's shards and masters. Whole parameters that are kept are stale then: see spread()."""
+    """This rank's shards and masters. Whole parameters that are kept are stale then: see `refill`."""
     for unit in units:
         for group in unit.groups:
             _fill_group(group, values, keys)
@@ -44,13 +41,6 @@ def fill_buffers(module: nn.Module, values: Values, keys: Mapping[str, str]) -> 
     for name, buffer in entries_of(module).buffers.items():
         if name in keys:
             buffer.copy_(values.whole(keys[name]))
-
-
-def spread(units: Iterable[ShardedUnit], communicator: Communicator) -> None:
-    """Refresh whole parameters that are kept. Collective."""
-    kept = [g for unit in units if unit.resident for g in unit.groups if g.shards > 1]
-    for handle in list(chain.from_iterable(group.start_gather(communicator, OWN) for group in kept)):
-        handle.wait()
 
 
 def _fill_group(group: FlatGroup, values: Values, keys: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zero.communication.communicator import Communicator
 from zero.errors import OffloadError, UsageError
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.values import lasting
 
 
@@ -50,8 +50,10 @@ class Parking:
             raise error
         if elsewhere:
             raise OffloadError(_ELSEWHERE)
-        for handle in [handle for unit in self._units for handle in unit.spread()]:
-            handle.wait()
+        for unit in self._units:
+            if unit.resident:
+                unit.expose()
+        refill(self._units, frozen=True)
         self.away = False
 
     def _bring_own(self) -> None:

@@ -246,11 +246,10 @@ class ShardedUnit:
         if not self.resident:
             self._guard()
 
-    def refresh(self) -> list[Pending]:
-        """Begin to spread updated shards into the whole buffers of a resident unit."""
-        if not self.resident:
-            return []
-        begun = [g.start_gather(self._communicator, OWN) for g in self.groups if g.trainable and g.shards > 1]
+    def start_refill(self, frozen: bool) -> list[Pending]:
+        """See `refill`."""
+        kept = [group for group in self.groups if self.resident and group.shards > 1]
+        begun = [g.start_gather(self._communicator, OWN) for g in kept if g.trainable or frozen]
         return list(chain.from_iterable(begun))
 
     def rebound(self) -> list[str]:
@@ -265,17 +264,9 @@ class ShardedUnit:
         self._guard()
 
     def unpark(self) -> None:
-        """End park(): this rank's own is back, and a resident unit's whole values with `spread`."""
+        """End park(): this rank's own is back, and a resident unit's whole values with `refill`."""
         for group in self.groups:
             group.unpark(whole=self.resident)
-
-    def spread(self) -> list[Pending]:
-        """Begin to fill the whole buffers of a resident unit, frozen groups' as well."""
-        if not self.resident:
-            return []
-        self._unguard()
-        begun = [g.start_gather(self._communicator, OWN) for g in self.groups if g.shards > 1]
-        return list(chain.from_iterable(begun))
 
     def abandon(self) -> None:
         """Forget all users but `show_exact` blocks, and release: after an exception, or when a forward never
@@ -291,7 +282,8 @@ class ShardedUnit:
             self._bound = cast
 
     def expose(self) -> None:
-        """Let the parameters look like any others, whole or not: for a tracer, which reads no values."""
+        """Let the parameters look like any others, whole or not: for a tracer, which reads no values, or
+        because values are about to come."""
         self._unguard()
 
     def conceal(self) -> None:
@@ -304,6 +296,13 @@ class ShardedUnit:
 
     def _unguard(self) -> None:
         unguard(self._classes.keys(), self._classes.values())
+
+
+def refill(units: Iterable[ShardedUnit], frozen: bool) -> None:
+    """Collective. Fill whole buffers that are kept from everybody's shards. frozen: those of groups that are
+    not trained as well, whose values only a load or a reload changes."""
+    for handle in list(chain.from_iterable(unit.start_refill(frozen) for unit in units)):
+        handle.wait()
 
 
 def _memory_of(tensor: Tensor) -> int:
