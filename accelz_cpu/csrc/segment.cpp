@@ -1,6 +1,7 @@
 #include "segment.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -16,14 +17,28 @@
 namespace accelz {
 namespace {
 
-// Segments of this process by descriptor.
+// Segments of this process by descriptor. The mutex is held whenever there is a descriptor that is not among them.
 struct Registry {
     std::mutex mutex;
     std::map<int, std::weak_ptr<Mapping>> segments;
 };
 
+Registry &registry();
+
+// A forked child (a data loader's worker, say) is no rank: it must not keep the memory alive after the ranks have left.
+// Mappings do not reach it (MADV_DONTFORK), and descriptors are closed here.
+void forget_in_child() {
+    for (const auto &segment : registry().segments) close(segment.first);
+    registry().segments.clear();
+    registry().mutex.unlock();
+}
+
 Registry &registry() {
-    static Registry *instance = new Registry;  // channels may be closed by static destructors
+    static Registry *instance = [] {
+        Registry *made = new Registry;  // channels may be closed by static destructors
+        pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); }, forget_in_child);
+        return made;
+    }();
     return *instance;
 }
 
@@ -39,7 +54,7 @@ std::runtime_error failed(const char *what, size_t bytes) {
 std::shared_ptr<Mapping> map(int descriptor, size_t bytes, int protection) {
     void *data = mmap(nullptr, bytes, protection, MAP_SHARED, descriptor, 0);
     if (data == MAP_FAILED) return nullptr;
-    madvise(data, bytes, MADV_DONTFORK);  // a forked child is no rank: it must not keep the memory alive
+    madvise(data, bytes, MADV_DONTFORK);
     return std::make_shared<Mapping>(static_cast<char *>(data), bytes);
 }
 
@@ -49,6 +64,7 @@ Mapping::~Mapping() { munmap(data, bytes); }
 
 Segment::Segment(size_t capacity) {
     capacity = whole_pages(capacity);
+    std::lock_guard<std::mutex> lock(registry().mutex);
     descriptor_ = memfd_create("accelz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (descriptor_ < 0) throw failed("create", capacity);
     // The size is sealed: nobody can cut off pages that another process is about to read.
@@ -60,16 +76,12 @@ Segment::Segment(size_t capacity) {
         close(descriptor_);
         throw error;
     }
-    std::lock_guard<std::mutex> lock(registry().mutex);
     registry().segments[descriptor_] = mapping_;
 }
 
 Segment::~Segment() {
-    {
-        std::lock_guard<std::mutex> lock(registry().mutex);
-        registry().segments.erase(descriptor_);
-    }
-    close(descriptor_);
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    if (registry().segments.erase(descriptor_)) close(descriptor_);
 }
 
 void Segment::reserve(size_t bytes) {
@@ -91,8 +103,8 @@ void Segment::trim(size_t bytes) {
 }
 
 std::shared_ptr<Mapping> map_segment(pid_t owner, int descriptor, size_t capacity, bool writable) {
+    std::lock_guard<std::mutex> lock(registry().mutex);
     if (owner == getpid()) {
-        std::lock_guard<std::mutex> lock(registry().mutex);
         const auto found = registry().segments.find(descriptor);
         const auto mapping = found == registry().segments.end() ? nullptr : found->second.lock();
         if (!mapping) throw std::runtime_error(text("this process has no shared memory ", descriptor));

@@ -2,7 +2,8 @@
 //
 // A segment is an anonymous file (memfd). Another process of the same user opens it through the owner's
 // entry in /proc, so there is nothing to unlink, nothing that a killed process could leave behind, and no
-// limit but the machine's memory (the size of /dev/shm does not matter).
+// limit but the machine's memory (the size of /dev/shm does not matter). Neither pages nor descriptors reach forked
+// children.
 #pragma once
 
 #include <sys/types.h>
@@ -12,7 +13,7 @@
 
 namespace accelz {
 
-// A stretch of shared memory in this process. Its pages do not reach forked children.
+// A stretch of shared memory in this process.
 struct Mapping {
     Mapping(char *start, size_t length) : data(start), bytes(length) {}
     ~Mapping();

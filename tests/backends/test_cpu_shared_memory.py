@@ -331,6 +331,28 @@ def test_a_forked_child_is_none_of_the_ranks(clusters: Clusters) -> None:
     assert clusters(2).run(forked_body) == [0, 0]
 
 
+def held_by_child_body(context: Context) -> int:
+    """How much of the group's shared memory a forked child could keep alive: descriptors and mappings."""
+    calls = collectives(context)
+    calls.all_gather(torch.zeros(2 * MIB), torch.zeros(MIB), context.group)
+    child = os.fork()
+    if child == 0:
+        descriptors = [os.readlink(d) for d in Path("/proc/self/fd").iterdir() if d.is_symlink()]
+        os._exit(sum("memfd:accelz" in line for line in [*descriptors, *_maps()]))
+    status = os.waitpid(child, 0)[1]
+    calls.barrier(context.group)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _maps() -> list[str]:
+    return Path("/proc/self/maps").read_text().splitlines()
+
+
+def test_a_forked_child_keeps_no_memory_of_a_group_alive(clusters: Clusters) -> None:
+    """A data loader's worker may outlive the group."""
+    assert clusters(2).run(held_by_child_body) == [0, 0]
+
+
 def leaving_body(context: Context) -> float:
     """Rank 1 leaves at once; rank 0 reads what it left a little later."""
     calls = collectives(context)

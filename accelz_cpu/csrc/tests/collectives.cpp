@@ -1,6 +1,7 @@
 // Collectives with the ranks as threads of one process: they share mappings, so that the thread sanitizer sees
 // both sides of everything that is published and read. And with ranks as processes, which may be killed.
 
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -297,6 +298,19 @@ TEST(a_rank_that_gives_up_says_why) {
 }
 
 #if !defined(__SANITIZE_THREAD__)
+TEST(a_forked_child_has_no_descriptor_of_a_group) {
+    accelz_channel *channel = accelz_channel_create(0, 1);
+    const int descriptor = accelz_channel_descriptor(channel);
+    const pid_t child = fork();
+    if (child == 0) _exit(fcntl(descriptor, F_GETFD) == -1 ? 0 : 1);
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+    CHECK(fcntl(descriptor, F_GETFD) != -1);
+    accelz_channel_close(channel, 10);
+    CHECK(fcntl(descriptor, F_GETFD) == -1);
+}
+
 TEST(a_killed_process_is_noticed_at_once) {
     int ready[2];
     CHECK(pipe(ready) == 0);

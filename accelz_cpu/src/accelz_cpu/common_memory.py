@@ -2,7 +2,8 @@
 
 A buffer is an anonymous file in memory (memfd_create). The node's first rank makes it and tells the others
 its process and descriptor through the group's store; they open it under /proc. It has no name anywhere, so
-nothing is left behind when ranks die, however they die, and no other user can open it.
+nothing is left behind when ranks die, however they die, and no other user can open it. A forked child has it
+as it has all memory of its parent, for as long as it lives: it may read weights.
 
 Each node has the whole buffer, and a gather brings what the ranks of other nodes own.
 """
