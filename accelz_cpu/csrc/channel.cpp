@@ -110,19 +110,17 @@ void Channel::finish(int64_t ticket, int threads) {
     const int stream = int(ticket % STREAMS);
     const uint64_t number = uint64_t(ticket) / STREAMS;
     Request request;
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        Ticket &mine = tickets_[stream][number % RING];
-        if (number <= mine_.consumed[stream].load() || mine.state == DONE) return;
-        mine.state = FINISHING;
-        request = mine.request;
+    if (!claim(stream, number, request)) return;
+    try {
+        or_fail([&] {
+            wait_for_all(request, number);
+            collect(request, number, threads);
+        });
+    } catch (...) {
+        settle(stream, number, false);
+        throw;
     }
-    or_fail([&] {
-        wait_for_all(request, number);
-        collect(request, number, threads);
-    });
-    std::lock_guard<std::mutex> lock(mutex_);
-    consume(stream, number);
+    settle(stream, number, true);
 }
 
 void Channel::abandon(int64_t ticket) {
@@ -366,6 +364,30 @@ const char *Channel::data_of(int rank, int stream, uint64_t number) {
 }
 
 // ---- bookkeeping ----
+
+// Whether the caller has to finish a collective: of several threads one does, and the others return when it has.
+bool Channel::claim(int stream, uint64_t number, Request &request) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    Ticket &mine = tickets_[stream][number % RING];
+    // Consumed first: the place may have gone to another collective meanwhile.
+    const auto complete = [&] { return number <= mine_.consumed[stream].load() || mine.state == DONE; };
+    const bool taken = !complete() && mine.state == FINISHING;
+    settled_.wait(lock, [&] { return complete() || mine.state != FINISHING; });
+    if (complete()) return false;
+    if (taken) check_usable();  // the thread that was waited for has failed
+    mine.state = FINISHING;
+    request = mine.request;
+    return true;
+}
+
+void Channel::settle(int stream, uint64_t number, bool complete) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (complete)
+        consume(stream, number);
+    else
+        tickets_[stream][number % RING].state = PENDING;
+    settled_.notify_all();
+}
 
 void Channel::consume(int stream, uint64_t number) {
     tickets_[stream][number % RING].state = DONE;

@@ -3,13 +3,15 @@
 // A rank that starts a collective copies its part into a block of its own and posts a note in its mailbox; it
 // waits for nobody. When it finishes the collective it waits for the others' notes and reads their blocks. A
 // block is free again once every other rank has consumed what was in it. No step of a rank depends on another
-// rank's finishing anything, so collectives may be finished in any order.
+// rank's finishing anything, so collectives may be finished in any order. Of threads that finish the same one the
+// first does, and the others wait for it.
 //
 // Sums are made by the rank that needs them, over all ranks' parts in rank order.
 #pragma once
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -75,6 +77,8 @@ class Channel {
     void collect_sum(const Request &request, uint64_t number, int threads);
     const char *data_of(int rank, int stream, uint64_t number);
 
+    bool claim(int stream, uint64_t number, Request &request);
+    void settle(int stream, uint64_t number, bool complete);
     void consume(int stream, uint64_t number);
     void complete_forgotten(int stream, int threads);
     uint64_t consumed_by_others(int stream) const;
@@ -93,6 +97,7 @@ class Channel {
     std::chrono::steady_clock::duration spin_;
     std::atomic<bool> gave_up_{false};
     mutable std::mutex mutex_;  // guards what follows
+    std::condition_variable settled_;  // a finisher has come to its end
     Blocks blocks_;
     Ticket tickets_[STREAMS][RING];
     uint64_t next_[STREAMS] = {1, 1};

@@ -353,6 +353,32 @@ def test_a_forked_child_keeps_no_memory_of_a_group_alive(clusters: Clusters) -> 
     assert clusters(2).run(held_by_child_body) == [0, 0]
 
 
+def waiters_body(context: Context) -> int:
+    """Wrong sums where several threads wait for one collective."""
+    calls, wrong = collectives(context), 0
+
+    def wait_and_look() -> None:
+        nonlocal wrong
+        begin.wait()
+        handle.wait()
+        wrong += not bool((values == context.size).all())
+
+    for _ in range(10):
+        values = torch.ones(1 << 20)
+        handle = calls.all_reduce(values, context.group, async_op=True)
+        begin = threading.Barrier(2)
+        threads = [threading.Thread(target=wait_and_look) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return wrong
+
+
+def test_several_threads_wait_for_one_collective(clusters: Clusters) -> None:
+    assert clusters(2).run(waiters_body) == [0, 0]
+
+
 def leaving_body(context: Context) -> float:
     """Rank 1 leaves at once; rank 0 reads what it left a little later."""
     calls = collectives(context)

@@ -52,7 +52,8 @@ class Handle(ABC):
     def wait(self) -> None:
         """Order the current stream (on a synchronous device: the host) behind the collective.
 
-        Raises CollectiveError when the collective failed or its timeout passed.
+        May be called again, and by several threads: each returns behind the collective. Raises
+        CollectiveError when the collective failed or its timeout passed.
         """
 
 

@@ -6,6 +6,7 @@ Copy out, gloo, copy back: right on any device, and as slow as its copies. Host 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch.distributed as dist
@@ -22,13 +23,15 @@ class StagedWork(dist.Work):
         super().__init__()
         self._inner = inner
         self._staged: tuple[Tensor, Tensor] | None = (host, target)
+        self._lock = Lock()
 
     def wait(self, timeout: Any = None) -> bool:
-        if self._staged is not None:
-            self._inner.wait()
-            host, target = self._staged
-            target.copy_(host)
-            self._staged = None
+        with self._lock:  # a second thread must not return before the copy, nor copy over what came later
+            if self._staged is not None:
+                self._inner.wait()
+                host, target = self._staged
+                target.copy_(host)
+                self._staged = None
         return True
 
 

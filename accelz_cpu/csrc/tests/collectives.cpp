@@ -231,6 +231,41 @@ TEST(two_threads_of_a_rank) {
     });
 }
 
+TEST(two_threads_finish_the_same_collective) {
+    on_threads(2, [](const Rank &r) {
+        for (int round = 0; round < 50; round++) {
+            std::vector<float> values = pattern(100'000, r.rank);
+            const int64_t ticket = r.start(ACCELZ_ALL_REDUCE, ACCELZ_FLOAT32, values.size(), values.data(), values.data());
+            const auto check = [&] {
+                r.finish(ticket);
+                for (size_t i = 0; i < values.size(); i++) CHECK(values[i] == sum_at(i, r.size));
+            };
+            std::thread other(check);
+            check();
+            other.join();
+        }
+    });
+}
+
+TEST(all_that_wait_for_a_collective_learn_that_it_failed) {
+    on_threads(2, [](const Rank &r) {
+        reduce(r, 1);  // everyone is connected
+        if (r.rank == 1) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(300));
+            return accelz_channel_fail(r.channel, "the network is gone");
+        }
+        float value = 1;
+        const int64_t ticket = r.start(ACCELZ_ALL_REDUCE, ACCELZ_FLOAT32, 1, &value, &value);
+        const auto check = [&] {
+            CHECK(accelz_finish(r.channel, ticket, 1) < 0);
+            CHECK(std::string(accelz_last_error()).find("the network is gone") != std::string::npos);
+        };
+        std::thread other(check);
+        check();
+        other.join();
+    });
+}
+
 TEST(different_calls_are_named_on_both_sides) {
     std::atomic<int> told{0};
     on_threads(2, [&](const Rank &r) {

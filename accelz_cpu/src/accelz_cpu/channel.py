@@ -178,8 +178,9 @@ class SharedWork(dist.Work):
         self._ticket: int | None = ticket
 
     def wait(self, timeout: Any = None) -> bool:
-        if self._ticket is not None:
-            self._channel.finish(self._ticket)
+        ticket = self._ticket  # another thread may be waiting, too
+        if ticket is not None:
+            self._channel.finish(ticket)
             self._ticket = None
         return True
 
