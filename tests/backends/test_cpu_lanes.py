@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -78,6 +80,34 @@ def at_once_body(context: Context, kind: str) -> list[bool]:
 def test_several_in_one_process(cluster: Clusters, kind: str, body: Callable[..., list[bool]]) -> None:
     for found in cluster(2).run(body, kind=kind, limit=30):
         assert all(found), found
+
+
+def first_uses_body(context: Context, kind: str, same_group: bool) -> list[float]:
+    """Two threads make first collectives: on groups of their own, or a movement and a reduction on one group.
+    The ranks' threads come in opposite order.
+    """
+    calls = KINDS[kind]()
+    groups = [context.accelerator.collectives.new_group(None, 10.0) for _ in range(2)]
+    one, other = groups[0], groups[0 if same_group else 1]
+    assert one is not None
+    assert other is not None
+    value, gathered = torch.ones(1000), torch.zeros(2000)
+    jobs = [lambda: calls.all_reduce(value, one), lambda: calls.all_gather(gathered, torch.ones(1000), other)]
+    if context.rank:
+        jobs.reverse()
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)  # long enough to be in its wait for the other rank
+    for thread in threads:
+        thread.join()
+    return [value.sum().item(), gathered.sum().item()]
+
+
+@pytest.mark.parametrize("same_group", [False, True])
+def test_first_uses_by_two_threads(cluster: Clusters, kind: str, same_group: bool) -> None:
+    found = cluster(2).run(first_uses_body, kind=kind, same_group=same_group, limit=30)
+    assert found == [[2000.0, 2000.0]] * 2
 
 
 def differing_body(context: Context, what: str) -> str:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -25,32 +26,38 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz.collectives import Collectives, Group
 from accelz.errors import CollectiveError
+from accelz.polled_store import PolledStore
 
 
 class Lanes:
     """The gloo contexts of one group of ranks.
 
-    store: reached by all of them, and used for nothing else. timeout: seconds, of each collective.
+    store: reached by all of them. timeout: seconds, of each collective. Several threads may ask for lanes.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        self._store = store
+        self._store = PolledStore(store, timeout)
         self._rank = rank
         self._size = size
         self._timeout = timedelta(seconds=timeout)
         self._lanes: dict[tuple[str, int], dist.ProcessGroupGloo] = {}
+        self._opening: dict[tuple[str, int], Lock] = {}
 
     def lane(self, operation: str, nbytes: int) -> Any:
         """The context for an operation on buffers of this size. At first use every rank must ask for it."""
         key = (operation, nbytes)
         if key not in self._lanes:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = self._timeout
-            options._threads = 1
-            options._devices = list(_devices())
-            store = PrefixStore("{}/{}".format(*key), self._store)
-            self._lanes[key] = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+            with self._opening.setdefault(key, Lock()):
+                if key not in self._lanes:
+                    self._lanes[key] = self._open(PrefixStore(f"{operation}/{nbytes}", self._store))
         return self._lanes[key]
+
+    def _open(self, store: Store) -> dist.ProcessGroupGloo:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = self._timeout
+        options._threads = 1
+        options._devices = list(_devices())
+        return dist.ProcessGroupGloo(store, self._rank, self._size, options)
 
 
 class GlooLanes(Collectives):
@@ -59,6 +66,7 @@ class GlooLanes(Collectives):
     def __init__(self) -> None:
         super().__init__("gloo")
         self._lanes: dict[dist.ProcessGroup, Lanes] = {}
+        self._lanes_lock = Lock()
 
     def destroy(self) -> None:
         self._close_lanes()
@@ -114,13 +122,15 @@ class GlooLanes(Collectives):
 
     def _lane(self, operation: str, nbytes: int, group: Group) -> Any:
         process_group = group.process_group
-        if not self._lanes:
-            # A lane's thread that drops its last tensor while the interpreter goes down aborts the process.
-            atexit.register(self._close_lanes)
-        if process_group not in self._lanes:
-            store = PrefixStore(unused_key(group, "accelz/lanes"), group.store)
-            self._lanes[process_group] = Lanes(store, group.rank, group.size, group.timeout)
-        return self._lanes[process_group].lane(operation, nbytes)
+        with self._lanes_lock:
+            if not self._lanes:
+                # A lane's thread that drops its last tensor while the interpreter goes down aborts the process.
+                atexit.register(self._close_lanes)
+            if process_group not in self._lanes:
+                store = PrefixStore(unused_key(group, "accelz/lanes"), group.store)
+                self._lanes[process_group] = Lanes(store, group.rank, group.size, group.timeout)
+            lanes = self._lanes[process_group]
+        return lanes.lane(operation, nbytes)
 
 
 def unused_key(group: Group, purpose: str) -> str:

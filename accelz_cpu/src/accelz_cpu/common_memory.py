@@ -15,7 +15,6 @@ import mmap
 import os
 import warnings
 import weakref
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, StorageSwap
 from accelz.gloo_lanes import unused_key
+from accelz.polled_store import wait_for
 from accelz_cpu.hosts import Hosts, exchange, find_hosts
 
 
@@ -80,7 +80,7 @@ class _Meeting:
 
     def hear(self, what: str) -> str:
         """Wait for a word of this node's ranks; raises RuntimeError when the group's timeout passes."""
-        self._group.store.wait([self._key(what)], timedelta(seconds=self._group.timeout))
+        wait_for(self._group.store, [self._key(what)], self._group.timeout)
         return str(self._group.store.get(self._key(what)).decode())
 
     def exchange(self, what: str, word: str) -> list[str]:

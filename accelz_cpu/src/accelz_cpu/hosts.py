@@ -6,13 +6,13 @@ import json
 import os
 import platform
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz.collectives import Group
+from accelz.polled_store import wait_for
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
@@ -73,8 +73,8 @@ def exchange(group: Group, key: str, value: Any) -> list[Any]:
 
     Raises RuntimeError when a rank does not answer within the group's timeout.
     """
-    store, limit = PrefixStore(key, group.store), timedelta(seconds=group.timeout)
+    store = PrefixStore(key, group.store)
     names = [str(rank) for rank in range(group.size)]
     store.set(names[group.rank], json.dumps(value))
-    store.wait(names, limit)
+    wait_for(store, names, group.timeout)
     return [json.loads(store.get(name)) for name in names]

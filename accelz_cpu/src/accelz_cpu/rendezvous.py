@@ -82,8 +82,8 @@ def _connect(channels: list[Channel], cards: list[dict[str, Any]]) -> str:
 
 def _links(group: Group, hosts: Hosts, key: str) -> Lanes:
     """gloo between the ranks that have this one's place on their hosts."""
-    store: Any = group.store.clone()  # type: ignore[attr-defined] # what other threads wait for must not block it
-    return Lanes(PrefixStore(f"{key}/{hosts.place}", store), hosts.index, len(hosts.ranks), group.timeout)
+    store = PrefixStore(f"{key}/{hosts.place}", group.store)
+    return Lanes(store, hosts.index, len(hosts.ranks), group.timeout)
 
 
 def _warn(group: Group, reason: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Sequence
 from ctypes import CDLL
+from threading import Lock
 from typing import Any
 
 import torch.distributed as dist
@@ -36,16 +37,22 @@ class SharedMemoryCollectives(GlooLanes):
         self._library = library
         self._memory = memory
         self._transports: dict[dist.ProcessGroup, Transport | None] = {}
+        self._opening: dict[dist.ProcessGroup, Lock] = {}
 
     def transport(self, group: Group) -> Transport | None:
         """The group's own, or None where it uses gloo. At first use every rank of the group must ask."""
         process_group = group.process_group
         if process_group not in self._transports:
-            if not self._transports:
-                atexit.register(self._close_transports)  # others may not have read the last collective yet
-            key = unused_key(group, "accelz_cpu/transport")
-            self._transports[process_group] = open_transport(self._library, group, key)
+            with self._opening.setdefault(process_group, Lock()):  # a thread may move, and another reduce
+                if process_group not in self._transports:
+                    self._open(group)
         return self._transports[process_group]
+
+    def _open(self, group: Group) -> None:
+        if not self._transports:
+            atexit.register(self._close_transports)  # others may not have read the last collective yet
+        key = unused_key(group, "accelz_cpu/transport")
+        self._transports[group.process_group] = open_transport(self._library, group, key)
 
     def destroy(self) -> None:
         self._close_transports()
@@ -54,6 +61,7 @@ class SharedMemoryCollectives(GlooLanes):
     def _close_transports(self) -> None:
         transports = list(self._transports.values())
         self._transports.clear()
+        self._opening.clear()
         for transport in transports:
             if transport is not None:
                 transport.close()

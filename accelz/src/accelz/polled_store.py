@@ -1,0 +1,54 @@
+"""Waiting for keys of a store, so that other threads can use it meanwhile.
+
+A TCPStore has one connection, and it is blocked while somebody waits for a key: two threads that wait for each other's
+counterparts, in opposite order on two ranks, would never be answered. A connection for each (`Store.clone`) takes
+descriptors and, where names cannot be looked up, seconds. So keys are asked for again and again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+SHORTEST, LONGEST = 0.0005, 0.02
+"""Seconds between two questions: more and more."""
+
+
+def wait_for(store: Store, keys: Sequence[str], timeout: float) -> None:
+    """Return when all keys are there; raises DistStoreError after `timeout` seconds."""
+    deadline, pause = time.monotonic() + timeout, SHORTEST
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            missing = ", ".join(key for key in keys if not store.check([key]))
+            raise dist.DistStoreError(f"waited {timeout:g} s for what other ranks have not said: {missing}")
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST)
+
+
+class PolledStore(Store):
+    """Another store's keys for a library that waits for them. Must be kept for as long as the library has it."""
+
+    def __init__(self, store: Store, timeout: float) -> None:
+        super().__init__()
+        self._store = store
+        self._timeout = timeout
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        wait_for(self._store, [key], self._timeout)
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        wait_for(self._store, keys, timeout.total_seconds() if timeout else self._timeout)
