@@ -8,6 +8,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -254,6 +257,54 @@ def destroyed_body(context: Context) -> None:
 
 def test_leaving(disposable: SeveralHosts) -> None:
     disposable.run(destroyed_body)
+
+
+_CRASH = """
+import threading
+from accelz_cpu.hierarchy import _Sequence
+_Sequence(None).append(lambda levels: threading.Event().wait(60))
+raise ValueError("a user's error")
+"""
+
+
+def test_a_rank_that_raises_does_not_wait_for_a_collective_under_way() -> None:
+    """Its launcher ends the job when its process has ended, and not before."""
+    command = [sys.executable, "-c", _CRASH]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 1
+    assert "a user's error" in done.stderr
+
+
+class Waiting:
+    """What a hierarchy closes."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def close(self, deadline: float) -> None:
+        self.closed = True
+
+
+def test_leaving_lingers_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelz_cpu.hierarchy.LINGER_SECONDS", 0.2)
+    levels: Any = [Waiting(), Waiting()]
+    left, begun, let_go = Hierarchy(*levels), threading.Event(), threading.Event()
+
+    def until_let_go(_: Any) -> None:
+        begun.set()
+        let_go.wait(20)
+
+    under_way = left._movements.append(until_let_go)
+    assert begun.wait(20)
+    behind = left._movements.append(lambda _: None)
+    start = time.monotonic()
+    left.close()
+    assert time.monotonic() - start < 2.0
+    assert all(level.closed for level in levels)
+    let_go.set()
+    assert under_way.wait()
+    with pytest.raises(RuntimeError, match="destroyed before the collective began"):
+        behind.wait()
 
 
 def uneven_body(context: Context) -> tuple[bool, float, list[str]]:

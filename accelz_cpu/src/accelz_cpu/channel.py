@@ -93,8 +93,8 @@ class Channel(Transport):
     def nbytes(self) -> int:
         return self._call(self._library.accelz_channel_bytes)
 
-    def close(self) -> None:
-        """Wait until the others have read everything, at most LINGER_SECONDS, and free the memory.
+    def close(self, linger: float | None = None) -> None:
+        """Wait until the others have read everything, at most `linger` seconds (LINGER_SECONDS), and free the memory.
 
         Where another thread of this process still waits in a collective then, its memory stays.
         """
@@ -102,13 +102,14 @@ class Channel(Transport):
             native, self._native = self._native, None
         if native is None or os.getpid() != self._process:
             return
-        deadline = time.monotonic() + LINGER_SECONDS
+        linger = LINGER_SECONDS if linger is None else linger
+        deadline = time.monotonic() + linger
         while self._calls and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._calls:
             self._library.accelz_channel_fail(native, b"its group was destroyed meanwhile")
         else:
-            self._library.accelz_channel_close(native, LINGER_SECONDS)
+            self._library.accelz_channel_close(native, max(0.0, deadline - time.monotonic()))
 
     def _start(
         self,

@@ -12,9 +12,13 @@ their order, and rounded again; 16-bit values are added up in fp32 both times.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from ctypes import CDLL
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -22,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelz.gloo_lanes import Lanes
-from accelz_cpu.channel import Channel
+from accelz_cpu.channel import LINGER_SECONDS, Channel
 from accelz_cpu.hosts import Hosts
 from accelz_cpu.native import DTYPES
 from accelz_cpu.transport import Transport
@@ -55,11 +59,12 @@ class Hierarchy(Transport):
         return sum(levels.nbytes() for levels in self._levels)
 
     def close(self) -> None:
-        """Let the collectives under way end, which takes their timeout at most, and leave."""
+        """Let the collectives under way end, and leave: LINGER_SECONDS in all at most."""
+        deadline = time.monotonic() + LINGER_SECONDS
         for sequence in (self._movements, self._reductions):
-            sequence.close()
+            sequence.close(deadline)
         for levels in self._levels:
-            levels.close()
+            levels.close(deadline)
 
 
 class TwoLevels:
@@ -143,9 +148,9 @@ class TwoLevels:
     def nbytes(self) -> int:
         return self._channel.nbytes()
 
-    def close(self) -> None:
+    def close(self, deadline: float) -> None:
         self._links = None
-        self._channel.close()
+        self._channel.close(max(0.0, deadline - time.monotonic()))
 
     def _gather_links(self, received: Tensor, shard: Tensor) -> None:
         whole, mine = _as_bytes(received), _as_bytes(shard)
@@ -174,8 +179,9 @@ class TwoLevels:
 
     def _over_links(self, operation: str, whole: Tensor, start: Callable[[Any], dist.Work]) -> None:
         """One collective between hosts. Where it fails the ranks of this host are told."""
-        assert self._links is not None
         try:
+            if self._links is None:
+                raise RuntimeError("this group was destroyed")
             start(self._links.lane(operation, whole.nbytes)).wait()
         except RuntimeError as error:
             reason = f"{operation} between the hosts failed: {error}"
@@ -184,21 +190,55 @@ class TwoLevels:
 
 
 class _Sequence:
-    """A thread that runs collectives one after another. After a failure it runs no more."""
+    """A thread that runs collectives one after another. After a failure it runs no more.
+
+    The thread is a daemon, because the interpreter joins others before it lets anybody close: a rank that has
+    raised would wait for ranks that never come.
+    """
 
     def __init__(self, levels: TwoLevels) -> None:
         self._levels = levels
         self._process = os.getpid()
         self._failure = ""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="accelz")
+        self._queue: SimpleQueue[tuple[Future[None], Callable[[TwoLevels], None]] | None] = SimpleQueue()
+        self._closed = False
+        self._lock = Lock()  # nothing is queued behind the end
+        self._thread = Thread(target=self._serve, name="accelz", daemon=True)
+        self._thread.start()
 
     def append(self, collective: Callable[[TwoLevels], None]) -> dist.Work:
         if os.getpid() != self._process:
             raise RuntimeError("a forked process cannot use its parent's groups: it is none of their ranks")
-        return QueuedWork(self._thread.submit(self._run, collective))
+        future: Future[None] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this group was destroyed")
+            self._queue.put((future, collective))
+        return QueuedWork(future)
 
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+    def close(self, deadline: float) -> None:
+        """Let the collective that is under way end, until `deadline` at most, and begin no other."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            self._closed = True
+            self._cancel_all()
+            self._queue.put(None)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _cancel_all(self) -> None:
+        with suppress(Empty):
+            while item := self._queue.get_nowait():
+                item[0].cancel()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, collective = item
+            try:
+                future.set_result(self._run(collective))
+            except BaseException as error:
+                future.set_exception(error)
+            del item, future, collective  # and the buffers with them
 
     def _run(self, collective: Callable[[TwoLevels], None]) -> None:
         if self._failure:
