@@ -89,6 +89,7 @@ def test_what_cannot_be_chosen_fails_loudly(tmp_path: Path, variables: dict[str,
     ("load", "expected"),
     [
         ("raise OSError('driver too old')", "failed to load: OSError: driver too old"),
+        ("raise SystemExit('no license server')", "failed to load: SystemExit: no license server"),
         ("return 'an accelerator'", "loaded a str; load() must return accelz.Accelerator"),
     ],
 )

@@ -108,7 +108,7 @@ def _load(row: BackendRow) -> Accelerator:
     assert row.descriptor is not None
     try:
         accelerator = row.descriptor.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # nobody's library ends the user's process
         raise BackendError(
             f"backend {row.name!r} ({row.distribution}) failed to load: {type(error).__name__}: {error}. "
             "Set ACCELZ_DEVICE to another backend, or ACCELZ_DISABLE to skip this one"
