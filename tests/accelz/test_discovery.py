@@ -39,6 +39,18 @@ BROKEN = {
         good("foo").replace("Probe(True, 'a double of the cpu')", "True"),
         "probe failed: probe.. returned bool; it must return accelz.Probe",
     ),
+    "probe without a reason": (
+        good("foo").replace("'a double of the cpu'", "None"),
+        "probe failed: probe.. returned reason=None; it must be a string",
+    ),
+    "probe that is unavailable for a number": (
+        good("foo").replace("Probe(True, 'a double of the cpu')", "Probe(False, 5)"),
+        "probe failed: probe.. returned reason=5; it must be a string",
+    ),
+    "probe with a word for an answer": (
+        good("foo").replace("Probe(True", "Probe('no'"),
+        "probe failed: probe.. returned available='no'; it must be True or False",
+    ),
 }
 
 

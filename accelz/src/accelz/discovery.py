@@ -80,9 +80,7 @@ def inspect(entry: EntryPoint, disabled: Iterable[str] = ()) -> BackendRow:
     except (Exception, SystemExit) as error:
         return _row(entry, Status.BROKEN, _one_line(error))
     try:
-        probe = descriptor.probe()
-        if not isinstance(probe, Probe):
-            raise BackendError(f"probe() returned {type(probe).__name__}; it must return accelz.Probe")
+        probe = _checked_probe(descriptor.probe())
     except (Exception, SystemExit) as error:
         return _row(entry, Status.BROKEN, f"probe failed: {_one_line(error)}", descriptor)
     status = Status.AVAILABLE if probe.available else Status.UNAVAILABLE
@@ -109,7 +107,17 @@ def read_descriptor(entry: EntryPoint) -> BackendDescriptor:
     return _checked(entry, answers[0])
 
 
-_KINDS: dict[Any, str] = {str: "a string", int: "an integer", Callable: "callable"}
+def _checked_probe(probe: object) -> Probe:
+    if not isinstance(probe, Probe):
+        raise BackendError(f"probe() returned {type(probe).__name__}; it must return accelz.Probe")
+    for field, kind in {"available": bool, "reason": str}.items():
+        value = getattr(probe, field)
+        if not isinstance(value, kind):
+            raise BackendError(f"probe() returned {field}={value!r}; it must be {_KINDS[kind]}")
+    return probe
+
+
+_KINDS: dict[Any, str] = {str: "a string", bool: "True or False", int: "an integer", Callable: "callable"}
 _FIELDS: dict[str, Any] = {
     "name": str,
     "api_version": int,
