@@ -42,6 +42,37 @@ def test_what_other_processes_of_a_control_group_have_is_not_free(
     assert 100 * MIB < ProcessMemory().stats().free <= 400 * MIB
 
 
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+@pytest.mark.parametrize(
+    ("line", "root", "files"),
+    [("0::/system.slice/job.scope", "", V2), ("7:memory:/system.slice/job.scope", "memory", V1)],
+)
+def test_the_process_is_in_a_group_below_the_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, root: str, files: tuple[str, str, str]
+) -> None:
+    """A step of Slurm, a scope of systemd: the tightest limit of all groups around it holds."""
+    limit, taken, dropped = files
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(f"9:cpu,cpuacct:/elsewhere\n{line}\n")
+    outer = tmp_path / "cgroup" / root / "system.slice"
+    own = outer / "job.scope"
+    own.mkdir(parents=True)
+    base = ProcessMemory().stats().allocated
+    (own / limit).write_text(f"{base + 900 * MIB}\n")
+    (own / taken).write_text(f"{base + 700 * MIB}\n")
+    (own / "memory.stat").write_text(f"{dropped} {100 * MIB}\n")
+    stats = ProcessMemory().stats()
+    assert (stats.capacity, stats.free) == (base + 900 * MIB, 300 * MIB)
+    (outer / limit).write_text(f"{base + 800 * MIB}\n")
+    (outer / taken).write_text(f"{base + 750 * MIB}\n")
+    stats = ProcessMemory().stats()
+    assert (stats.capacity, stats.free) == (base + 800 * MIB, 50 * MIB)
+
+
 def test_without_a_kernel_peak_the_largest_value_seen_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

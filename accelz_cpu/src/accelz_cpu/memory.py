@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from accelz.memory import Memory, MemoryStats
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _RESET_PEAK = "5"  # proc(5): clear_refs 5 sets VmHWM back to the current resident set
 
 
@@ -38,9 +41,10 @@ class ProcessMemory(Memory):
         allocated = int(self._process.memory_info().rss)
         self._seen = max(self._seen, allocated)
         peak = max(self._high_water() or self._seen, allocated)
-        capacity, taken = _capacity(), max(allocated, _taken())
-        free = min(int(psutil.virtual_memory().available), max(capacity - taken, 0))
-        return MemoryStats(allocated=allocated, peak=peak, capacity=capacity, free=free)
+        machine, limits = psutil.virtual_memory(), list(_limits())
+        capacity = min([int(machine.total), *(limit for limit, _ in limits)])
+        free = min(capacity - allocated, int(machine.available), *(limit - taken for limit, taken in limits))
+        return MemoryStats(allocated=allocated, peak=peak, capacity=capacity, free=max(free, 0))
 
     def reset_peak(self) -> None:
         self._seen = self._process.memory_info().rss
@@ -80,29 +84,63 @@ def _glibc() -> Any:
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
 
 
-def _capacity() -> int:
-    total = int(psutil.virtual_memory().total)
-    limit = _of_cgroup("memory.max")
-    return total if limit is None else min(total, limit)
+@dataclass(frozen=True)
+class _Files:
+    """Where a version of control groups has what.
+
+    root: below _CGROUP. dropped: in memory.stat, what the kernel would drop from its cache for an allocation.
+    """
+
+    root: str
+    limit: str
+    taken: str
+    dropped: tuple[str, ...]
 
 
-def _taken() -> int:
-    """Bytes that all processes of a container have, without what the kernel would drop from its cache."""
-    if _of_cgroup("memory.max") is None:
-        return 0
-    cache = (line.split() for line in _text("memory.stat").splitlines())
-    dropped = sum(int(value) for name, value in cache if name in ("inactive_file", "slab_reclaimable"))
-    return max((_of_cgroup("memory.current") or 0) - dropped, 0)
+_V1 = _Files("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file",))
+_V2 = _Files("", "memory.max", "memory.current", ("inactive_file", "slab_reclaimable"))
 
 
-def _of_cgroup(file: str) -> int | None:
-    """A number; None where there is no limit, or no container."""
+def _limits() -> Iterator[tuple[int, int]]:
+    """Bytes that a group may have and that its processes have, of each limited group around this process.
+
+    Without a namespace of its own (a Slurm step, a systemd scope) a process is in a group below the root;
+    with one (a container) the root that it sees is its own group.
+    """
+    for files, path in _own_groups():
+        root = _CGROUP / files.root
+        own = root / path
+        for group in (own, *own.parents[: len(own.parts) - len(root.parts)]):
+            limit = _number(group / files.limit)
+            if limit is not None:
+                yield limit, _taken(group, files)
+
+
+def _own_groups() -> list[tuple[_Files, str]]:
+    """cgroups(7): /proc/self/cgroup has lines number:controllers:path, without controllers in version 2."""
+    groups = []
+    for line in _text(_OWN_GROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        if controllers in ("", "memory"):
+            groups.append((_V1 if controllers else _V2, "/".join(parts)))
+    return groups or [(_V2, "")]
+
+
+def _taken(group: Path, files: _Files) -> int:
+    lines = (line.split() for line in _text(group / "memory.stat").splitlines())
+    dropped = sum(int(value) for name, value in lines if name in files.dropped)
+    return max((_number(group / files.taken) or 0) - dropped, 0)
+
+
+def _number(file: Path) -> int | None:
+    """None where there is no limit, or no such file."""
     text = _text(file).strip()
     return int(text) if text.isdigit() else None
 
 
-def _text(file: str) -> str:
+def _text(file: Path) -> str:
     try:
-        return (_CGROUP / file).read_text()
+        return file.read_text()
     except OSError:
         return ""
