@@ -42,7 +42,7 @@ class Nvml:
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+    for name in (*probe.HIP_VARIABLES, "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -96,7 +96,7 @@ def test_the_drivers_answer(
     assert (answer.available, answer.reason) == (available, reason)
 
 
-@pytest.mark.parametrize("hidden", ["", "-1"])
+@pytest.mark.parametrize("hidden", ["", "-1", "-1,0", "NoDevFiles", "none", "1,1", "4,0", "GPU-8,GPU-8"])
 def test_devices_that_a_variable_hides(monkeypatch: pytest.MonkeyPatch, torch_for: Any, hidden: str) -> None:
     torch_for(cuda="13.0")
     driver(monkeypatch, Nvml(4))
@@ -104,6 +104,25 @@ def test_devices_that_a_variable_hides(monkeypatch: pytest.MonkeyPatch, torch_fo
     answer = probe.probe()
     assert not answer.available
     assert "CUDA_VISIBLE_DEVICES hides all 4 GPUs" in answer.reason
+
+
+@pytest.mark.parametrize("value", ["0", "3", "2,0", "1gpu", "0,-1", "0,none", "GPU-8", "GPU-8,1", "MIG-5"])
+def test_devices_that_a_variable_names(monkeypatch: pytest.MonkeyPatch, torch_for: Any, value: str) -> None:
+    torch_for(cuda="13.0")
+    driver(monkeypatch, Nvml(4))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert torch.cuda._parse_visible_devices()
+    assert probe.probe().available
+
+
+@pytest.mark.parametrize("variable", probe.HIP_VARIABLES)
+def test_variables_that_hide_devices_on_rocm(
+    monkeypatch: pytest.MonkeyPatch, torch_for: Any, variable: str
+) -> None:
+    torch_for(hip="7.0")
+    monkeypatch.setattr(probe, "_rocm_devices", lambda: 2)
+    monkeypatch.setenv(variable, "")
+    assert probe.probe().reason == f"{variable} hides all 2 GPUs; unset it to use them"
 
 
 def test_rocm_counts_gpus_and_not_cpus(

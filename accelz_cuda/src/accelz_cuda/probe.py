@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import runpy
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,17 @@ from accelz.hooks import Probe
 
 KFD = Path("/dev/kfd")
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
+CUDA_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
+HIP_VARIABLES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""What hides GPUs from torch; each does by itself."""
 
 
 def probe() -> Probe:
     build = torch_build()
     if build.get("hip"):
-        return _answer(_rocm_devices(), "HIP_VISIBLE_DEVICES", f"ROCm {build['hip']}")
+        return _answer(_rocm_devices(), HIP_VARIABLES, f"ROCm {build['hip']}")
     if build.get("cuda"):
-        return _answer(_nvidia_devices(), "CUDA_VISIBLE_DEVICES", f"CUDA {build['cuda']}")
+        return _answer(_nvidia_devices(), CUDA_VARIABLES, f"CUDA {build['cuda']}")
     return Probe(False, f"torch {build.get('__version__', '?')} is built without CUDA and ROCm")
 
 
@@ -38,14 +43,36 @@ def torch_build() -> dict[str, Any]:
     return runpy.run_path(str(version)) if version.exists() else {}
 
 
-def _answer(devices: int | str, variable: str, build: str) -> Probe:
+def _answer(devices: int | str, variables: tuple[str, ...], build: str) -> Probe:
     if isinstance(devices, str):
         return Probe(False, devices)
     if devices == 0:
         return Probe(False, f"no GPU: the driver of {build} sees none")
-    if os.environ.get(variable, "all").strip() in ("", "-1"):
-        return Probe(False, f"{variable} hides all {devices} GPUs; unset it to use them")
+    for variable in variables:
+        if not _seen(os.environ.get(variable, "0"), devices):
+            return Probe(False, f"{variable} hides all {devices} GPUs; unset it to use them")
     return Probe(True, f"{devices} GPU{'s' if devices > 1 else ''}, {build}")
+
+
+def _seen(value: str, devices: int) -> bool:
+    """Whether torch sees any of `devices` GPUs where a variable has this value: what
+    torch.cuda._parse_visible_devices makes of it is not empty, and its first GPU is there.
+
+    The list ends at what is no number and no identifier, or is below 0, and something that is in it twice
+    empties it.
+    """
+    elements = [element.strip() for element in value.split(",")]
+    if elements[0].startswith(("GPU-", "MIG-")):
+        kept = list(takewhile(lambda element: element.startswith(elements[0][:4]), elements))
+        return len(set(kept)) == len(kept)
+    numbers = list(takewhile(lambda number: number >= 0, map(_leading_number, elements)))
+    return bool(numbers) and len(set(numbers)) == len(numbers) and numbers[0] < devices
+
+
+def _leading_number(text: str) -> int:
+    """As strtoul reads it ("1gpu" is 1), or -1."""
+    found = re.match(r"[+-]?\d+", text)
+    return int(found[0]) if found else -1
 
 
 def _nvidia_devices() -> int | str:
