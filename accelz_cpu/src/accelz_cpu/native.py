@@ -146,7 +146,8 @@ def _load(path: Path) -> CDLL:
 def _warn(reason: str) -> None:
     warnings.warn(
         f"accelz-cpu runs on plain torch and gloo, which is slower: {reason}. "
-        "Install it again where a C++ compiler and CMake are found",
+        "Where a C++ compiler and CMake are found: "
+        "pip install --force-reinstall --no-cache-dir accelz-cpu (pip keeps what it has built without them)",
         RuntimeWarning,
         stacklevel=4,
     )
