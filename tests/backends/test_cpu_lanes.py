@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -108,6 +110,29 @@ def first_uses_body(context: Context, kind: str, same_group: bool) -> list[float
 def test_first_uses_by_two_threads(cluster: Clusters, kind: str, same_group: bool) -> None:
     found = cluster(2).run(first_uses_body, kind=kind, same_group=same_group, limit=30)
     assert found == [[2000.0, 2000.0]] * 2
+
+
+def few_descriptors_body(context: Context) -> str:
+    """More and more sizes, until there are no descriptors for them."""
+    calls, before = GlooLanes(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, before[1]))
+    try:
+        for numel in range(1, 100):
+            calls.all_reduce(torch.ones(numel), context.group)
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    return "none"
+
+
+def test_descriptors_that_run_out_are_an_error_and_not_the_end() -> None:
+    disposable = Clusters("cpu", timeout=2.0)
+    try:
+        for message in disposable(2).run(few_descriptors_body, limit=20):
+            assert "ulimit -n" in message
+    finally:
+        disposable.stop()
 
 
 def differing_body(context: Context, what: str) -> str:

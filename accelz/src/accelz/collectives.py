@@ -165,6 +165,7 @@ class Collectives:
         """Send each rank its part of `parts`, and put what the ranks send into `output`, in rank order.
 
         received[r], sent[r]: elements that rank r sends to this one, and this one to rank r; none may be.
+        With `async_op`, too, it may return only when all ranks have come, where they have to agree on sizes.
         """
         _check_counts(output, received, "received", group)
         _check_counts(parts, sent, "sent", group)

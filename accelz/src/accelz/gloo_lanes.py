@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
@@ -27,6 +28,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from accelz.collectives import Collectives, Group
 from accelz.errors import CollectiveError
 from accelz.polled_store import PolledStore
+
+SPARE_DESCRIPTORS = 16
+"""What a lane takes for a moment, and the rest of the process."""
 
 
 class Lanes:
@@ -53,6 +57,7 @@ class Lanes:
         return self._lanes[key]
 
     def _open(self, store: Store) -> dist.ProcessGroupGloo:
+        _check_descriptors(self._size, len(self._lanes))
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = self._timeout
         options._threads = 1
@@ -60,8 +65,25 @@ class Lanes:
         return dist.ProcessGroupGloo(store, self._rank, self._size, options)
 
 
+def _check_descriptors(ranks: int, lanes: int) -> None:
+    """Raise CollectiveError where a lane of so many ranks has no descriptors: gloo would end all."""
+    limit, folder = resource.getrlimit(resource.RLIMIT_NOFILE)[0], "/proc/self/fd"
+    if limit == resource.RLIM_INFINITY or not os.path.isdir(folder):
+        return
+    taken = len(os.listdir(folder))
+    if taken + ranks + SPARE_DESCRIPTORS > limit:
+        raise CollectiveError(
+            f"{taken} of {limit} file descriptors are taken, and each different size of a collective takes one "
+            f"for each of {ranks} ranks (this group has {lanes} sizes): allow more (ulimit -n), or use fewer "
+            "different sizes"
+        )
+
+
 class GlooLanes(Collectives):
-    """The default collectives, with lanes for those whose size depends on the caller's path."""
+    """The default collectives, with lanes for those whose size depends on the caller's path.
+
+    An asynchronous all_to_all returns when all ranks have come to it: they agree on its sizes first.
+    """
 
     def __init__(self) -> None:
         super().__init__("gloo")
@@ -124,7 +146,7 @@ class GlooLanes(Collectives):
         process_group = group.process_group
         with self._lanes_lock:
             if not self._lanes:
-                # A lane's thread that drops its last tensor while the interpreter goes down aborts the process.
+                # A lane's thread that drops its last tensor while the interpreter goes down aborts all.
                 atexit.register(self._close_lanes)
             if process_group not in self._lanes:
                 store = PrefixStore(unused_key(group, "accelz/lanes"), group.store)
