@@ -1,8 +1,9 @@
 """Waiting for keys of a store, so that other threads can use it meanwhile.
 
-A TCPStore has one connection, and it is blocked while somebody waits for a key: two threads that wait for each other's
-counterparts, in opposite order on two ranks, would never be answered. A connection for each (`Store.clone`) takes
-descriptors and, where names cannot be looked up, seconds. So keys are asked for again and again.
+A TCPStore has one connection, and it is blocked while somebody waits for a key: two threads that wait for
+each other's counterparts, in opposite order on two ranks, would never be answered. A connection for each
+(`Store.clone`) takes descriptors and, where names cannot be looked up, seconds. So keys are asked for again
+and again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def wait_for(store: Store, keys: Sequence[str], timeout: float) -> None:
 
 
 class PolledStore(Store):
-    """Another store's keys for a library that waits for them. Must be kept for as long as the library has it."""
+    """Another store's keys for a library that waits for them. Keep it for as long as the library has it."""
 
     def __init__(self, store: Store, timeout: float) -> None:
         super().__init__()

@@ -94,8 +94,9 @@ class Channel(Transport):
         return self._call(self._library.accelz_channel_bytes)
 
     def close(self, linger: float | None = None) -> None:
-        """Wait until the others have read everything, at most `linger` seconds (LINGER_SECONDS), and free the memory.
+        """Wait until the others have read everything, at most `linger` seconds, and free the memory.
 
+        linger: LINGER_SECONDS where it is not given.
         Where another thread of this process still waits in a collective then, its memory stays.
         """
         with self._lock:

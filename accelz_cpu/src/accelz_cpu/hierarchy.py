@@ -235,9 +235,11 @@ class _Sequence:
         while (item := self._queue.get()) is not None:
             future, collective = item
             try:
-                future.set_result(self._run(collective))
+                self._run(collective)
             except BaseException as error:
                 future.set_exception(error)
+            else:
+                future.set_result(None)
             del item, future, collective  # and the buffers with them
 
     def _run(self, collective: Callable[[TwoLevels], None]) -> None:
