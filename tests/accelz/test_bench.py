@@ -57,6 +57,17 @@ def test_collectives_between_ranks(name: str) -> None:
     assert all(row["median"] > 0 and row["of_copy"] > 0 for row in rows)
 
 
+def test_nobody_has_the_device_when_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one process can have a device, this one must not take it."""
+    bound: list[int] = []
+    monkeypatch.setattr(type(accelz.use("cpu")), "bind", lambda self, local_rank: bound.append(local_rank))
+    monkeypatch.setattr(between_ranks, "SIZES", (4096,))
+    found = json.loads(run("cpu", *FEW, "--ranks", "2", "--json").stdout)
+    assert found["kernels"]
+    assert found["collectives"]
+    assert bound == []
+
+
 def test_a_device_of_its_own_has_copies_to_and_from_the_host() -> None:
     shown = run("sim", *FEW)
     assert shown.exit_code == 0, shown.output

@@ -96,6 +96,18 @@ def test_info_says_what_a_device_can_do(site: Path) -> None:
     assert "GiB" in table
 
 
+def test_info_of_a_device_that_has_no_counters_before_it_is_taken(site: Path) -> None:
+    shy = """    accelerator.name = 'shy'
+    def stats():
+        raise RuntimeError('no device was taken')
+    accelerator.memory.stats = stats"""
+    install(site, "shy", good("shy").replace("    accelerator.name = 'shy'", shy))
+    assert json.loads(_run("info", "shy", "--json").stdout)["memory"] is None
+    done = _run("info", "shy")
+    assert done.exit_code == 0
+    assert "unknown until a process is bound" in _line(done.stdout, "memory")
+
+
 @pytest.mark.parametrize("command", ["info", "check"])
 def test_an_error_is_one_message_and_code_2(site: Path, command: str) -> None:
     done = _run(command, "nosuch")
@@ -122,6 +134,31 @@ def test_check_refuses_what_is_switched_off_or_not_there(site: Path, monkeypatch
     done = _run("check", "cpu")
     assert done.exit_code == 2
     assert "switched off by ACCELZ_DISABLE" in done.stderr
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "1e300", "0.5"])
+def test_a_time_limit_that_is_none(seconds: str) -> None:
+    done = _run("check", "cpu", "--timeout", seconds)
+    assert done.exit_code == 2
+    assert f"--timeout is {float(seconds):g}; it must be from 1 to 1e+06 seconds" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("factor", ["x", "0", "nan", "inf", ""])
+def test_patience_that_is_no_factor(monkeypatch: pytest.MonkeyPatch, factor: str) -> None:
+    monkeypatch.setenv("ACCELZ_PATIENCE", factor)
+    done = _run("check", "cpu")
+    assert done.exit_code == 2
+    assert f"ACCELZ_PATIENCE is {factor!r}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_a_command_to_type_is_not_cut(site: Path, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    command = "pip install accelz-foo[" + "a" * 60 + "]"
+    install(site, "foo", good("foo", available=False, reason=f"no library: {command}"))
+    assert command in _run("list").stdout
 
 
 def test_check_prints_a_table_of_failures(tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ BAD: dict[str, tuple[list[str], str, Callable[[Path], object]]] = {
     "a dash": (["foo-bar"], "'foo-bar' cannot be a backend's name.*identifier", lambda _: None),
     "upper case": (["Foo"], "'Foo' cannot be a backend's name", lambda _: None),
     "a digit first": (["2foo"], "'2foo' cannot be a backend's name", lambda _: None),
+    "a name too long for a file": (["a" * 300], "cannot be written: .*too long", lambda _: None),
     "a keyword": (["class"], "'class' cannot be a backend's name", lambda _: None),
     "a path": (["../foo"], "cannot be a backend's name", lambda _: None),
     "first-party": (["cuda"], "'cuda' is reserved: accelz-cuda is a first-party", lambda _: None),

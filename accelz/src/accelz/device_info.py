@@ -23,14 +23,16 @@ def named(name: str | None) -> Accelerator:
 
 
 def facts(accelerator: Accelerator) -> dict[str, Any]:
-    """Name, device, capabilities, dtypes, memory and its granularity in bytes, who implements what."""
+    """Name, device, capabilities, dtypes, memory (None: unknown until `bind`) and its granularity in
+    bytes, who implements what.
+    """
     return {
         "name": accelerator.name,
         "device": str(accelerator.device),
         "device_count": accelerator.device_count(),
         "capabilities": accelerator.capabilities.flags(),
         "dtypes": sorted(str(d).removeprefix("torch.") for d in accelerator.capabilities.dtypes),
-        "memory": asdict(accelerator.memory.stats()),
+        "memory": _memory(accelerator),
         "memory_granularity": accelerator.capabilities.memory_granularity,
         "kernels": {name: accelerator.kernels.origin(name) for name in kernels.NAMES},
         "collectives": f"{_class_name(accelerator.collectives)} ({accelerator.collectives.spec})",
@@ -38,6 +40,17 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
         "streams": _class_name(accelerator.streams),
         "torch": torch.__version__,
     }
+
+
+def _memory(accelerator: Accelerator) -> dict[str, int] | None:
+    """None where counters are those of a device that a process has taken with `bind`.
+
+    Taking one to look at it would fail while a job has it, and stop a job that is about to start.
+    """
+    try:
+        return asdict(accelerator.memory.stats())
+    except Exception:
+        return None
 
 
 def _class_name(role: object) -> str:

@@ -61,9 +61,9 @@ def write(package: Package, out: Path) -> Path:
     target = out / package.module
     if not out.is_dir():
         raise ScaffoldError(f"there is no folder {out}; make it, or give another one with --out")
-    if target.exists():
-        raise ScaffoldError(f"{target} is there already; remove it, or give another folder with --out")
     try:
+        if target.exists():
+            raise ScaffoldError(f"{target} is there already; remove it, or give another folder with --out")
         with tempfile.TemporaryDirectory(prefix=f".{package.module}-", dir=out) as folder:
             made = Path(folder, package.module)
             _fill(made, package)

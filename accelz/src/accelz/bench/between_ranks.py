@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from accelz.bench import measure as device
 from accelz.conformance.cluster import Cluster, ClusterError, Context
 from accelz.errors import AccelzError
 
@@ -34,6 +35,26 @@ def measure(name: str, ranks: int, rounds: int, sizes: tuple[int, ...] = SIZES) 
     return [
         _row(operation, nbytes, [rank[operation, nbytes] for rank in found]) for operation, nbytes in found[0]
     ]
+
+
+def alone(name: str, elements: int, rounds: int) -> list[dict[str, Any]]:
+    """`bench.measure.measure` in a process that has ended when this returns: ranks that come next find a
+    device free that only one process can have. Raises AccelzError where it cannot be measured.
+    """
+    cluster = Cluster(name, 1, threads=torch.get_num_threads())
+    try:
+        found: list[dict[str, Any]] = cluster.run(
+            alone_body, limit=SECONDS, elements=elements, rounds=rounds
+        )[0]
+        return found
+    except ClusterError as error:
+        raise AccelzError(f"{name!r} cannot be measured: {error}") from error
+    finally:
+        cluster.stop()
+
+
+def alone_body(context: Context, elements: int, rounds: int) -> list[dict[str, Any]]:
+    return device.measure(context.accelerator, elements, rounds)
 
 
 def body(

@@ -33,9 +33,8 @@ from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.conformance import progress
 from accelz.conformance.contract import ContractBroken, checked, unguarded
+from accelz.patience import patience
 
-PATIENCE = "ACCELZ_PATIENCE"
-"""Environment variable: a factor to the time limits of bodies, for devices that are slow or shared."""
 START_SECONDS = 60.0
 GRACE_SECONDS = 3.0
 _PRELOADED = [__name__, "pytest"]
@@ -132,7 +131,7 @@ class Cluster:
             for _, pipe in self._workers:
                 with contextlib.suppress(BrokenPipeError):  # that rank is gone: _collect finds it
                     pipe.send((body, arguments))
-            outcomes = self._collect(limit * float(os.environ.get(PATIENCE, "1")), grace)
+            outcomes = self._collect(limit * patience(), grace)
         except BaseException:  # a test's own time limit: what the ranks still answer is not for the next body
             self.stop()
             raise
