@@ -41,9 +41,10 @@ def every_capability(capabilities: Capabilities) -> list[str]:
 
 
 def over_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:
-    """Parametrise a test over dtypes; each case is skipped where its dtype is not declared."""
-    cases: list[Any] = [
-        pytest.param(dtype, id=str(dtype).removeprefix("torch."), marks=needs(dtype_name(dtype)))
-        for dtype in dtypes or FLOATS
-    ]
-    return pytest.mark.parametrize("dtype", cases)
+    """Parametrise a test over dtypes. Floating-point ones are skipped where they are not declared."""
+    return pytest.mark.parametrize("dtype", [_case(dtype) for dtype in dtypes or FLOATS])
+
+
+def _case(dtype: torch.dtype) -> Any:
+    marks = [needs(dtype_name(dtype))] if dtype.is_floating_point else []
+    return pytest.param(dtype, id=str(dtype).removeprefix("torch."), marks=marks)

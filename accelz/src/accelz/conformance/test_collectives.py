@@ -1,7 +1,7 @@
 """The collectives role at 1, 2 and 4 ranks: values, places, order, groups, and ranks that fail.
 
-The functions called `…_body` run on every rank. Values are small whole numbers, so that sums are exact in
-every dtype and a difference is always an error.
+The functions called `…_body` run on every rank. Values are whole numbers of either sign that need every bit of
+their dtype's mantissa, and no more when they are summed: sums are exact, and a difference is always an error.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.collectives import Collectives, Group, Handle
+from accelz.collectives import Collectives, Group, Handle, ReduceOp
 from accelz.conformance.cluster import Cluster, Context, Outcome
 from accelz.conformance.contract import checked, expect, expect_close, expect_raises
 from accelz.conformance.fixtures import devices_for_ranks
-from accelz.conformance.marks import about, needs, over_dtypes, proves
+from accelz.conformance.marks import FLOATS, about, declares, dtype_name, needs, over_dtypes, proves
 from accelz.conformance.work import long_work
 from accelz.errors import CollectiveError
 
@@ -35,6 +35,11 @@ OFFSETS = (0, 1, 3)
 MARK = 7.0
 LATE_SECONDS = 1.0
 BUSY_SECONDS = 0.1
+FAULTS = {
+    "dies": {2: "all_gather", 3: "broadcast", 4: "all_to_all"},
+    "never comes": {2: "reduce_scatter", 4: "all_reduce"},
+}
+"""What the last rank does, and in which collective the others are then, by the number of ranks."""
 FAULT_TIMEOUTS = {"gloo": 3.0, "a library": 10.0}
 """Seconds; the first use of a device's communication library, which is within them, takes some."""
 FAULT_GRACE = 12.0
@@ -44,12 +49,14 @@ CALLS: dict[str, Callable[[Collectives, Tensor, Tensor, Group], Handle]] = {
     "all_gather": lambda c, full, shard, group: c.all_gather(full, shard, group, async_op=True),
     "reduce_scatter": lambda c, full, shard, group: c.reduce_scatter(shard, full, group, async_op=True),
     "all_reduce": lambda c, full, _, group: c.all_reduce(full, group, async_op=True),
-    "broadcast": lambda c, full, _, group: c.broadcast(full, 0, group, async_op=True),
+    "broadcast": lambda c, full, _, group: c.broadcast(full, group.size - 1, group, async_op=True),
     "all_to_all": lambda c, full, shard, group: c.all_to_all(
         full, full.clone(), _each(shard, group), _each(shard, group), group, async_op=True
     ),
 }
-"""Each collective on a buffer of n elements for every rank, and one of n."""
+"""Each collective on a buffer of n elements for every rank, and one of n; broadcasts come from the last."""
+INTEGERS = (torch.uint8, torch.int64, torch.bool)
+"""What travels besides floats: codes of 8 bits, and buffers of modules."""
 
 
 def pair_size(accelerator: Accelerator) -> int:
@@ -61,28 +68,28 @@ def pair_size(accelerator: Accelerator) -> int:
 class CollectivesContract:
     @about("Collectives.all_gather")
     @over_sizes
-    @over_dtypes(torch.float32, torch.bfloat16, torch.float16)
+    @over_dtypes(*FLOATS, torch.uint8)
     def test_all_gather(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
         """Shards of any length land at their rank's place, at any offset, in place or not, async or not."""
         cluster(size).run(all_gather_body, dtype=dtype)
 
     @about("Collectives.reduce_scatter")
     @over_sizes
-    @over_dtypes(torch.float32, torch.bfloat16, torch.float16)
+    @over_dtypes()
     def test_reduce_scatter(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
         """Each rank gets its slice of the sum, maximum or minimum; the full buffer's length may be odd."""
         cluster(size).run(reduce_scatter_body, dtype=dtype)
 
     @about("Collectives.all_to_all")
     @over_sizes
-    @over_dtypes(torch.float32, torch.bfloat16, torch.float16)
+    @over_dtypes()
     def test_all_to_all(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
         """Every rank gets what each sends it, in rank order; parts of any length, and of none."""
         cluster(size).run(all_to_all_body, dtype=dtype)
 
     @about("Collectives.all_reduce")
     @over_sizes
-    @over_dtypes(torch.float32, torch.bfloat16, torch.float16)
+    @over_dtypes()
     def test_all_reduce(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
         """Every rank gets the same sum, maximum or minimum, in place, at any offset."""
         cluster(size).run(all_reduce_body, dtype=dtype)
@@ -90,13 +97,13 @@ class CollectivesContract:
     @about("Collectives.broadcast")
     @over_sizes
     def test_broadcast_from_each_rank(self, cluster: Clustered, size: int) -> None:
-        """Every rank can be the source; what surrounds the tensor stays."""
+        """Every rank can be the source, of any dtype, integers included; what surrounds the tensor stays."""
         cluster(size).run(broadcast_body)
 
     @about("Collectives.all_reduce", "Collectives.broadcast", "Collectives.all_gather")
     @over_sizes
     def test_host_tensors(self, cluster: Clustered, size: int) -> None:
-        """A group carries host tensors too, of integers as well."""
+        """A group carries host tensors too, of integers as well, in every reduction."""
         cluster(size).run(host_body)
 
     @about("Collectives.barrier", "Group.store")
@@ -118,22 +125,24 @@ class CollectivesContract:
         """A handle keeps its input alive: dropping it before wait() changes no value."""
         cluster(size).run(dropped_body)
 
-    @about("Collectives.all_gather", "Collectives.reduce_scatter")
+    @about(*(f"Collectives.{name}" for name in CALLS))
     @proves("async_collectives")
     def test_async_collectives_return_at_once(self, accelerator: Accelerator, cluster: Clustered) -> None:
         """With async_op=True the call is back before the other ranks have come."""
-        seconds = cluster(2).run(late_body)
-        came = f"{seconds[0]:.2f} s, the other rank came after {LATE_SECONDS} s"
-        expect(seconds[0] < LATE_SECONDS / 2, "Collectives.all_gather", "async_op=True must not wait", came)
+        for name, seconds in cluster(2).run(late_body)[0].items():
+            came = f"{seconds:.2f} s, the other rank came after {LATE_SECONDS} s"
+            expect(seconds < LATE_SECONDS / 2, f"Collectives.{name}", "async_op=True must not wait", came)
 
-    @about("Collectives.all_gather", "Collectives.reduce_scatter", "Collectives.all_reduce")
+    @about(*(f"Collectives.{name}" for name in CALLS), "Handle.wait")
     @needs("streams")
     @pytest.mark.parametrize("name", CALLS)
+    @pytest.mark.parametrize("elsewhere", [False, True], ids=["waited for there", "waited for elsewhere"])
     def test_the_work_before_it_comes_first(
-        self, accelerator: Accelerator, cluster: Clustered, name: str
+        self, accelerator: Accelerator, cluster: Clustered, name: str, elsewhere: bool
     ) -> None:
-        """Called inside `use`, a collective takes what the work queued there leaves in its input."""
-        cluster(pair_size(accelerator)).run(side_stream_body, name=name)
+        """Called inside `use`, a collective takes what the work queued there leaves in its input, and work on
+        the stream that waits, this or another one, sees what it wrote."""
+        cluster(pair_size(accelerator)).run(side_stream_body, name=name, elsewhere=elsewhere)
 
     @about("Collectives.new_group", "Group")
     @over_sizes
@@ -172,17 +181,17 @@ class CollectivesContract:
             accelerator.collectives.destroy()
             expect_close(value, torch.ones(3), "Collectives.all_reduce", "over one rank is the identity")
 
-    @about("Collectives.all_gather", "Collectives.all_reduce", "Collectives.barrier", "Collectives.check")
-    @pytest.mark.parametrize("fault", ["dies", "never comes"])
+    @about(*(f"Collectives.{name}" for name in CALLS), "Collectives.barrier", "Collectives.check")
+    @pytest.mark.parametrize("fault", FAULTS)
     def test_a_rank_that_fails(self, accelerator: Accelerator, fault: str) -> None:
         """Where a rank dies or stays away, the others get a CollectiveError within the timeout, no hang."""
         shared, room = accelerator.capabilities.shared_device, devices_for_ranks(accelerator)
-        sizes = [size for size in (2, 4) if shared or size <= room]
+        sizes = [size for size in FAULTS[fault] if shared or size <= room]
         if not sizes:
             pytest.skip("shared_device is not declared, and 2 ranks need a device each")
         with ThreadPoolExecutor(len(sizes) if shared else 1) as jobs:  # they wait for most of the time
             for outcomes in jobs.map(lambda size: fault_outcomes(accelerator, size, fault), sizes):
-                _expect_errors_in_time(outcomes, fault)
+                _expect_errors_in_time(outcomes, fault, f"Collectives.{FAULTS[fault][len(outcomes)]}")
 
 
 class TestCollectives(CollectivesContract):
@@ -195,12 +204,13 @@ def fault_outcomes(accelerator: Accelerator, size: int, fault: str) -> list[Outc
     timeout = FAULT_TIMEOUTS[library]
     fragile = Cluster(accelerator.name, size, timeout=timeout)
     try:
-        return fragile.outcomes(fault_body, fault=fault, limit=timeout + FAULT_GRACE + 15)
+        limit = timeout + FAULT_GRACE + 15
+        return fragile.outcomes(fault_body, fault=fault, name=FAULTS[fault][size], limit=limit)
     finally:
         fragile.stop()
 
 
-def _expect_errors_in_time(outcomes: list[Outcome], fault: str) -> None:
+def _expect_errors_in_time(outcomes: list[Outcome], fault: str, method: str) -> None:
     *others, last = outcomes
     for outcome in others:
         came = outcome.error or f"{outcome.value}"
@@ -209,7 +219,7 @@ def _expect_errors_in_time(outcomes: list[Outcome], fault: str) -> None:
             f"rank {outcome.rank} of {len(outcomes)} must raise CollectiveError at most {FAULT_GRACE:.0f} s "
             "after its timeout"
         )
-        expect(fine, "Collectives.all_gather", f"{expected} when rank {last.rank} {fault}", came)
+        expect(fine, method, f"{expected} when rank {last.rank} {fault}", came)
 
 
 def _each(shard: Tensor, group: Group) -> list[int]:
@@ -221,11 +231,11 @@ def all_gather_body(context: Context, dtype: torch.dtype) -> None:
     calls, device = _collectives(context), context.accelerator.device
     for n, offset, in_place, async_op in _places():
         whole, output = _framed(n * context.size, offset, dtype, device)
-        mine = _pattern(n, context.rank).to(dtype)
+        mine = _pattern(n, context.rank, dtype)
         shard = output[context.rank * n :][:n] if in_place else _framed(n, 3 - offset, dtype, device)[1]
         shard.copy_(mine)
         calls.all_gather(output, shard, context.group, async_op).wait()
-        want = torch.cat([_pattern(n, r) for r in range(context.size)])
+        want = torch.cat([_pattern(n, r, dtype) for r in range(context.size)])
         case = f"{n} elements, offset {offset}, {in_place=}, {async_op=}"
         _expect_framed(
             whole, offset, want, "Collectives.all_gather", f"every shard at its rank's place ({case})"
@@ -239,11 +249,11 @@ def reduce_scatter_body(context: Context, dtype: torch.dtype) -> None:
         for op, reduce in REDUCTIONS.items():
             whole, output = _framed(n, offset, dtype, device)
             full = _framed(n * context.size, 3 - offset, dtype, device)[1]
-            full.copy_(_pattern(n * context.size, context.rank))
+            rows = _rows(n * context.size, context.size, dtype)
+            full.copy_(rows[context.rank])
             kept = full.clone()
             calls.reduce_scatter(output, full, context.group, op, async_op).wait()
-            everyone = torch.stack([_pattern(n * context.size, r) for r in range(context.size)])
-            want = reduce(everyone)[context.rank * n :][:n]
+            want = reduce(rows)[context.rank * n :][:n]
             case = f"{op}, {n} elements, offset {offset}, {async_op=}"
             _expect_framed(whole, offset, want, "Collectives.reduce_scatter", f"this rank's slice ({case})")
             expect_close(full, kept, "Collectives.reduce_scatter", f"the input must stay ({case})")
@@ -255,12 +265,12 @@ def all_to_all_body(context: Context, dtype: torch.dtype) -> None:
         counts = [[n * ((s + d) % 3 if uneven else 1) for d in range(size)] for s in range(size)]
         whole, output = _framed(sum(row[me] for row in counts), offset, dtype, device)
         parts = _framed(sum(counts[me]), 3 - offset, dtype, device)[1]
-        parts.copy_(torch.cat([_pattern(counts[me][d], me + d) for d in range(size)]))
+        parts.copy_(torch.cat([_pattern(counts[me][d], me + d, dtype) for d in range(size)]))
         kept = parts.clone()
         received = [row[me] for row in counts]
         calls.all_to_all(output, parts, received, counts[me], context.group, async_op).wait()
         case = f"{counts=}, offset {offset}, {async_op=}"
-        want = torch.cat([_pattern(counts[s][me], s + me) for s in range(size)])
+        want = torch.cat([_pattern(counts[s][me], s + me, dtype) for s in range(size)])
         _expect_framed(whole, offset, want, "Collectives.all_to_all", f"what each rank sends ({case})")
         expect_close(parts, kept, "Collectives.all_to_all", f"the input must stay ({case})")
 
@@ -270,22 +280,26 @@ def all_reduce_body(context: Context, dtype: torch.dtype) -> None:
     for n, offset, _, async_op in _places():
         for op, reduce in REDUCTIONS.items():
             whole, tensor = _framed(n, offset, dtype, device)
-            tensor.copy_(_pattern(n, context.rank))
+            rows = _rows(n, context.size, dtype)
+            tensor.copy_(rows[context.rank])
             calls.all_reduce(tensor, context.group, op, async_op).wait()
-            want = reduce(torch.stack([_pattern(n, r) for r in range(context.size)]))
+            want = reduce(rows)
             case = f"{op}, {n} elements, offset {offset}, {async_op=}"
             _expect_framed(whole, offset, want, "Collectives.all_reduce", f"the same on every rank ({case})")
 
 
 def broadcast_body(context: Context) -> None:
     calls, device = _collectives(context), context.accelerator.device
+    capabilities = context.accelerator.capabilities
+    dtypes = [*(d for d in FLOATS if declares(capabilities, dtype_name(d))), *INTEGERS]
     for source in range(context.size):
-        for n, offset, _, async_op in _places():
-            whole, tensor = _framed(n, offset, torch.float32, device)
-            tensor.copy_(_pattern(n, context.rank))
+        for i, (n, offset, _, async_op) in enumerate(_places()):
+            dtype = dtypes[(i + source) % len(dtypes)]
+            whole, tensor = _framed(n, offset, dtype, device)
+            tensor.copy_(_pattern(n, context.rank, dtype))
             calls.broadcast(tensor, source, context.group, async_op).wait()
-            case = f"from rank {source}, {n} elements, offset {offset}, {async_op=}"
-            want = _pattern(n, source)
+            case = f"from rank {source}, {n} elements of {dtype}, offset {offset}, {async_op=}"
+            want = _pattern(n, source, dtype)
             _expect_framed(whole, offset, want, "Collectives.broadcast", f"the source's values ({case})")
 
 
@@ -293,10 +307,11 @@ def host_body(context: Context) -> None:
     calls = _collectives(context)
     for dtype in (torch.float32, torch.int64):
         mine = torch.tensor([context.rank, 1], dtype=dtype)
-        total = mine.clone()
-        calls.all_reduce(total, context.group)
-        ranks = sum(range(context.size))
-        expect_close(total, torch.tensor([ranks, context.size]), "Collectives.all_reduce", "of host tensors")
+        rows = torch.tensor([[r, 1, -1 - r] for r in range(context.size)], dtype=dtype)
+        for op, reduce in REDUCTIONS.items():
+            reduced = rows[context.rank].clone()
+            calls.all_reduce(reduced, context.group, op)
+            expect_close(reduced, reduce(rows), "Collectives.all_reduce", f"the {op} of host tensors")
         gathered = torch.zeros(2 * context.size, dtype=dtype)
         calls.all_gather(gathered, mine, context.group)
         want = torch.tensor([[r, 1] for r in range(context.size)]).flatten()
@@ -356,44 +371,65 @@ def dropped_body(context: Context) -> None:
         del thieves
 
 
-def late_body(context: Context) -> float:
-    calls, device = _collectives(context), context.accelerator.device
-    output = torch.zeros(2 * context.size, device=device)
-    shard = torch.ones(2, device=device)
-    calls.all_gather(output, shard, context.group)  # whatever a first use costs
+def late_body(context: Context) -> dict[str, float]:
+    """Seconds until each collective was begun; the first rank begins all before the others have come."""
+    calls, group, device = _collectives(context), context.group, context.accelerator.device
+    names = [name for name in CALLS if name != "all_to_all"]  # staged ones agree on their sizes first
+    buffers = {n: (torch.ones(2 * group.size, device=device), torch.ones(2, device=device)) for n in names}
+    for name, (full, shard) in buffers.items():
+        CALLS[name](calls, full, shard, group).wait()  # whatever a first use costs
     streams = checked(context.accelerator).streams
     streams.synchronize()
-    calls.barrier(context.group)
+    calls.barrier(group)
     if context.rank:
         time.sleep(LATE_SECONDS)
-    started = time.perf_counter()
-    handle = calls.all_gather(output, shard, context.group, async_op=True)
-    seconds = time.perf_counter() - started
-    handle.wait()
+    seconds, handles = {}, []
+    for name, (full, shard) in buffers.items():
+        started = time.perf_counter()
+        handles.append(CALLS[name](calls, full, shard, group))
+        seconds[name] = time.perf_counter() - started
+    for handle in handles:
+        handle.wait()
     streams.synchronize()
     return seconds
 
 
-def side_stream_body(context: Context, name: str) -> None:
+def side_stream_body(context: Context, name: str, elsewhere: bool) -> None:
     accelerator, n, size = checked(context.accelerator), 1001, context.size
+    streams, call = accelerator.streams, functools.partial(CALLS[name], accelerator.collectives)
     full, shard = (torch.zeros(length, device=accelerator.device) for length in (n * size, n))
-    CALLS[name](accelerator.collectives, full, shard, context.group).wait()  # whatever a first use costs
-    side = accelerator.streams.new()
-    accelerator.streams.synchronize()
-    with accelerator.streams.use(side):
+    call(full, shard, context.group).wait()  # whatever a first use costs
+    side = streams.new()
+    waiting = streams.new() if elsewhere else side
+    streams.synchronize()
+    with streams.use(side):
         long_work(accelerator, BUSY_SECONDS)
         full.fill_(context.rank + 1)
         shard.fill_(context.rank + 1)
-        CALLS[name](accelerator.collectives, full, shard, context.group).wait()
+        handle = call(full, shard, context.group)
+        if elsewhere:
+            long_work(accelerator, BUSY_SECONDS)  # so what is ordered behind this stream comes too late
+    with streams.use(waiting):
+        handle.wait()
         seen = (shard if name == "reduce_scatter" else full).clone()
-        done = side.record()
+        done = waiting.record()
     done.synchronize()
-    ranks = torch.arange(1.0, size + 1)
-    of_each = ranks.repeat_interleave(n)
-    want = {"all_gather": of_each, "all_to_all": of_each, "broadcast": torch.ones(n * size)}
+    streams.synchronize()
     expected = "must come behind the work queued on the current stream, and before what comes later"
-    total = torch.full(seen.shape, float(ranks.sum()))
-    expect_close(seen, want.get(name, total), f"Collectives.{name}", expected)
+    if elsewhere:
+        expected = f"must order the current stream behind the {name}, which another stream has begun"
+    method = "Handle.wait" if elsewhere else f"Collectives.{name}"
+    expect_close(seen, _filled(name, n, size), method, expected)
+
+
+def _filled(name: str, n: int, size: int) -> Tensor:
+    """What a collective of `CALLS` leaves where every rank's buffers hold its number, counted from 1."""
+    ranks = torch.arange(1.0, size + 1)
+    if name in ("all_gather", "all_to_all"):
+        return ranks.repeat_interleave(n)
+    if name == "broadcast":
+        return torch.full((n * size,), float(size))
+    return torch.full((n if name == "reduce_scatter" else n * size,), float(ranks.sum()))
 
 
 def groups_body(context: Context) -> None:
@@ -416,16 +452,12 @@ def _check_group(context: Context, calls: Collectives, group: Group, members: li
     right = (group.rank, group.size, group.timeout) == (place, len(members), 10.0)
     expect(right, "Collectives.new_group", f"must be place {place} of {len(members)}, timeout 10", str(group))
     device = context.accelerator.device
-    shard = torch.full((3,), float(context.rank), device=device)
-    output = torch.zeros(3 * group.size, device=device)
-    calls.all_gather(output, shard, group)
-    want = torch.tensor([float(r) for r in members]).repeat_interleave(3)
-    expect_close(output, want, "Collectives.all_gather", f"among {members}")
-    calls.broadcast(shard, group.size - 1, group)
-    last = torch.full((3,), float(members[-1]))
-    expect_close(
-        shard, last, "Collectives.broadcast", f"source is a rank of the group {members}, not of the job"
-    )
+    for name, call in CALLS.items():
+        full, shard = (torch.full((n,), place + 1.0, device=device) for n in (3 * group.size, 3))
+        call(calls, full, shard, group).wait()
+        seen = shard if name == "reduce_scatter" else full
+        expected = f"must be right in a group of some ranks, here {members}, whose ranks are its own"
+        expect_close(seen, _filled(name, 3, group.size), f"Collectives.{name}", expected)
     calls.barrier(group)
 
 
@@ -461,23 +493,22 @@ def misfit_body(context: Context) -> None:
     expect_close(shard, torch.full((4,), float(size)), "Collectives.all_reduce", "must work after a misfit")
 
 
-def fault_body(context: Context, fault: str) -> float:
+def fault_body(context: Context, fault: str, name: str) -> float:
     """The last rank fails; the others return how many seconds behind the timeout they had their error."""
     calls, device = _collectives(context), context.accelerator.device
-    shard = torch.ones(1001, device=device)
-    output = torch.zeros(1001 * context.size, device=device)
-    calls.all_gather(output, shard, context.group)
+    full, shard = (torch.ones(n, device=device) for n in (1001 * context.size, 1001))
+    CALLS[name](calls, full, shard, context.group).wait()
     calls.barrier(context.group)
     if context.rank == context.size - 1:
         _fail(context, fault)
     started, waits = time.monotonic(), []
 
-    def gather_and_meet() -> None:
-        calls.all_gather(output, shard, context.group, async_op=True).wait()
+    def call_and_meet() -> None:
+        CALLS[name](calls, full, shard, context.group).wait()
         waits.append("only orders streams")
         calls.barrier(context.group)  # where the device does not block the host, this does
 
-    expect_raises(CollectiveError, "Collectives.all_gather", f"a rank {fault}", gather_and_meet)
+    expect_raises(CollectiveError, f"Collectives.{name}", f"a rank {fault}", call_and_meet)
     if waits:
         checked(context.accelerator).streams.synchronize()
         expect_raises(
@@ -500,7 +531,7 @@ def _fail(context: Context, fault: str) -> None:
     os._exit(0)
 
 
-REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
+REDUCTIONS: dict[ReduceOp, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),
     "max": lambda rows: rows.max(0).values,
     "min": lambda rows: rows.min(0).values,
@@ -517,8 +548,25 @@ def _places() -> list[tuple[int, int, bool, bool]]:
     return [(n, offset, i % 2 == 0, i % 3 == 0) for i, (n, offset) in enumerate(cases)]
 
 
-def _pattern(n: int, rank: int) -> Tensor:
-    return (torch.arange(n) % 5 + rank).float()
+def _pattern(n: int, rank: int, dtype: torch.dtype, ranks: int = 1) -> Tensor:
+    """(n,) whole numbers of either sign that look random; the sum over `ranks` is still exact."""
+    top = _widest(dtype) // ranks
+    return ((torch.arange(n) * _STRIDE + rank * _SHIFT) % (2 * top + 1) - top).to(dtype)
+
+
+_STRIDE, _SHIFT = 2_654_435_761, 40_503_000_017
+
+
+def _widest(dtype: torch.dtype) -> int:
+    """All whole numbers up to this one are exact."""
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps)
+    return 1 if dtype is torch.bool else 1 << (8 * dtype.itemsize - 3)
+
+
+def _rows(n: int, ranks: int, dtype: torch.dtype) -> Tensor:
+    """(ranks, n): what each rank has of a reduction."""
+    return torch.stack([_pattern(n, rank, dtype, ranks) for rank in range(ranks)])
 
 
 def _framed(n: int, offset: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -528,7 +576,7 @@ def _framed(n: int, offset: int, dtype: torch.dtype, device: torch.device) -> tu
 
 
 def _expect_framed(whole: Tensor, offset: int, want: Tensor, method: str, expected: str) -> None:
-    framed = torch.full(whole.shape, MARK)
+    framed = torch.full(whole.shape, MARK, dtype=whole.dtype)
     framed[offset : offset + want.numel()] = want
     expect_close(whole, framed, method, f"{expected}, and nothing around it written")
 
