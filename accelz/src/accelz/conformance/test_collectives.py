@@ -1,6 +1,6 @@
 """The collectives role at 1, 2 and 4 ranks: values, places, order, groups, and ranks that fail.
 
-The functions called `…_body` run on every rank. Values are whole numbers of either sign that need every bit of
+The functions called `…_body` run on every rank. Values are whole numbers of either sign that need all bits of
 their dtype's mantissa, and no more when they are summed: sums are exact, and a difference is always an error.
 """
 
@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch

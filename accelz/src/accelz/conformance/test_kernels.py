@@ -13,8 +13,9 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.conformance.contract import expect, expect_close, expect_raises
-from accelz.conformance.marks import about, over_dtypes
-from accelz.kernels import LIMITS, NAMES, SMALLEST_SCALE
+from accelz.conformance.marks import about, needs, over_dtypes
+from accelz.conformance.work import long_work
+from accelz.kernels import LIMITS, NAMES, SMALLEST_SCALE, Kernels
 
 SIZES = (0, 1, 3, 17, 1023, 70_001)
 OFFSETS = (0, 1, 3)
@@ -23,6 +24,11 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (float("nan"), float("inf"), -float("inf"))
 EPS32 = torch.finfo(torch.float32).eps
 BLOCKS = (32, 256, 4096)
+MANY = 300
+"""Tensors of one norm: more than a launch of a multi-tensor kernel has room for."""
+HUGE, TAIL = (1 << 24) + 3, 1000
+"""Elements: more than 65,535 blocks of 256, and how many of the last ones are looked at."""
+BUSY_SECONDS = 0.1
 over_codes = pytest.mark.parametrize("codes_dtype", LIMITS, ids=lambda d: str(d).removeprefix("torch."))
 
 
@@ -109,6 +115,9 @@ ADAM_CASES = {
     "maximize": AdamCase(maximize=True),
     "maximize, L2": AdamCase(maximize=True, decoupled=False),
     "beta1 0": AdamCase(beta1=0.0),
+    "other betas": AdamCase(beta1=0.6, beta2=0.8),
+    "eps 0.01": AdamCase(eps=1e-2),
+    "lr 0.5": AdamCase(lr=0.5, weight_decay=0.01),
     "grad_scale": AdamCase(grad_scale=0.125),
     "grad_scale, bf16": AdamCase(grad_scale=1 / 3, grad_dtype=torch.bfloat16, offset=3),
     "grad_scale, maximize, L2": AdamCase(grad_scale=4.0, maximize=True, decoupled=False),
@@ -183,10 +192,12 @@ MOMENTUM_CASES: dict[str, SgdCase | LionCase] = {
     "sgd, maximize": SgdCase(maximize=True),
     "sgd, no weight decay": SgdCase(weight_decay=0.0),
     "sgd, no momentum": SgdCase(buffer=False, momentum=0.0),
+    "sgd, other settings": SgdCase(momentum=0.5, weight_decay=0.01, lr=0.5),
     **{f"lion, {n} elements at offset {o}": LionCase(n, o) for n in SIZES for o in OFFSETS},
     **{f"lion, gradient {d}": LionCase(grad_dtype=d, offset=1) for d in GRADIENTS},
     "lion, maximize": LionCase(maximize=True),
     "lion, no weight decay": LionCase(weight_decay=0.0),
+    "lion, other settings": LionCase(beta1=0.6, beta2=0.8, weight_decay=0.01, lr=0.5),
 }
 
 
@@ -280,19 +291,25 @@ class KernelContract:
         """A step equals float64 within fp32 rounding, with a scale, with weights in 16 bits, and skipped."""
         if not {case.grad_dtype, torch.bfloat16} <= accelerator.capabilities.dtypes:
             pytest.skip(f"not declared: {case.grad_dtype} or bfloat16")
-        self.check_one_moment(accelerator, case, scale=None, skip=None)
-        self.check_one_moment(accelerator, case, scale=0.125, skip=0.0)
-        self.check_one_moment(accelerator, case, scale=0.125, skip=1.0)
+        other = next(iter({torch.float16} & accelerator.capabilities.dtypes), torch.bfloat16)
+        self.check_one_moment(accelerator, case, torch.bfloat16, scale=None, skip=None)
+        self.check_one_moment(accelerator, case, other, scale=0.125, skip=0.0)
+        self.check_one_moment(accelerator, case, other, scale=0.125, skip=1.0)
 
     def check_one_moment(
-        self, accelerator: Accelerator, case: SgdCase | LionCase, scale: float | None, skip: float | None
+        self,
+        accelerator: Accelerator,
+        case: SgdCase | LionCase,
+        dtype: torch.dtype,
+        scale: float | None,
+        skip: float | None,
     ) -> None:
         device, method = accelerator.device, "sgd" if isinstance(case, SgdCase) else "lion"
         rows = torch.randn(3, case.numel, generator=torch.Generator().manual_seed(case.numel))
         rows[2] += 4 * rows[2].sign()  # no direction is close to zero, where rounding decides the sign
         host = {"master": rows[0], "grad": rows[1].to(case.grad_dtype), "momentum": rows[2]}
         placed = {name: Guarded(value, case.offset, device) for name, value in host.items()}
-        weights = Guarded(rows[0].bfloat16(), case.offset, device)
+        weights = Guarded(rows[0].to(dtype), case.offset, device)
         getattr(accelerator.kernels, method)(
             placed["master"].view,
             placed["grad"].view,
@@ -308,8 +325,9 @@ class KernelContract:
         for name, value in zip(("master", "momentum"), want, strict=True):
             text = f"{name} must equal float64 ({case}, scale {scale}, skip {skip})"
             expect_close(placed[name].view, value, f"Kernels.{method}", text, rtol=1e-5, atol=1e-6)
-        narrow = placed["master"].view.cpu().bfloat16()
-        expect_close(weights.view, narrow, f"Kernels.{method}", "weights must be master rounded once")
+        narrow = placed["master"].view.cpu().to(dtype)
+        text = f"weights in {dtype} must be master rounded once"
+        expect_close(weights.view, narrow, f"Kernels.{method}", text)
         for name, guarded in {**placed, "weights": weights}.items():
             guarded.check(f"Kernels.{method}", name)
 
@@ -348,6 +366,16 @@ class KernelContract:
         expect_close(
             got[0], torch.as_tensor(want), "Kernels.norm_and_nonfinite", "the sum over all", rtol=1e-4
         )
+
+    @about("Kernels.norm_and_nonfinite")
+    def test_norm_over_many_tensors(self, accelerator: Accelerator) -> None:
+        """None of many tensors is left out, of the sum or of the search for what is not finite."""
+        where, host = "Kernels.norm_and_nonfinite", torch.ones(7 * MANY)
+        for last, want in ((2.0, [7.0 * MANY + 3, 0.0]), (SPECIAL[0], [SPECIAL[0], 1.0])):
+            host[-1] = last
+            got = accelerator.kernels.norm_and_nonfinite(host.to(accelerator.device).split(7))
+            text = f"must take in all of {MANY} tensors, the last one too"
+            expect_close(got, torch.tensor(want), where, text, rtol=1e-6)
 
     @about("Kernels.norm_and_nonfinite")
     @pytest.mark.parametrize("special", SPECIAL, ids=str)
@@ -401,6 +429,36 @@ class KernelContract:
             factor = _scalar(scale, accelerator.device)
             accelerator.kernels.scale_cast(output, host.to(accelerator.device), factor)
             expect_close(output, host * scale, "Kernels.scale_cast", f"IEEE arithmetic with scale {scale}")
+
+    @about("Kernels.scale_cast")
+    @over_dtypes(*GRADIENTS)
+    def test_scale_cast_overflows_to_infinity(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
+        """What is too large for output's dtype is infinite, and NaN and infinities stay: who looks for an
+        overflow must find it behind any cast."""
+        for source_dtype in [d for d in GRADIENTS if d in accelerator.capabilities.dtypes]:
+            large = torch.finfo(source_dtype).max
+            host = torch.tensor([*SPECIAL, large, -large, 1.0], dtype=source_dtype)
+            for scale in (None, 1.0, 0.5, 2.0):
+                output = torch.zeros(len(host), dtype=dtype, device=accelerator.device)
+                factor = None if scale is None else _scalar(scale, accelerator.device)
+                accelerator.kernels.scale_cast(output, host.to(accelerator.device), factor)
+                want = (host.float() * (1.0 if scale is None else scale)).to(dtype)
+                text = f"{source_dtype} to {dtype}, scale {scale}: NaN stays, too large a value is infinite"
+                expect_close(output, want, "Kernels.scale_cast", text)
+
+    @about("Kernels.accumulate")
+    @over_dtypes(*GRADIENTS)
+    def test_accumulate_overflows_to_infinity(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
+        """Sums that are too large are infinite, and NaN and infinities stay, of either summand."""
+        large = torch.finfo(dtype).max
+        host = torch.tensor([*SPECIAL, 1.0, 1.0, 1.0, large, -large, SPECIAL[1]], dtype=dtype)
+        addend = torch.tensor([1.0, 1.0, 1.0, *SPECIAL, large, -large, SPECIAL[2]], dtype=dtype)
+        for total_dtype in {torch.float32, dtype}:
+            total = host.to(accelerator.device, total_dtype)
+            accelerator.kernels.accumulate(total, addend.to(accelerator.device))
+            want = (host.to(total_dtype).float() + addend.float()).to(total_dtype)
+            text = f"{dtype} to {total_dtype}: NaN stays, too large a sum is infinite"
+            expect_close(total, want, "Kernels.accumulate", text)
 
     @about("Kernels.accumulate")
     @pytest.mark.parametrize("numel", SIZES)
@@ -536,9 +594,73 @@ class KernelContract:
                 call = partial(getattr(kernels, name), *arguments)
                 expect_raises(ValueError, f"Kernels.{name}", f"must refuse {what}", call)
 
+    @about(*(f"Kernels.{name}" for name in NAMES))
+    @needs("streams")
+    @pytest.mark.parametrize("name", NAMES)
+    def test_it_is_queued_on_the_current_stream(self, accelerator: Accelerator, name: str) -> None:
+        """Inside `use`, a kernel comes behind the work that is queued there, and before what comes later."""
+        values, side = torch.zeros(1024, device=accelerator.device), accelerator.streams.new()
+        written_by(name, accelerator.kernels, values)  # whatever a first use costs
+        accelerator.streams.synchronize()
+        with accelerator.streams.use(side):
+            long_work(accelerator, BUSY_SECONDS)
+            values.fill_(1.0)
+            written = written_by(name, accelerator.kernels, values).clone()
+            done = side.record()
+        done.synchronize()
+        accelerator.streams.synchronize()
+        want = written_by(name, Kernels(), torch.ones(1024))
+        text = "must be queued on the current stream, inside `use` the one in use"
+        expect_close(written, want, f"Kernels.{name}", text, rtol=1e-5)
+
+    @about(*(f"Kernels.{name}" for name in NAMES))
+    @pytest.mark.parametrize("name", NAMES)
+    def test_no_element_is_too_far_away(self, accelerator: Accelerator, name: str) -> None:
+        """Of more elements than a grid of 65,535 blocks of 256 has, the last ones are done as well."""
+        values = torch.zeros(HUGE, device=accelerator.device)
+        values[-TAIL:] = 1.0
+        written = written_by(name, accelerator.kernels, values)[-TAIL:]
+        want = written_by(name, Kernels(), torch.ones(TAIL))
+        expect_close(written, want, f"Kernels.{name}", f"must do all of {HUGE} elements", rtol=1e-5)
+
 
 class TestKernels(KernelContract):
     pass
+
+
+def written_by(name: str, kernels: Kernels, values: Tensor) -> Tensor:
+    """What a kernel makes of `values`, flat fp32, of which a block of quantised ones has one value and zeros.
+
+    Shape (values.numel(),); of the norm (2,).
+    """
+    one = torch.ones((), device=values.device)
+    if name == "norm_and_nonfinite":
+        return kernels.norm_and_nonfinite([values])
+    if name in ("quantise", "dequantise"):
+        return _written_in_blocks(name, kernels, values)
+    output = torch.zeros_like(values)
+    if name == "adamw":
+        kernels.adamw(output, values, values.clone(), values.clone(), one, **AdamCase().options())
+    elif name == "sgd":
+        kernels.sgd(output, values, values.clone(), **SgdCase().options())
+    elif name == "lion":
+        kernels.lion(output, values, values.clone(), **LionCase().options())
+    elif name == "scale_cast":
+        kernels.scale_cast(output, values, one)
+    else:
+        kernels.accumulate(output, values)
+    return output
+
+
+def _written_in_blocks(name: str, kernels: Kernels, values: Tensor) -> Tensor:
+    codes = torch.zeros(values.numel(), dtype=torch.int8, device=values.device)
+    scales = torch.ones(_ceil(values.numel(), BLOCKS[1]), device=values.device)
+    if name == "quantise":
+        kernels.quantise(codes, scales, values, BLOCKS[1])
+        return codes
+    output = torch.zeros_like(values)
+    kernels.dequantise(output, codes.copy_(values), scales, BLOCKS[1])
+    return output
 
 
 def _ceil(numerator: int, denominator: int) -> int:
