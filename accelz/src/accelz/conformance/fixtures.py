@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -70,6 +71,24 @@ def cluster(request: pytest.FixtureRequest, accelerator: Accelerator) -> Iterato
 def own_local_rank(accelerator: Accelerator) -> int:
     """The device this process takes: the last one where it must leave the others to the ranks."""
     return 0 if accelerator.capabilities.shared_device else accelerator.device_count() - 1
+
+
+def takes_one_device(accelerator: Accelerator) -> bool:
+    """Whether this process must not bind a second device."""
+    return accelerator.capabilities.one_device_per_process or not accelerator.capabilities.shared_device
+
+
+@contextmanager
+def last_device(accelerator: Accelerator) -> Iterator[None]:
+    """On the last device inside the with block, where that is another than this process's own; else skips."""
+    last, own = accelerator.device_count() - 1, own_local_rank(accelerator)
+    if last == own or takes_one_device(accelerator):
+        pytest.skip("this process has no second device")
+    accelerator.bind(last)
+    try:
+        yield
+    finally:
+        accelerator.bind(own)
 
 
 def devices_for_ranks(accelerator: Accelerator) -> int:

@@ -15,7 +15,7 @@ from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
 from accelz.conformance.cluster import Cluster
 from accelz.conformance.contract import ROLES, ContractBroken, expect, expect_close, unguarded
-from accelz.conformance.fixtures import devices_for_ranks, own_local_rank
+from accelz.conformance.fixtures import devices_for_ranks, own_local_rank, takes_one_device
 from accelz.conformance.marks import about, proves
 from accelz.discovery import Status, list_backends
 
@@ -159,7 +159,7 @@ class DescriptorContract:
         """There is at least one device, and after bind() this process computes on the one it got."""
         count = accelerator.device_count()
         expect(count >= 1, "Accelerator.device_count", "must be at least 1 where the probe says available")
-        single, taken = _takes_one_device(accelerator), set()
+        single, taken = takes_one_device(accelerator), set()
         for local_rank in _local_ranks(accelerator):
             accelerator.bind(local_rank)
             taken.add(accelerator.device)
@@ -224,15 +224,10 @@ class TestDescriptor(DescriptorContract):
     pass
 
 
-def _takes_one_device(accelerator: Accelerator) -> bool:
-    """Whether this process must not bind a second device."""
-    return accelerator.capabilities.one_device_per_process or not accelerator.capabilities.shared_device
-
-
 def _local_ranks(accelerator: Accelerator) -> list[int]:
     """Local ranks to bind one after the other, this process's own the last."""
     own = own_local_rank(accelerator)
-    return [own] if _takes_one_device(accelerator) else [*range(accelerator.device_count()), own]
+    return [own] if takes_one_device(accelerator) else [*range(accelerator.device_count()), own]
 
 
 def sum_of_ranks(context: Any) -> float:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.conformance.contract import expect, expect_close, expect_raises
+from accelz.conformance.contract import expect, expect_close, expect_raises, named
+from accelz.conformance.fixtures import last_device
 from accelz.conformance.marks import about, needs, over_dtypes, proves
 from accelz.memory import MemoryStats
 
 MIB = 1 << 20
+MOST_TAKEN = 8 << 30
+"""Bytes: a simulated device has its memory from the host."""
 
 
 class MemoryContract:
@@ -86,6 +89,24 @@ class MemoryContract:
         expect(same, "Memory.stats", f"capacity must stay {before.capacity}", f"{after.capacity}")
         del block
 
+    @about("Memory.stats")
+    def test_counters_are_those_of_the_bound_device(self, accelerator: Accelerator) -> None:
+        """After bind() of another device, counters follow what is allocated there."""
+        with last_device(accelerator):
+            self.test_allocated_follows_an_allocation(accelerator)
+
+    @about("Memory.stats")
+    @needs("exact_memory")
+    def test_what_is_free_can_be_allocated(self, accelerator: Accelerator) -> None:
+        """An allocation of nine tenths of `free` finds room, on a device that counts single bytes: others
+        have blocks, which may be apart, and processes beside this one."""
+        free = self.settled(accelerator).free
+        if accelerator.capabilities.memory_granularity > 1 or free > MOST_TAKEN:
+            pytest.skip(f"asked for only where single bytes count and at most {MOST_TAKEN} are free")
+        wanted = free * 9 // 10
+        with named("Memory.stats", f"free is {free} bytes, so {wanted} must find room"):
+            torch.empty(wanted, dtype=torch.uint8, device=accelerator.device)
+
     @about("Memory")
     @needs("exact_memory")
     def test_running_out_is_an_error_of_its_kind(self, accelerator: Accelerator) -> None:
@@ -122,7 +143,8 @@ class MemoryContract:
         before = self.settled(accelerator)
         accelerator.memory.reset_peak()
         block = self.allocate(accelerator)
-        accelerator.memory.stats()
+        if not accelerator.capabilities.exact_memory:
+            accelerator.memory.stats()  # who samples must have looked
         del block
         after = self.settled(accelerator)
         grown = after.peak - before.allocated

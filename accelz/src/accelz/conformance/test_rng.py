@@ -7,6 +7,7 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.conformance.contract import expect, expect_close
+from accelz.conformance.fixtures import last_device
 from accelz.conformance.marks import about
 
 
@@ -65,6 +66,13 @@ class RngContract:
         expect_close(
             accelerator.rng.get_state(), kept, "Rng.set_state", "get_state() must return what was set"
         )
+
+    @about("Rng.seed", "Rng.get_state", "Rng.set_state")
+    def test_the_generator_is_that_of_the_bound_device(self, accelerator: Accelerator) -> None:
+        """After bind() of another device, seeds and states are those of its generator."""
+        with last_device(accelerator):
+            self.test_a_seed_repeats_and_seeds_differ(accelerator)
+            self.test_a_state_comes_back(accelerator)
 
 
 class TestRng(RngContract):
