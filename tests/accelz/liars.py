@@ -20,11 +20,12 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
 from accelz.collectives import DONE, Collectives, Group, Handle
-from accelz.errors import BackendUnavailableError
+from accelz.errors import BackendUnavailableError, CollectiveError
 from accelz.flat_buffer import FlatBuffer, Slot, StorageSwap
+from accelz.kernels import Kernels
 from accelz.memory import Memory, MemoryStats
 from accelz.streams import Event, NullEvent, NullStream, NullStreams, Stream
-from accelz.torch_device import TorchEvent, TorchStream, TorchStreams
+from accelz.torch_device import TorchEvent, TorchRng, TorchStream, TorchStreams
 from accelz_cpu.accelerator import CpuRng, build
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory
@@ -110,6 +111,29 @@ class PinnedInNameOnly(Memory):
         return torch.empty(tuple(shape), dtype=dtype)
 
 
+class PeakIsSampled(Memory):
+    """The most that anybody has seen."""
+
+    _seen = 0
+
+    def stats(self) -> MemoryStats:
+        stats = super().stats()  # type: ignore[safe-super]
+        self._seen = max(self._seen, stats.allocated)
+        return dataclasses.replace(stats, peak=self._seen)
+
+    def reset_peak(self) -> None:
+        self._seen = 0
+
+
+class FreeOfFour(Memory):
+    """Counts what four devices have."""
+
+    def stats(self) -> MemoryStats:
+        stats = super().stats()  # type: ignore[safe-super]
+        more = 3 * stats.capacity
+        return dataclasses.replace(stats, capacity=stats.capacity + more, free=stats.free + more)
+
+
 class StatsKeepALittle(Memory):
     def stats(self) -> MemoryStats:
         keep(torch.ones(A_LITTLE))
@@ -148,6 +172,14 @@ class SeedIgnored(CpuRng):
 class StateOfAnotherType(CpuRng):
     def get_state(self) -> Tensor:
         return super().get_state().tolist()  # type: ignore[return-value]
+
+
+class FirstGenerator(TorchRng):
+    def seed(self, seed: int) -> None:
+        current = self._module.current_device()
+        self._module.set_device(0)
+        super().seed(seed)
+        self._module.set_device(current)
 
 
 # -- streams
@@ -291,6 +323,32 @@ class SynchronizedTooEarly(OtherEvents):
     kind = NotWaitedFor
 
 
+class HostClock(TorchEvent):
+    def __init__(self, native: Any) -> None:
+        super().__init__(native)
+        self.at = time.perf_counter()
+
+    def seconds_since(self, earlier: Event) -> float:
+        return self.at - earlier.at  # type: ignore[attr-defined, no-any-return]
+
+
+class HostClocks(OtherEvents):
+    kind = HostClock
+
+
+class RecordsWhereItIsCalled(TorchStream):
+    def record(self) -> Event:
+        event = self._new_event(enable_timing=True)
+        event.record()
+        return TorchEvent(event)
+
+
+class RecordingElsewhere(TorchStreams):
+    def new(self, priority: int = 0) -> Stream:
+        made: Any = super().new(priority)
+        return RecordsWhereItIsCalled(made.native, made._new_event)
+
+
 class BlockingStream(TorchStream):
     def wait(self, event: Event) -> None:
         event.synchronize()
@@ -372,6 +430,51 @@ class NonfiniteMissed(CpuKernels):
 class WeightsForgotten(CpuKernels):
     def adamw(self, *args: Any, **kwargs: Any) -> None:
         super().adamw(*args, **{**kwargs, "weights": None})
+
+
+class SettingsForgotten(CpuKernels):
+    def adamw(self, *args: Any, **kwargs: Any) -> None:
+        super().adamw(*args, **{**kwargs, "beta2": 0.999})
+
+    def lion(self, *args: Any, **kwargs: Any) -> None:
+        super().lion(*args, **{**kwargs, "lr": 1e-2})
+
+
+class HalfWeightsForgotten(CpuKernels):
+    def sgd(self, *args: Any, weights: Tensor | None = None, **kwargs: Any) -> None:
+        half = weights is not None and weights.dtype is torch.float16
+        super().sgd(*args, weights=None if half else weights, **kwargs)
+
+
+class ShortTable(CpuKernels):
+    def norm_and_nonfinite(self, tensors: Any) -> Tensor:
+        return super().norm_and_nonfinite(list(tensors)[:110])
+
+
+class SmallGrid(CpuKernels):
+    """One thread an element, and no more than 65,535 blocks of 256."""
+
+    def dequantise(self, output: Tensor, source: Tensor, *args: Any) -> None:
+        super().dequantise(output, source, *args)
+        output[65_535 * 256 :] = 0
+
+
+class Saturating(CpuKernels):
+    """Casts and sums as conversion instructions do them: no infinity, and NaN is 0."""
+
+    def scale_cast(self, output: Tensor, *args: Any) -> None:
+        super().scale_cast(output, *args)
+        output.nan_to_num_()
+
+    def accumulate(self, total: Tensor, addend: Tensor) -> None:
+        super().accumulate(total, addend)
+        total.nan_to_num_()
+
+
+class KernelsOnTheFirstStream(Kernels):
+    def accumulate(self, total: Tensor, addend: Tensor) -> None:
+        with torch.Stream(stream_id=0, device_index=total.device.index, device_type=20):
+            super().accumulate(total, addend)
 
 
 class SixteenBitScale(CpuKernels):
@@ -529,6 +632,68 @@ class OnTheFirstStream(Collectives):
             return super()._start_all_gather(output, shard, group)
 
 
+class WaitsWhereItBegan(Collectives):
+    """Waiting orders the stream that the collective was begun on."""
+
+    def _start_reduce_scatter(self, *args: Any) -> Any:
+        work, begun = super()._start_reduce_scatter(*args), torch.accelerator.current_stream()
+        wait = work.wait
+
+        def waited(timeout: Any = None) -> bool:
+            with begun:
+                return wait()
+
+        work.wait = waited  # type: ignore[method-assign]
+        return work
+
+
+class NarrowWire(Collectives):
+    def _start_all_gather(self, output: Tensor, shard: Tensor, group: Any) -> Any:
+        if shard.dtype is torch.float32:
+            shard.copy_(shard.bfloat16())
+        return super()._start_all_gather(output, shard, group)
+
+
+class CodesRefused(Collectives):
+    def all_gather(self, output: Tensor, *args: Any, **kwargs: Any) -> Handle:
+        if output.dtype is torch.uint8:
+            raise CollectiveError("no such dtype")
+        return super().all_gather(output, *args, **kwargs)
+
+
+class HalvesStay(Collectives):
+    def broadcast(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Handle:
+        half = tensor.is_floating_point() and tensor.itemsize == 2
+        return super().broadcast(tensor.clone() if half else tensor, *args, **kwargs)
+
+
+class MaximumFromZero(Collectives):
+    def all_reduce(self, tensor: Tensor, group: Any, op: Any = "sum", async_op: bool = False) -> Handle:
+        super().all_reduce(tensor, group, op).wait()
+        if op == "max":
+            tensor.clamp_(min=0)
+        return DONE
+
+
+class HostSums(Collectives):
+    def all_reduce(self, tensor: Tensor, group: Any, op: Any = "sum", async_op: bool = False) -> Handle:
+        return super().all_reduce(tensor, group, "sum" if tensor.numel() == 3 else op, async_op)
+
+
+class WholeJobOnly(Collectives):
+    """Where fewer ranks than all reduce, nothing happens."""
+
+    def all_reduce(self, tensor: Tensor, group: Any, *args: Any, **kwargs: Any) -> Handle:
+        if group.process_group is not torch.distributed.group.WORLD and tensor.numel() > 1:
+            return DONE
+        return super().all_reduce(tensor, group, *args, **kwargs)
+
+
+class ReductionsNotAsync(Collectives):
+    def reduce_scatter(self, output: Tensor, full: Tensor, group: Any, op: Any = "sum", *_: Any) -> Handle:
+        return super().reduce_scatter(output, full, group, op)
+
+
 class KeepsALittle(Collectives):
     def all_gather(self, output: Tensor, shard: Tensor, group: Any, async_op: bool = False) -> Handle:
         keep(torch.ones(1 << 10, device=output.device))
@@ -600,9 +765,9 @@ class BarrierOpen(Collectives):
 
 
 class MisfitTaken(Collectives):
-    def reduce_scatter(self, output: Tensor, full: Tensor, group: Any, *args: Any) -> Handle:
+    def reduce_scatter(self, output: Tensor, full: Tensor, group: Any, *args: Any, **kwargs: Any) -> Handle:
         whole = full.to(output.dtype)[: output.numel() * group.size]
-        return super().reduce_scatter(output, whole, group, *args)
+        return super().reduce_scatter(output, whole, group, *args, **kwargs)
 
 
 class NoHandle(Collectives):
@@ -708,6 +873,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
             "Collectives.all_to_all", "test_all_to_all", "collectives", SendersBackwards
         ),
         "a sum is an average": Lie("Collectives.all_reduce", "test_all_reduce", "collectives", AverageForSum),
+        "a wire of 16 bits": Lie("Collectives.all_gather", "test_all_gather", "collectives", NarrowWire),
         "a source is ignored": Lie("Collectives.broadcast", "test_broadcast", "collectives", SourceIgnored),
     },
     "two": {
@@ -732,6 +898,12 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         ),
         "async is not async": Lie("Collectives.all_gather", "return_at_once", "collectives", NotAsync),
         "a barrier is open": Lie("Collectives.barrier", "barrier_waits", "collectives", BarrierOpen),
+        "host tensors are summed": Lie(
+            "Collectives.all_reduce", "test_host_tensors", "collectives", HostSums
+        ),
+        "some ranks reduce nothing": Lie(
+            "Collectives.all_reduce", "groups_of_some", "collectives", WholeJobOnly
+        ),
         "a misfit is taken": Lie("Collectives.reduce_scatter", "do_not_fit", "collectives", MisfitTaken),
         "async work is declared": Lie("Event.done", "operations_return", flags={"asynchronous": True}),
     },
@@ -743,6 +915,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         ),
         "a lazy graph is declared": Lie("Accelerator.flush", "flush_runs", flags={"lazy_graph": True}),
         "a state is a list": Lie("Rng.get_state", "a_state_is_a_snapshot", "rng", StateOfAnotherType),
+        "time in milliseconds": Lie("Event.seconds_since", "events_measure_time", "streams", Milliseconds),
         "a role of another type": Lie("Accelerator.kernels", "load_gives_every_role", "kernels", NotARole),
         "released bytes are stashed": Lie(
             "FlatBuffer.release", "drops_the_bytes", "flat_buffers", ReleasedBytesStashed
@@ -767,9 +940,11 @@ ROUNDS: dict[str, dict[str, Lie]] = {
     "four": {
         "stats raise": Lie("Memory.stats", "counters_make_sense", "memory", StatsRaise),
         "a new stream raises": Lie("Streams.new", "the_interface_holds", "streams", NewRaises),
-        "time in milliseconds": Lie("Event.seconds_since", "events_measure_time", "streams", Milliseconds),
         "a seed raises": Lie("Rng.seed", "a_seed_repeats", "rng", SeedRaises),
         "a kernel raises": Lie("Kernels.scale_cast", "test_scale_cast", "kernels", KernelRaises),
+        "a table is short": Lie("Kernels.norm_and_nonfinite", "over_many_tensors", "kernels", ShortTable),
+        "nothing overflows": Lie("Kernels.accumulate", "accumulate_overflows", "kernels", Saturating),
+        "codes do not travel": Lie("Collectives.all_gather", "test_all_gather", "collectives", CodesRefused),
         "materialize raises": Lie(
             "FlatBuffer.materialize", "repeated_calls", "flat_buffers", MaterializeRaises
         ),
@@ -790,6 +965,20 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "a norm is a tuple": Lie("Kernels.norm_and_nonfinite", "test_norm", "kernels", NormIsATuple),
         "a buffer is a tuple": Lie(
             "FlatBufferStrategy.flatten", "flatten_keeps_values", "flat_buffers", FlattenGivesATuple
+        ),
+        "half weights are forgotten": Lie("Kernels.sgd", "test_one_moment", "kernels", HalfWeightsForgotten),
+        "a learning rate is forgotten": Lie("Kernels.lion", "test_one_moment", "kernels", SettingsForgotten),
+        "a grid is small": Lie("Kernels.dequantise", "no_element_is_too_far", "kernels", SmallGrid),
+        "a cast saturates": Lie("Kernels.scale_cast", "scale_cast_overflows", "kernels", Saturating),
+        "a beta is forgotten": Lie("Kernels.adamw", "test_adamw", "kernels", SettingsForgotten),
+        "a maximum begins at zero": Lie(
+            "Collectives.all_reduce", "test_all_reduce", "collectives", MaximumFromZero
+        ),
+        "a reduction waits": Lie(
+            "Collectives.reduce_scatter", "return_at_once", "collectives", ReductionsNotAsync
+        ),
+        "halves are not spread": Lie(
+            "Collectives.broadcast", "test_broadcast_from", "collectives", HalvesStay
         ),
         "groups are lists": Lie("Collectives.new_group", "groups_of_some", "collectives", GroupsAreLists),
         "flush raises": Lie("Accelerator.flush", "synchronize_waits", "", FlushRaises),
@@ -823,6 +1012,11 @@ SIM_ROUNDS: dict[str, dict[str, Lie]] = {
             "takes_host_data",
             flags={"host_data_assignment": True},
         ),
+        "a stream records elsewhere": Lie("Stream.record", "not_in_use", "streams", RecordingElsewhere),
+        "time of the host": Lie("Event.seconds_since", "events_measure_time", "streams", HostClocks),
+        "a kernel has a stream of its own": Lie(
+            "Kernels.accumulate", "queued_on_the_current", "kernels", KernelsOnTheFirstStream
+        ),
         "all memory is free": Lie("Memory.stats", "free_falls", "memory", FreeIsCapacity),
         "one device for all": Lie("Accelerator.bind", "bind_gives_a_usable", "", OneDeviceForAll),
     },
@@ -830,9 +1024,12 @@ SIM_ROUNDS: dict[str, dict[str, Lie]] = {
         "one device is declared": Lie(
             "Accelerator.bind", "a_process_keeps_its", flags={"one_device_per_process": True}
         ),
+        "a peak is sampled": Lie("Memory.stats", "peak_and_its", "memory", PeakIsSampled),
+        "free of four devices": Lie("Memory.stats", "what_is_free", "memory", FreeOfFour),
         "events are done at once": Lie("Event.done", "not_done_before_its_work", "streams", DoneTooEarly),
     },
     "sim, events": {
+        "the first generator": Lie("Rng.seed", "generator_is_that", "rng", FirstGenerator),
         "events are not waited for": Lie(
             "Event.synchronize", "an_event_is_waited_for", "streams", SynchronizedTooEarly
         ),
@@ -850,6 +1047,7 @@ SIM_ROUNDS: dict[str, dict[str, Lie]] = {
         "an input is read too early": Lie(
             "Collectives.all_gather", "work_before_it", "collectives", OnTheFirstStream
         ),
+        "a wait is elsewhere": Lie("Handle.wait", "work_before_it", "collectives", WaitsWhereItBegan),
         "a collective keeps a little": Lie(
             "Collectives.all_gather", "buffers_of_collectives", "collectives", KeepsALittle
         ),
