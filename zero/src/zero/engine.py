@@ -168,12 +168,14 @@ class Engine:
         """Update the parameters once the micro-batches of an optimizer step are complete.
 
         Returns whether this call was an optimizer step; before the last micro-batch it does nothing. With
-        a loss scale a step whose gradients overflow changes nothing but that.
+        a loss scale a step whose gradients overflow changes nothing but that. Inside `zero.gathered` it
+        raises UsageError, and may be called again outside.
         """
         if not self._micro_steps:
             raise UsageError("step() without backward(): call engine.backward(loss) first")
         if not self.is_boundary:
             return False
+        self._check_not_in_use("step")
         self._shards.check_groups()
         self._late.check_changed()
         self._check_gradients()
@@ -265,6 +267,7 @@ class Engine:
         Raises StateError, on every rank and before anything changes, for names or shapes that do not fit.
         """
         self._parking.check()
+        self._check_not_in_use("load_state_dict")
         self._late.check_whole()
         model_state.load(self.module, self._whole, state, strict)
         self._late.settle()
@@ -350,6 +353,7 @@ class Engine:
         that do not fit, both before anything changes; CorruptCheckpointError where bytes are damaged. The
         engine then refuses to go on until a whole checkpoint has been loaded.
         """
+        self._check_not_in_use("load_checkpoint")
         self._late.check_whole()
         options, before = Options(restore or {}, strict, weights_only, rename), self._interrupted
         loaded = self._checkpoints.load(path, options, self._begin_load)
@@ -369,6 +373,7 @@ class Engine:
         anything changes; after an error in reading the engine refuses to go on until a checkpoint is loaded.
         """
         self._parking.check()
+        self._check_not_in_use("load_pretrained")
         self._late.check_whole()
         before = self._interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
@@ -393,7 +398,7 @@ class Engine:
         if self._micro_steps:
             raise UsageError("offload_states between backward() and step(): there are gradients; step first")
         self._check_complete()
-        self._check_not_shown("offload_states")
+        self._check_not_in_use("offload_states")
         if self._balancer is not None and not self._parking.away:
             self._balancer.pause()
         self._passes.release_all()
@@ -444,15 +449,17 @@ class Engine:
         return self.config.gradient_accumulation_steps > 1
 
     def _begin_load(self) -> None:
-        self._check_not_shown("load_checkpoint")
         self.zero_grad()
         self._passes.release_all()
         self._interrupt()
         self._whole.begin_write()
 
-    def _check_not_shown(self, call: str) -> None:
-        if any(unit.holds for unit in self.units):
-            raise UsageError(f"{call} inside zero.gathered: leave the block first")
+    def _check_not_in_use(self, call: str) -> None:
+        """Who computes with whole values, or looks at them, would go on with old ones."""
+        if self._passes.in_use():
+            shown = any(unit.shown for unit in self.units)
+            where = "zero.gathered: leave the block" if shown else "a forward: let it return"
+            raise UsageError(f"{call} inside {where} first")
 
     def _interrupt(self) -> None:
         """Some values are new, others old."""

@@ -27,6 +27,7 @@ from zero.sharding.progress import Progress
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, ShardedUnit
 from zero.sharding.tensors import map_tensors
+from zero.sharding.under_way import calls_under_way
 from zero.sharding.unit_hooks import Phase, UnitHooks
 from zero.tiers.stores import Stores
 
@@ -61,6 +62,7 @@ class Passes(Uncopied):
         self._forwards = 0  # with gradients, since the last backward
         self._config = config
         self._units = units
+        self._called = {module, *(anchor for unit in units for anchor in unit.anchors)}
         disk = stores.read_ahead if config.tiers.params == "disk" else None
         self._schedule = Schedule(list(units), config.prefetch, disk)
         device_type = stores.accelerator.device.type
@@ -100,6 +102,7 @@ class Passes(Uncopied):
         self._visits.expected = last and self._forwards == 1
         self.phase.mark("")
         self._forget_progress()  # of torch.autograd.grad, which may have ended anywhere
+        self._forget_interrupted()
         try:
             self.reducer.begin_backward(last)
             with nullcontext() if self._second_try is None else self._second_try.on():
@@ -136,6 +139,21 @@ class Passes(Uncopied):
         self._progress.reset()
         for hooks in self._hooks.values():
             hooks.reset()
+
+    def in_use(self, own_calls: int = 0) -> bool:
+        """Whether a forward is under way, or a `zero.gathered` block. own_calls: of modules, by which whoever
+        asks has come here."""
+        self._forget_interrupted(own_calls)
+        return any(unit.holds for unit in self._units)
+
+    def _forget_interrupted(self, own_calls: int = 0) -> None:
+        """A forward that a KeyboardInterrupt has ended had no hooks to let go of its units. They would stay as
+        they are, whatever changes the weights."""
+        held = any(unit.holds and unit.in_forward for unit in self._units)
+        if held and calls_under_way(self._called) <= own_calls:
+            self._communicator.in_pass = self.phase.in_backward
+            for hooks in self._hooks.values():
+                hooks.leave_forward()
 
     def release_all(self, keep: object = None) -> None:
         """Drop whole values, also of forwards that no backward has followed; see ShardedUnit.forget_calls."""
@@ -183,7 +201,7 @@ class Passes(Uncopied):
         if not self.phase.in_backward:
             self._communicator.in_pass = self._config.tiers.params == "disk"
             self._visits.rest()  # which graphs do themselves
-        return self._prepare(module, args, kwargs)
+        return self._prepare(module, args, kwargs, own_calls=1)
 
     def _leave_forward(self, *_: Any) -> None:
         self._communicator.in_pass = self.phase.in_backward
@@ -194,15 +212,15 @@ class Passes(Uncopied):
             self._communicator.agree()
 
     def _prepare(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own_calls: int = 0
     ) -> tuple[Any, Any] | None:
-        """What comes before a forward, of hooks or of a graph."""
+        """What comes before a forward, of hooks or of a graph. own_calls: as in `in_use`."""
         self._parking.check()
         if not self.phase.in_backward:
             self._visits.dropped()  # whose room this forward may need
             self._forwards += torch.is_grad_enabled()
             self._watch.look()
-        if not (_in_autograd() or any(u.holds for u in self._units)):
+        if not (_in_autograd() or self.in_use(own_calls)):
             self.release_all(keep=DIFFERENTIATED)  # what a forward prefetched or kept, and never used
             self._forget_progress()
             self._schedule.begin(torch.is_grad_enabled())

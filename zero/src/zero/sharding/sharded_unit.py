@@ -85,6 +85,15 @@ class ShardedUnit:
     def in_use(self) -> bool:
         return bool(self.holds or self.calls_in_backward)
 
+    @property
+    def in_forward(self) -> bool:
+        """Held by a forward, not by `show_exact` alone."""
+        return self.holds > len(self._shown_before)
+
+    def leave_forward(self) -> None:
+        """No forward is under way: what it has not given up itself is not held for it any more."""
+        self.holds = len(self._shown_before)
+
     def shows_in(self, tensors: Iterable[Tensor]) -> bool:
         """Whether one of `tensors` is a view of a parameter that is to be released."""
         if self.resident:
@@ -158,7 +167,7 @@ class ShardedUnit:
     def renew(self) -> None:
         """Weights have been written in a `show_exact` block: who computes with the unit goes on with them, as
         soon as every rank has written. Collective."""
-        if self.holds > len(self._shown_before) or self.calls_in_backward:
+        if self.in_forward or self.calls_in_backward:
             for cast in tuple(self._pending):
                 self.complete(cast)
             for cast in sorted(self._gathered, key=str):
@@ -174,7 +183,7 @@ class ShardedUnit:
 
     def _show_again(self) -> None:
         """Where nobody computes with the unit any more, it shows exact values if it is to."""
-        if self.shown and self.holds == len(self._shown_before) and OWN in self._gathered:
+        if self.shown and not self.in_forward and OWN in self._gathered:
             self._bind(OWN)
 
     def end_show(self) -> None:
@@ -271,7 +280,7 @@ class ShardedUnit:
     def abandon(self) -> None:
         """Forget all users but `show_exact` blocks, and release: after an exception, or when a forward never
         got its backward."""
-        self.holds = len(self._shown_before)
+        self.leave_forward()
         self.calls_in_backward.clear()
         self.release()
 

@@ -89,12 +89,17 @@ class UnitHooks(Uncopied):
 
     def reset(self) -> None:
         """Forget calls under way: after a backward, or an exception."""
-        self._depth = 0
-        self._call = None
+        self.leave_forward()
         for call in (*self._ahead, *self._over):
             call.inputs.clear()  # the graph is gone; with this one's, that of the inputs would live on
         self.forget_progress()
         self._open_ended = False
+
+    def leave_forward(self) -> None:
+        """No forward is under way. Calls that wait for their backward stay."""
+        self._depth = 0
+        self._call = None
+        self._unit.leave_forward()
 
     def forget_progress(self) -> None:
         """No backward is under way."""
