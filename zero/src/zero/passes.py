@@ -147,8 +147,8 @@ class Passes(Uncopied):
         return any(unit.holds for unit in self._units)
 
     def _forget_interrupted(self, own_calls: int = 0) -> None:
-        """A forward that a KeyboardInterrupt has ended had no hooks to let go of its units. They would stay as
-        they are, whatever changes the weights."""
+        """A forward that a KeyboardInterrupt has ended had no hooks to let go of its units. They would keep
+        the values they have, whatever changes the weights."""
         held = any(unit.holds and unit.in_forward for unit in self._units)
         if held and calls_under_way(self._called) <= own_calls:
             self._communicator.in_pass = self.phase.in_backward

@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
-from accelz.flat_buffer import FlatBuffer, dense_stride
+from accelz.flat_buffer import FlatBuffer, dense_stride, rebind
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.quantised import Quantised, block_of
 from zero.sharding import layout
+from zero.sharding.alterations import elsewhere
 from zero.sharding.cast import OWN, UNCHANGED, Cast, Travel
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
@@ -85,6 +86,9 @@ class FlatGroup:
         self._cast_buffers: dict[Cast, FlatBuffer] = {}
         self._travelling: dict[Cast, Quantised] = {}
         self._private: FlatBuffer | None = None
+        self._bound: FlatBuffer | None = (
+            None  # whose views the parameters are; None: `home`, never bound again
+        )
         # Masters start from the values as they were given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
@@ -219,7 +223,7 @@ class FlatGroup:
         computed with them beside a forward in another form does not go with `home` before its backward."""
         if self._private is None and (self.home.common or self.form(beside) != OWN):
             self._private = allocate(self._stores, "to show", self.unit, self.home.nbytes, self._copy)
-            self._private.bind()
+            self._bind_to(self._private)
 
     def _copy(self) -> FlatBuffer:
         copy = self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
@@ -233,11 +237,18 @@ class FlatGroup:
             self._private = None
             self.bind(bound)
 
-    def rebound(self) -> list[str]:
-        """Names of parameters that are no views of the group's own values any more, which are whole."""
-        base, item = self.whole.data_ptr(), self.dtype.itemsize
-        named = zip(self.names, self.parameters, self.layout.slots, strict=True)
-        return [n for n, p, slot in named if p.data_ptr() - base != slot.offset * item and p.numel()]
+    def rebound(self) -> list[int]:
+        """Indices of parameters that are no views any more of what they were bound to."""
+        return elsewhere(self.parameters, self._views)
+
+    def bind_again(self) -> None:
+        """What is `rebound` shows the group's values again."""
+        for index in self.rebound():
+            rebind(self.parameters[index], self._views[index])
+
+    @property
+    def _views(self) -> tuple[Tensor, ...]:
+        return (self._bound or self.home).views
 
     def buffer(self, cast: Cast) -> FlatBuffer:
         """The buffer to gather into: `home` for the values as they are, else a cast buffer."""
@@ -328,7 +339,11 @@ class FlatGroup:
 
     def bind(self, cast: Cast) -> None:
         """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""
-        self._readable(cast).bind()
+        self._bind_to(self._readable(cast))
+
+    def _bind_to(self, buffer: FlatBuffer) -> None:
+        buffer.bind()
+        self._bound = buffer
 
     def values(self, cast: Cast) -> tuple[Tensor, ...]:
         """What `bind` would make of the parameters, in their order."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zero.errors import ModelError, some
+from zero.sharding.alterations import replaced
 from zero.sharding.sharded_unit import ShardedUnit
 
 
@@ -45,7 +46,7 @@ class LateParameters:
         if names:  # not of what has left the model
             raise ModelError(f"frozen at zero.initialize, and not any more: {some(names)}. {_THAWED}")
         if rebound:
-            raise ModelError(f"other memory than the engine's is behind {some(rebound)}. {_REBOUND}")
+            raise replaced(rebound)
         self._refuse("trained", [p for p in self._new() if p.requires_grad])
 
     def settle(self) -> None:
@@ -101,10 +102,6 @@ def _names_of(module: nn.Module) -> dict[str, int]:
     return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
-_REBOUND = (
-    "It was replaced: by model.to(...), by an assignment to `.data`, or by flatten_parameters() of an RNN. "
-    "Choose dtype and device before zero.initialize, and change values inside `with zero.gathered(...)`"
-)
 _CHANGED = (
     "The step computes 16-bit weights from their fp32 masters: change both, inside "
     "`with zero.gathered(parameters, write_rank=0):`"

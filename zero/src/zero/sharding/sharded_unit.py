@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
+from zero.sharding.alterations import replaced, versions_of, written
 from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup, Pending
 from zero.sharding.guard import guard, unguard
@@ -66,6 +67,7 @@ class ShardedUnit:
         self._classes = {p: type(p) for g in groups for p in g.parameters}
         self._pending: dict[Cast, list[list[Pending]]] = {}  # of each group that has begun
         self._gathered: set[Cast] = set()
+        self._versions: list[int] = []  # of the parameters, as a forward has found them
         self._stale = False  # the weights have changed: nothing gathered before may stay
         self._bound = OWN
         self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
@@ -167,11 +169,36 @@ class ShardedUnit:
     def renew(self) -> None:
         """Weights have been written in a `show_exact` block: who computes with the unit goes on with them, as
         soon as every rank has written. Collective."""
+        self.begin_compute()
         if self.in_forward or self.calls_in_backward:
             for cast in tuple(self._pending):
                 self.complete(cast)
             for cast in sorted(self._gathered, key=str):
                 self._finish(cast, [group.start_gather(self._communicator, cast) for group in self.groups])
+
+    def begin_compute(self) -> None:
+        """A forward has what it computes with, and is to leave it as it is until `end_compute`."""
+        if not self.resident:
+            self._versions = versions_of(self._classes)
+
+    def end_compute(self) -> None:
+        """Raise ModelError, with nothing gathered any more, where the forward has changed a parameter: that
+        would be lost. What is shown is looked at by who shows it."""
+        if self.resident or self.shown:
+            return
+        rebound, names = self.show_own(), chain.from_iterable(group.names for group in self.groups)
+        now = versions_of(self._classes)
+        if rebound or now != self._versions:
+            self.release()
+            changed = [n for n, a, b in zip(names, now, self._versions, strict=True) if a != b]
+            raise replaced(rebound) if rebound else written(changed[0])
+
+    def show_own(self) -> list[str]:
+        """Bind again what has been given other memory; its names."""
+        found = [group.names[index] for group in self.groups for index in group.rebound()]
+        for group in self.groups if found else ():
+            group.bind_again()
+        return found
 
     def show_exact(self) -> None:
         """Hold the unit, its parameters bound to exact values of this rank's own; ends with `end_show`."""
@@ -264,7 +291,7 @@ class ShardedUnit:
     def rebound(self) -> list[str]:
         """Names of trained parameters that do not show the unit's memory, as they always should."""
         trained = (group for group in self.groups if group.trainable and self.resident)
-        return [name for group in trained for name in group.rebound()]
+        return [group.names[index] for group in trained for index in group.rebound()]
 
     def park(self) -> None:
         """Give the device's memory back; see `Engine.offload_states`."""

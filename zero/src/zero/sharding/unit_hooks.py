@@ -152,6 +152,7 @@ class UnitHooks(Uncopied):
         cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
         self._unit.computed_in = cast
         self._acquire(cast)
+        self._unit.begin_compute()
         self._phase.mark(self._unit.name)
         self._call = None
         if torch.is_grad_enabled():
@@ -181,6 +182,7 @@ class UnitHooks(Uncopied):
             return output
         self._phase.mark(self._unit.name)
         call, self._call = self._call, None
+        self._unit.end_compute()
         tensors = list(iter_tensors(output))
         made = [] if call is None else [tensor for tensor in tensors if call.has_made(tensor)]
         if call is not None and call.inputs and not made:

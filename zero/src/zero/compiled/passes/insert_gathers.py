@@ -14,7 +14,7 @@ from torch import fx
 
 from zero.compiled.graphs import ShardedGraph, readers, writes
 from zero.compiled.ops import ALLGATHER, RELEASE, WAIT
-from zero.errors import ModelError
+from zero.sharding.alterations import written
 
 
 def insert_gathers(graph: ShardedGraph) -> int:
@@ -52,10 +52,6 @@ def _checked_readers(graph: ShardedGraph, placeholder: fx.Node) -> Iterator[fx.N
     aliases = {placeholder}
     for node in readers(placeholder):
         if any(writes(node, source) for source in aliases):
-            name = graph.parameters[placeholder].name
-            raise ModelError(
-                f"the forward writes to parameter {name!r}, which is sharded. Change parameters between "
-                "steps, inside `with zero.gathered(parameter, write_rank=0):`"
-            )
+            raise written(graph.parameters[placeholder].name)
         aliases.add(node)
         yield node
