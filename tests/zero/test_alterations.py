@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +117,131 @@ def resident_body(context: Context) -> bool:
 
 def test_whole_weights_may_be_changed_on_every_rank_alike(cluster: Clusters) -> None:
     assert all(cluster(2).run(resident_body))
+
+
+def assigned_body(context: Context, stage: int, precision: str) -> dict[str, Any]:
+    """`.data = ...` inside `zero.gathered`, as merges of adapters and averages of weights do it."""
+    model = careless()
+    engine = build(model, stage=stage, precision=precision)
+    found: dict[str, Any] = {}
+
+    def fill(value: float) -> None:
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, value)
+
+    def shown() -> set[float]:
+        return {round(value.float().mean().item(), 3) for value in engine.state_dict().values()}
+
+    with zero.gathered(model, write_rank=1):
+        fill(0.5 if context.rank == 1 else 77.0)
+    found["written"] = shown()
+    found["master"] = engine.full_master("0.linear.weight").unique().tolist()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with zero.gathered(model):
+            before = {p: p.data for p in model.parameters()}
+            fill(0.25)
+            for parameter, values in before.items():
+                parameter.data = values
+            model[0].linear.weight.data = model[0].linear.weight.data.clone()
+        found["swapped back"] = [str(w.message) for w in told]
+        with zero.gathered(model):
+            fill(0.25)
+            engine(features(0, 0, model))  # with what is shown
+        found["told"] = [str(w.message) for w in told]
+    wrong = pytest.raises(zero.ModelError, match=r"engine's is behind 1\.linear\.weight\.")
+    with wrong, zero.gathered(model, write_rank=0):
+        model[0].linear.weight.data = torch.zeros_like(model[0].linear.weight)
+        model[1].linear.weight.data = model[1].linear.weight.data[:3].clone()
+    with zero.gathered(model[1].linear.weight, write_rank=0), zero.gathered(model[1]):
+        model[1].linear.weight.data = model[1].linear.weight.data.clone()
+    found["kept"] = shown()
+    plain = careless()
+    plain.load_state_dict({n: p.float() for n, p in engine.state_dict().items()} or plain.state_dict())
+    expected, got = plain(features(0, 0, plain)), engine(features(0, 0, model)).float().cpu()
+    found["computes"] = context.rank > 0 or torch.allclose(got, expected, atol=1e-2)
+    engine.load_state_dict(careless().state_dict())
+    other = build(careless(), stage=stage, precision=precision)
+    found["trains"] = train(engine, context) == train(other, context)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(2, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_data_assigned_in_a_block_is_written_or_told(cluster: Clusters, stage: int, precision: str) -> None:
+    for rank, found in enumerate(cluster(2).run(assigned_body, stage=stage, precision=precision)):
+        assert found["written"] == found["kept"] == (set() if rank else {0.5})
+        assert found["master"] == [0.5]
+        assert found["swapped back"] == []
+        assert len(found["told"]) == 1
+        assert "0.linear.weight, 0.linear.bias, " in found["told"][0]
+        assert "pass write_rank=" in found["told"][0]
+        assert found["computes"]
+        assert found["trains"]
+
+
+class Momentum(nn.Module):
+    """MoCo's two encoders (He et al., 2020): the frozen one follows the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            key.data = key.data * 0.9 + query.data * 0.1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.follow()
+        return functional.mse_loss(self.query(x), self.key(x.flip(0)))
+
+
+def frozen_body(context: Context, stage: int, path: str) -> dict[str, bool]:
+    torch.manual_seed(0)
+    model = Momentum()
+    plain = copy.deepcopy(model)
+    engine = build(model, stage=stage)
+    optimizer, found = torch.optim.SGD(plain.query.parameters(), lr=0.3), {}
+
+    def step(index: int) -> None:
+        engine.backward(model(features(index, 0, model)))
+        engine.step()
+        optimizer.zero_grad()
+        plain(features(index, 0, plain)).backward()
+        optimizer.step()
+
+    def same(state: dict[str, Tensor]) -> bool:
+        expected = plain.state_dict()
+        return all(torch.allclose(v.cpu(), expected[n], atol=1e-5) for n, v in state.items())
+
+    for index in range(3):
+        step(index)
+    found["one parameter"] = same({"key.0.weight": engine.full_master("key.0.weight")})
+    step(3)
+    found["state"] = same(engine.state_dict())
+    step(4)
+    engine.save_checkpoint(path)
+    with torch.no_grad(), zero.gathered(model, write_rank=0):
+        for parameter in model.parameters():
+            parameter.zero_()
+    found["written"] = not any(value.any() for value in engine.state_dict().values())
+    engine.load_checkpoint(path)
+    found["saved"] = same(engine.state_dict())
+    step(5)
+    with zero.gathered(model):
+        model.follow()
+        plain.follow()
+    found["in a block"] = same(engine.state_dict())
+    model.key[0].weight.data = model.key[0].weight.data.half()
+    with pytest.raises(zero.ModelError, match=r"is behind key\.0\.weight\. It was replaced"):
+        engine.state_dict()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_frozen_parameters_may_be_trained_by_the_program(
+    cluster: Clusters, stage: int, tmp_path: Path
+) -> None:
+    for found in cluster(2).run(frozen_body, stage=stage, path=str(tmp_path / "saved")):
+        assert all(found.values()), found

@@ -158,10 +158,12 @@ def moved_body(context: Context, how: str, stage: int) -> str:
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
     engine.backward(language_loss(model, 0, context.rank))
     engine.step()
-    with zero.gathered(model):
-        REPLACED[how](model)
+    REPLACED[how](model)
     with pytest.raises(zero.ModelError) as caught:
         engine.backward(torch.zeros(1, requires_grad=True).sum())
+    for use in (engine.state_dict, lambda: engine.load_state_dict({}), zero.gathered(model).__enter__):
+        with pytest.raises(zero.ModelError, match="other memory than the engine's"):
+            use()
     return str(caught.value)
 
 
@@ -199,5 +201,7 @@ def changed_body(context: Context) -> dict[str, list[str]]:
 def test_weights_that_the_next_step_overwrites_are_told(cluster: Clusters) -> None:
     for found in cluster(2).run(changed_body):
         assert len(found["lost"]) == 2
-        assert "which this step undoes: norm.weight. The step computes 16-bit weights" in found["lost"][0]
+        assert (
+            "which this step undoes: norm.weight. The step computes 16-bit weights" in found["lost"][0]
+        )
         assert found["kept"] == found["fp32"] == []

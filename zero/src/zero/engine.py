@@ -256,7 +256,7 @@ class Engine:
 
         master: the fp32 masters instead of the 16-bit weights.
         """
-        self._late.check_whole()
+        self._check_whole()
         state = model_state.read(self.module, self._whole, master)
         self._communicator.check()
         return state
@@ -268,7 +268,7 @@ class Engine:
         """
         self._parking.check()
         self._check_not_in_use("load_state_dict")
-        self._late.check_whole()
+        self._check_whole()
         model_state.load(self.module, self._whole, state, strict)
         self._late.settle()
 
@@ -278,6 +278,7 @@ class Engine:
         A frozen parameter has no master: its own value is returned, in fp32.
         """
         _, group, _ = self._whole.locate(name)
+        self._whole.take_in_frozen()
         return self._whole.parameter(name, group.widest).float()
 
     def full_gradient(self, name: str) -> Tensor | None:
@@ -324,7 +325,7 @@ class Engine:
         checkpoints that were there stay as they were.
         """
         self._check_complete()
-        self._late.check_whole()
+        self._check_whole()
         if self._micro_steps:
             raise UsageError(
                 "save_checkpoint between the micro-batches of an optimizer step: their gradients would be "
@@ -354,7 +355,7 @@ class Engine:
         engine then refuses to go on until a whole checkpoint has been loaded.
         """
         self._check_not_in_use("load_checkpoint")
-        self._late.check_whole()
+        self._check_whole()
         options, before = Options(restore or {}, strict, weights_only, rename), self._interrupted
         loaded = self._checkpoints.load(path, options, self._begin_load)
         self._late.settle()
@@ -374,7 +375,7 @@ class Engine:
         """
         self._parking.check()
         self._check_not_in_use("load_pretrained")
-        self._late.check_whole()
+        self._check_whole()
         before = self._interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
         fill_engine(self.module, self._whole, request, self._begin_load)
@@ -399,6 +400,7 @@ class Engine:
             raise UsageError("offload_states between backward() and step(): there are gradients; step first")
         self._check_complete()
         self._check_not_in_use("offload_states")
+        self._whole.take_in_frozen()
         if self._balancer is not None and not self._parking.away:
             self._balancer.pause()
         self._passes.release_all()
@@ -453,6 +455,11 @@ class Engine:
         self._passes.release_all()
         self._interrupt()
         self._whole.begin_write()
+
+    def _check_whole(self) -> None:
+        """Before values of the whole model are saved or loaded: the engine's are the model's."""
+        self._late.check_whole()
+        self._whole.take_in_frozen()
 
     def _check_not_in_use(self, call: str) -> None:
         """Who computes with whole values, or looks at them, would go on with old ones."""

@@ -30,7 +30,7 @@ from accelz.flat_buffer import FlatBuffer, dense_stride, rebind
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.quantised import Quantised, block_of
 from zero.sharding import layout
-from zero.sharding.alterations import elsewhere
+from zero.sharding.alterations import elsewhere, replaced
 from zero.sharding.cast import OWN, UNCHANGED, Cast, Travel
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
@@ -241,6 +241,22 @@ class FlatGroup:
         """Indices of parameters that are no views any more of what they were bound to."""
         return elsewhere(self.parameters, self._views)
 
+    def check_fits(self, index: int) -> None:
+        """Raise ModelError where a parameter's values cannot be those of the group."""
+        if not _fits(self.parameters[index].data, self._views[index]):
+            raise replaced([self.names[index]])
+
+    def take_in(self, index: int) -> None:
+        """Values that a parameter was given with other memory become the group's own, in whole."""
+        view = self._views[index]
+        view.copy_(self.parameters[index].data)
+        rebind(self.parameters[index], view)
+
+    def differs(self, index: int) -> bool:
+        """Whether what a parameter shows is not what it was bound to."""
+        values, view = self.parameters[index].data, self._views[index]
+        return not (_fits(values, view) and torch.equal(values, view))
+
     def bind_again(self) -> None:
         """What is `rebound` shows the group's values again."""
         for index in self.rebound():
@@ -352,3 +368,7 @@ class FlatGroup:
     def _readable(self, cast: Cast) -> FlatBuffer:
         buffer = self.buffer(cast)
         return self._private if self._private and buffer is self.home else buffer
+
+
+def _fits(values: Tensor, view: Tensor) -> bool:
+    return (values.shape, values.dtype, values.device) == (view.shape, view.dtype, view.device)

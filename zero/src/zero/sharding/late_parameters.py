@@ -40,14 +40,17 @@ class LateParameters:
     def check_trained(self) -> None:
         """Before each backward: a walk through modules and parameters, 0.2 ms for 400 of each."""
         with torch._C.DisableTorchFunctionSubclass():  # as they are: the guard of sharded ones costs time
+            self._check_rebound()
             thawed = {id(p) for p in self._frozen if p.requires_grad}
-            rebound: list[str] = [name for unit in self._units for name in unit.rebound()]
         names = self._names(p for p in self._frozen if id(p) in thawed) if thawed else []
         if names:  # not of what has left the model
             raise ModelError(f"frozen at zero.initialize, and not any more: {some(names)}. {_THAWED}")
+        self._refuse("trained", [p for p in self._new() if p.requires_grad])
+
+    def _check_rebound(self) -> None:
+        rebound = [name for unit in self._units for name in unit.rebound()]
         if rebound:
             raise replaced(rebound)
-        self._refuse("trained", [p for p in self._new() if p.requires_grad])
 
     def settle(self) -> None:
         """The values of now are those of the masters."""
@@ -64,6 +67,8 @@ class LateParameters:
     def check_whole(self) -> None:
         """Before values of the whole model are saved or loaded."""
         self._refuse("saved or loaded", list(self._new()))
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check_rebound()
         now, then = _names_of(self._module), self._names_then
         moved = [name for name, parameter in now.items() if then.get(name) != parameter]
         if moved:

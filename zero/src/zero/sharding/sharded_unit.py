@@ -8,7 +8,7 @@ exact values of a unit that computes with others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import chain
 
@@ -193,12 +193,15 @@ class ShardedUnit:
             changed = [n for n, a, b in zip(names, now, self._versions, strict=True) if a != b]
             raise replaced(rebound) if rebound else written(changed[0])
 
-    def show_own(self) -> list[str]:
-        """Bind again what has been given other memory; its names."""
-        found = [group.names[index] for group in self.groups for index in group.rebound()]
-        for group in self.groups if found else ():
+    def show_own(self, told: Callable[[FlatGroup, int], bool] = lambda group, index: True) -> list[str]:
+        """Bind again what has been given other memory; names of those that are to be told. What is frozen and
+        always whole may have it until its values are taken in."""
+        groups = [group for group in self.groups if group.trainable or not self.resident]
+        found = [(group, index) for group in groups for index in group.rebound()]
+        names = [group.names[index] for group, index in found if told(group, index)]
+        for group in dict.fromkeys(group for group, _ in found):
             group.bind_again()
-        return found
+        return names
 
     def show_exact(self) -> None:
         """Hold the unit, its parameters bound to exact values of this rank's own; ends with `end_show`."""
@@ -213,15 +216,18 @@ class ShardedUnit:
         if self.shown and not self.in_forward and OWN in self._gathered:
             self._bind(OWN)
 
-    def end_show(self) -> None:
-        """End `show_exact`: who computes with the unit finds what was bound before. Release it then."""
+    def end_show(self) -> list[str]:
+        """End `show_exact`: who computes with the unit finds what was bound before. Release it then. Names of
+        parameters that were given other memory with other values, which are dropped."""
         self.holds -= 1
         before = self._shown_before.pop()
+        lost = [] if self.shown else self.show_own(told=FlatGroup.differs)
         if not self.shown:
             for group in self.groups:
                 group.rejoin(self._bound)
         if before in self._gathered:
             self._bind(before)
+        return lost
 
     def release(self) -> None:
         """Drop every gathered buffer that is not to persist, unless somebody uses the unit."""
@@ -292,6 +298,13 @@ class ShardedUnit:
         """Names of trained parameters that do not show the unit's memory, as they always should."""
         trained = (group for group in self.groups if group.trainable and self.resident)
         return [group.names[index] for group in trained for index in group.rebound()]
+
+    def replaced_frozen(self) -> list[tuple[FlatGroup, int]]:
+        """Frozen parameters that a program has given other memory, and with it other values."""
+        if not self.resident:
+            return []  # not before a forward has ended, or a `show_exact` block
+        groups = [group for group in self.groups if not group.trainable and group.home.materialized]
+        return [(group, index) for group in groups for index in group.rebound()]
 
     def park(self) -> None:
         """Give the device's memory back; see `Engine.offload_states`."""

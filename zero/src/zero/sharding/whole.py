@@ -5,6 +5,7 @@ Everything here that takes or returns whole values is collective: every rank cal
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
-from zero.errors import StateError
+from zero.errors import StateError, some
+from zero.sharding.alterations import replaced
 from zero.sharding.copies import Uncopied
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
@@ -127,6 +129,8 @@ class WholeValues(Uncopied):
     def hold(self, names: Sequence[str]) -> None:
         """Keep the units of these parameters gathered until unhold()."""
         self.check()
+        self._check_own(self._units_of(names))
+        self.take_in_frozen()
         held: list[ShardedUnit] = []
         try:
             with self.together():
@@ -142,12 +146,17 @@ class WholeValues(Uncopied):
         self._let_go(self._units_of(names))
 
     def _let_go(self, units: Sequence[ShardedUnit]) -> None:
+        lost = []
         for unit in units:
-            unit.end_show()
+            lost += unit.end_show()
             unit.release()
+        if lost:
+            warnings.warn(f"the values that {some(lost)} {_LOST}", RuntimeWarning, stacklevel=5)
 
     def write_back(self, names: Sequence[str], source: int) -> None:
-        """Spread held parameters' values from rank `source` into every rank's shards and masters."""
+        """Spread held parameters' values from rank `source` into every rank's shards and masters. They may be
+        in other memory: ModelError, before anything changes, where they do not fit."""
+        self._take_in(names)
         with self.changing():
             for name in names:
                 unit, group, index = self.locate(name)
@@ -160,6 +169,24 @@ class WholeValues(Uncopied):
             for unit in self._units_of(names):
                 unit.renew()
         self.on_written()
+
+    def _take_in(self, names: Sequence[str]) -> None:
+        """What shows other memory, by `parameter.data = ...`, goes where all else reads it."""
+        places = [(group, index) for _, group, index in map(self.locate, names)]
+        _take_in([(group, index) for group, index in places if index in group.rebound()])
+
+    def take_in_frozen(self) -> None:
+        """Frozen parameters that are whole may be given other memory, as momentum encoders do it: it is the
+        program that trains them. Raises ModelError where that does not fit."""
+        found = [place for unit in self.units for place in unit.replaced_frozen()]
+        _take_in(found)
+        for group, index in found:
+            self.assign(group, index, group.whole)
+
+    def _check_own(self, units: Sequence[ShardedUnit]) -> None:
+        rebound = [] if any(unit.shown for unit in units) else [n for unit in units for n in unit.rebound()]
+        if rebound:
+            raise replaced(rebound)
 
     def assign(self, group: FlatGroup, index: int, whole: Tensor) -> None:
         """Take parameter `index` over from a whole buffer into this rank's shard and its master."""
@@ -184,6 +211,13 @@ def view_of(whole: Tensor, group: FlatGroup, index: int) -> Tensor:
     return whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset)
 
 
+def _take_in(places: Sequence[tuple[FlatGroup, int]]) -> None:
+    for group, index in places:
+        group.check_fits(index)
+    for group, index in places:
+        group.take_in(index)
+
+
 def _assign(group: FlatGroup, index: int, whole: Tensor) -> None:
     for piece in group.pieces:
         if piece.index == index:
@@ -200,3 +234,9 @@ def spread_buffer(communicator: Communicator, name: str, buffer: Tensor) -> None
         flat = buffer.detach().reshape(-1)  # a copy where the buffer is not contiguous
         communicator.broadcast(name, flat.view(torch.uint8), 0)  # some dtypes have no collectives
         buffer.detach().copy_(flat.view(buffer.shape))
+
+
+_LOST = (
+    "were given by an assignment to `.data` inside zero.gathered() are dropped on leaving it, and they have "
+    "the engine's again: pass write_rank=<the rank that writes> to keep them"
+)
