@@ -183,9 +183,12 @@ def changed_body(context: Context) -> dict[str, list[str]]:
         ("lost", "bf16", False),
         ("kept", "bf16", True),
         ("fp32", "fp32", False),
+        ("away", "fp32", False),
     ):
         model = fresh()
-        engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=2, precision=precision))
+        offload = zero.Offload(optimizer="host") if name == "away" else None
+        config = zero.Config(timeout=20, stage=2, precision=precision, offload=offload)
+        engine = zero.initialize(model, adamw(model), config)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for step in range(3):
@@ -194,6 +197,12 @@ def changed_body(context: Context) -> dict[str, list[str]]:
                 inside = zero.gathered(model, write_rank=0) if gathered else nullcontext()
                 with torch.no_grad(), inside:
                     model.norm.weight.clamp_(-0.5, 0.5)
+        if name == "away":  # kept where the device is the host
+            engine.backward(language_loss(model, 3, context.rank))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                engine.step()
+            found["undone"] = ["undone"] * bool(model.norm.weight.max() > 0.6)
         found[name] = [str(w.message) for w in told if "changed in place" in str(w.message)]
     return found
 
@@ -202,6 +211,7 @@ def test_weights_that_the_next_step_overwrites_are_told(cluster: Clusters) -> No
     for found in cluster(2).run(changed_body):
         assert len(found["lost"]) == 2
         assert (
-            "which this step undoes: norm.weight. The step computes 16-bit weights" in found["lost"][0]
+            "which this step undoes: norm.weight. The step computes weights from masters" in found["lost"][0]
         )
+        assert len(found["away"]) == 2 * len(found["undone"])
         assert found["kept"] == found["fp32"] == []

@@ -123,6 +123,11 @@ class FlatGroup:
         return joined([sub.kept.master for sub in self.subs]) if self.subs else None
 
     @property
+    def overwritten(self) -> bool:
+        """Whether a step makes the shard, or a part of it, of a master that is elsewhere."""
+        return not all(sub.shard_serves for sub in self.subs)
+
+    @property
     def widest(self) -> Values:
         """The most precise values there are: the master's, or a frozen group's own."""
         master = self.master

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zero.errors import ModelError, some
-from zero.sharding.alterations import replaced
+from zero.sharding.alterations import replaced, versions_of
 from zero.sharding.sharded_unit import ShardedUnit
 
 
@@ -25,15 +25,11 @@ class LateParameters:
         self._known = {id(parameter) for group in groups for parameter in group.parameters}
         self._names_then = _names_of(module)
         self._units = tuple(units)
-        # whole 16-bit weights that the step overwrites from their masters
-        self._kept = [
-            (name, parameter)
-            for unit in self._units
-            for group in unit.groups
-            if unit.resident and group.trainable and group.dtype.itemsize < 4
-            for name, parameter in zip(group.names, group.parameters, strict=True)
+        # that are always whole, so that a program may change them at any time
+        self._whole = [
+            group for unit in self._units for group in unit.groups if unit.resident and group.trainable
         ]
-        self._versions: list[int] = []
+        self._versions: list[list[int]] = []
         self.settle()
         self._frozen = [p for group in groups if not group.trainable for p in group.parameters]
 
@@ -54,12 +50,17 @@ class LateParameters:
 
     def settle(self) -> None:
         """The values of now are those of the masters."""
-        self._versions = [parameter._version for _, parameter in self._kept]
+        self._versions = [versions_of(group.parameters) for group in self._whole]
 
     def check_changed(self) -> None:
         """Before a step, which would undo it: warn of weights that were changed in place since `settle()`."""
-        kept = zip(self._kept, self._versions, strict=True)
-        changed = [name for (name, parameter), before in kept if parameter._version != before]
+        changed = [
+            name
+            for group, before in zip(self._whole, self._versions, strict=True)
+            if group.overwritten and (now := versions_of(group.parameters)) != before
+            for name, old, new in zip(group.names, before, now, strict=True)
+            if old != new
+        ]
         if changed:
             what = f"changed in place since the last step, which this step undoes: {some(changed)}"
             warnings.warn(f"{what}. {_CHANGED}", stacklevel=3)
@@ -108,7 +109,7 @@ def _names_of(module: nn.Module) -> dict[str, int]:
 
 
 _CHANGED = (
-    "The step computes 16-bit weights from their fp32 masters: change both, inside "
+    "The step computes weights from masters that are elsewhere, in fp32 or on the host: change both, inside "
     "`with zero.gathered(parameters, write_rank=0):`"
 )
 _THAWED = (
