@@ -73,9 +73,9 @@ def _check_descriptors(ranks: int, lanes: int) -> None:
     taken = len(os.listdir(folder))
     if taken + ranks + SPARE_DESCRIPTORS > limit:
         raise CollectiveError(
-            f"{taken} of {limit} file descriptors are taken, and each different size of a collective takes one "
-            f"for each of {ranks} ranks (this group has {lanes} sizes): allow more (ulimit -n), or use fewer "
-            "different sizes"
+            f"{taken} of {limit} file descriptors are taken, and each different size of a collective takes "
+            f"one for each of {ranks} ranks (this group has {lanes} sizes): allow more (ulimit -n), or use "
+            "fewer different sizes"
         )
 
 
