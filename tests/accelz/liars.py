@@ -432,10 +432,12 @@ class WeightsForgotten(CpuKernels):
         super().adamw(*args, **{**kwargs, "weights": None})
 
 
-class SettingsForgotten(CpuKernels):
+class BetaForgotten(CpuKernels):
     def adamw(self, *args: Any, **kwargs: Any) -> None:
         super().adamw(*args, **{**kwargs, "beta2": 0.999})
 
+
+class RateForgotten(CpuKernels):
     def lion(self, *args: Any, **kwargs: Any) -> None:
         super().lion(*args, **{**kwargs, "lr": 1e-2})
 
@@ -967,10 +969,10 @@ ROUNDS: dict[str, dict[str, Lie]] = {
             "FlatBufferStrategy.flatten", "flatten_keeps_values", "flat_buffers", FlattenGivesATuple
         ),
         "half weights are forgotten": Lie("Kernels.sgd", "test_one_moment", "kernels", HalfWeightsForgotten),
-        "a learning rate is forgotten": Lie("Kernels.lion", "test_one_moment", "kernels", SettingsForgotten),
+        "a learning rate is forgotten": Lie("Kernels.lion", "test_one_moment", "kernels", RateForgotten),
         "a grid is small": Lie("Kernels.dequantise", "no_element_is_too_far", "kernels", SmallGrid),
         "a cast saturates": Lie("Kernels.scale_cast", "scale_cast_overflows", "kernels", Saturating),
-        "a beta is forgotten": Lie("Kernels.adamw", "test_adamw", "kernels", SettingsForgotten),
+        "a beta is forgotten": Lie("Kernels.adamw", "test_adamw", "kernels", BetaForgotten),
         "a maximum begins at zero": Lie(
             "Collectives.all_reduce", "test_all_reduce", "collectives", MaximumFromZero
         ),
