@@ -177,7 +177,7 @@ def test_an_update_without_room_has_state_make_some(
     (found,) = cluster(1).run(no_room_body, optimizer_of=optimizer_of, limit=60)
     (hungry, steps), (fed, expected) = found["hungry"], found["fed"]
     assert steps == expected == 8
-    assert hungry == pytest.approx(fed, rel=1e-5)
+    assert hungry == pytest.approx(fed, rel=1e-3)
     assert found["told"] == 1
     before, after = found["near"]
     assert before > after

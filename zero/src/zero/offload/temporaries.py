@@ -68,6 +68,9 @@ def _kernel_turns(report: MemoryReport) -> list[int]:
 
 
 def _turns(report: MemoryReport) -> list[tuple[str, int]]:
-    """Unit and bytes taken for a while, of each point of the update between its begin and its end."""
+    """Unit and bytes taken for a while, of each point of the update between its begin and its end. What
+    others give back meanwhile, as Python's collector may, makes them no fewer."""
     step = [sample for sample in report.samples if sample.phase == "step"]
-    return [(now.unit, now.peak - before.allocated) for before, now in pairwise(step[:-1])]
+    return [
+        (now.unit, now.peak - min(before.allocated, now.allocated)) for before, now in pairwise(step[:-1])
+    ]
