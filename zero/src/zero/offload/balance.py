@@ -217,7 +217,8 @@ class Balancer:
 
     def _together(self, own: Sequence[OwnedSubGroup]) -> dict[int, int]:
         """The elements of each param_group that none but `own` have pieces of."""
-        far = {p.param_group for o in _unserved(self._optimizer.subs) if o not in own for p in o.pieces}
+        mine = set(own)
+        far = {p.param_group for o in _unserved(self._optimizer.subs) if o not in mine for p in o.pieces}
         sizes: dict[int, int] = {}
         for piece in [piece for owned in own for piece in owned.pieces if piece.param_group not in far]:
             sizes[piece.param_group] = sizes.get(piece.param_group, 0) + piece.parameter.numel()
