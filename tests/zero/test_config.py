@@ -271,6 +271,7 @@ def test_the_public_face_is_frozen() -> None:
         "world_size",
         "train",
         "eval",
+        "refresh_weights",
         "state_dict",
         "load_state_dict",
         "full_master",

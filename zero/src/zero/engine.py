@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,7 +94,7 @@ class Engine:
         )
         self._checkpoints = Checkpoints(parts)
         self._late = LateParameters(module, units)
-        self._whole.on_written = self._late.settle
+        self._whole.on_written = self._settle
         self._absent = AbsentGradients()
         own(module, self._whole)
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
@@ -107,7 +108,7 @@ class Engine:
             self._balancer = Balancer(stores, communicator, self._tracer, self._shards, reducer)
             self._passes.try_twice(self._balancer.second_try)
         self._passes.phase.on_unit = self._trace
-        self._passes.on_forward = self._tracer.begin
+        self._passes.on_forward = self._begin_forward
         self._shards.on_sub_group = partial(self._tracer.mark, "step")
 
     # -- training -----------------------------------------------------------------------------------
@@ -186,7 +187,10 @@ class Engine:
         if not any(True for _ in self._reducer.used()):
             warnings.warn(_NOTHING_TO_STEP, RuntimeWarning, stacklevel=2)
         self._hear_of_disks()
-        self._change_weights(*factors)
+        with self._changing_weights():
+            self._update(*factors)
+            self._drop_gradients()
+        self.steps += 1
         self.accelerator.flush()
         self._tracer.end()
         if self._balancer is not None:
@@ -249,6 +253,24 @@ class Engine:
         """`module.eval()`."""
         return self.train(False)
 
+    def refresh_weights(self) -> None:
+        """Make the weights those that the optimizer has; collective.
+
+        For what changes them in place through `optimizer.param_groups` outside of a step: train() and eval()
+        of schedule-free optimizers, a clamp. Until then the next forward, save or load raises UsageError.
+        Between optimizer steps only, and outside of `zero.gathered`.
+        """
+        self._parking.check()
+        if self._micro_steps:
+            raise UsageError("refresh_weights between backward() and step(): step first")
+        self._check_complete()
+        self._check_not_in_use("refresh_weights")
+        with self._changing_weights():
+            try:
+                self._shards.deliver_changed()
+            finally:
+                self._stores.join()
+
     # -- whole values (collective: every rank must call these) ------------------------------------------
 
     def state_dict(self, master: bool = False) -> dict[str, Any]:
@@ -257,6 +279,7 @@ class Engine:
         master: the fp32 masters instead of the 16-bit weights.
         """
         self._check_whole()
+        self._check_changed()
         state = model_state.read(self.module, self._whole, master)
         self._communicator.check()
         return state
@@ -270,7 +293,7 @@ class Engine:
         self._check_not_in_use("load_state_dict")
         self._check_whole()
         model_state.load(self.module, self._whole, state, strict)
-        self._late.settle()
+        self._settle()
 
     def full_master(self, name: str) -> Tensor:
         """The whole fp32 master of parameter `name`, in its shape, on every rank.
@@ -326,6 +349,7 @@ class Engine:
         """
         self._check_complete()
         self._check_whole()
+        self._check_changed()
         if self._micro_steps:
             raise UsageError(
                 "save_checkpoint between the micro-batches of an optimizer step: their gradients would be "
@@ -358,7 +382,7 @@ class Engine:
         self._check_whole()
         options, before = Options(restore or {}, strict, weights_only, rename), self._interrupted
         loaded = self._checkpoints.load(path, options, self._begin_load)
-        self._late.settle()
+        self._settle()
         if not weights_only:
             self.steps = loaded.steps
         self._interrupted = before and (
@@ -379,7 +403,7 @@ class Engine:
         before = self._interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
         fill_engine(self.module, self._whole, request, self._begin_load)
-        self._late.settle()
+        self._settle()
         self._interrupted = before
 
     def wait_for_checkpoint(self) -> None:
@@ -472,19 +496,31 @@ class Engine:
         """Some values are new, others old."""
         self._interrupted = True
 
-    def _change_weights(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        """Everything that an optimizer step changes. Interrupted half-way it cannot be repeated: some values
-        are new then, others old, so that the engine refuses to go on."""
+    def _begin_forward(self) -> None:
+        self._check_changed()
+        self._tracer.begin()
+
+    def _check_changed(self) -> None:
+        """Weights that the optimizer's values have left behind are nobody's."""
+        if changed := self._shards.changed():
+            names = dict.fromkeys(name for written in changed.values() for name in written)
+            raise UsageError(_LEFT_BEHIND.format(some(list(names))))
+
+    def _settle(self) -> None:
+        """Weights and masters are one another's."""
+        self._late.settle()
+        self._shards.settle()
+
+    @contextmanager
+    def _changing_weights(self) -> Iterator[None]:
+        """Around what changes shards. Interrupted half-way it cannot be repeated: some values are new then,
+        others old, so that the engine refuses to go on."""
         self._passes.release_all()  # whole values that somebody kept are old now
         self._whole.begin_write()
         try:
-            self._update(scale, skip)
-            if self._loss_scale is not None and skip is not None:
-                self._loss_scale.update(skip)
-            self._drop_gradients()
+            yield
             refill(self.units, frozen=False)
-            self._late.settle()
-            self.steps += 1
+            self._settle()
         except BaseException:
             self._interrupt()
             self._tracer.drop()
@@ -498,6 +534,8 @@ class Engine:
         finally:
             self._stores.join()  # weights are under way to shards, also where a later group failed
         self._hear_of_disks()
+        if self._loss_scale is not None and skip is not None:
+            self._loss_scale.update(skip)
 
     def _hear_of_disks(self) -> None:
         """Collective. Raise OffloadError, on every rank, where the disk of one has failed."""
@@ -573,6 +611,12 @@ _NOT_HEEDED = (
     "that the engine has: {}. To drop this step's gradients call engine.zero_grad() instead of "
     "optimizer.zero_grad(), and no step(); to leave a parameter as it is, freeze it before the forward, with "
     "requires_grad_(False)"
+)
+
+
+_LEFT_BEHIND = (
+    "values in optimizer.param_groups were changed in place outside of a step, and the weights do not have "
+    "them yet: {}. Call engine.refresh_weights() on every rank behind such a change"
 )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.routes import Routes
+from zero.sharding.alterations import versions_of
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import Piece
 from zero.sharding.sub_group import SubGroup
@@ -62,6 +63,9 @@ class OwnedSubGroup:
         """Elements that this rank steps."""
         return self.sub.numel if self.routes is None else self.routes.numel
 
+    def name_of(self, piece: OwnedPiece) -> str:
+        return self.group.names[piece.piece.index]
+
     def originals(self) -> list[Tensor]:
         """What a step reads, beside the gradient: a record in memory, and the optimizer's views of it."""
         state = self.sub.kept.opened()
@@ -71,6 +75,10 @@ class OwnedSubGroup:
     def versions(self) -> list[int]:
         """Of the originals: an in-place change of one is another version."""
         return [values._version for values in self.originals()]
+
+    def piece_versions(self) -> list[int]:
+        """How often each piece was written to by itself, as optimizers and programs do; kernels do not."""
+        return versions_of(piece.parameter for piece in self.pieces)
 
     def missing(self, used: set[int]) -> tuple[int, ...]:
         """Pieces whose parameters are not among `used`."""

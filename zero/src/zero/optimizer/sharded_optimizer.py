@@ -90,10 +90,12 @@ class ShardedOptimizer:
         self.absent = AbsentGradients()
         self._stepping = False
         self._ahead: StepsAhead | None = None
+        self._settled: dict[OwnedSubGroup, list[int]] = {}
         if isinstance(optimizer, JointOptimizer):
             optimizer.share_state()
         self._install()
         self._lengths = self._group_lengths()
+        self.settle()
         for each in {optimizer, *members(optimizer)}:
             each.register_step_pre_hook(self._check_caller)
             refuse_state_dicts(each)
@@ -111,12 +113,32 @@ class ShardedOptimizer:
         finally:
             self._stepping = False
             self.absent.hide()
+        self.deliver_changed()  # by hooks behind the step
+
+    def settle(self) -> None:
+        """The weights are those of the masters as they are now."""
+        self._settled = {owned: owned.piece_versions() for owned in self.subs}
+
+    def changed(self) -> dict[OwnedSubGroup, list[str]]:
+        """Sub-groups of which pieces were written to since `settle()`, with the names of these."""
+        return {
+            owned: [owned.name_of(p) for p, a, b in zip(owned.pieces, before, now, strict=True) if a != b]
+            for owned, before in self._settled.items()
+            if (now := owned.piece_versions()) != before
+        }
+
+    def deliver_changed(self) -> None:
+        """Make the weights of what was `changed` those of the masters. A step has more that it delivers."""
+        for owned in self.changed():
+            self.visits.part_with(owned.sub)
+            self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
     def _step(self, turns: Sequence[Turn], scale: Tensor | None, skip: Tensor | None) -> None:
         self.held_back = self._own_step is not None and skip is not None and bool(skip)
         if self._own_step is not None and not self.held_back:  # these decide on the host
             mine = [(owned, have) for owned, have in turns if owned.rule is None]
             self._own_step.run(mine, scale, self.on_sub_group)
+            self._settled |= {owned: owned.piece_versions() for owned, _ in mine}
         served = [(owned, have) for owned, have in turns if owned.rule is not None]
         _between_hooks(self._served, partial(self._kernel_step, served, Factors(scale, skip)))
 
