@@ -140,10 +140,11 @@ def exception_body(context: Context, shard_ranks: int | None) -> dict[str, Any]:
     config = zero.Config(timeout=10, shard_ranks=shard_ranks)
     expected = train_zero(context, fresh(), straight, config, decaying, steps=6)
     result: dict[str, Any] = {}
-    for where in ("forward", "backward", "own hook", "checkpointed forward"):
+    for where in ("forward", "backward", "own hook", "checkpointed forward", "gradient"):
         model = fresh()
+        early = _set_trap(model, where) if where == "gradient" else None  # runs before the engine's hooks
         engine = zero.initialize(model, decaying(model), config)
-        handle = _set_trap(model, where)
+        handle = early or _set_trap(model, where)
         recompute = "non-reentrant" if where.startswith("checkpointed") else ""
         try:
             loss = model(features(77, context.rank, model), STRAIGHT, recompute=recompute).loss
@@ -168,6 +169,8 @@ def _set_trap(model: Stack, where: str) -> Any:
         return model.blocks[1].down.register_full_backward_hook(trap)
     if where == "own hook":
         return model.blocks[2].register_forward_pre_hook(trap, prepend=True)
+    if where == "gradient":
+        return model.blocks[2].up.weight.register_post_accumulate_grad_hook(trap)
     return model.blocks[2].up.register_forward_hook(trap)
 
 

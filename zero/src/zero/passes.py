@@ -168,6 +168,7 @@ class Passes(Uncopied):
 
     def recover(self) -> None:
         """After an exception: drop gradients, gathers and calls under way."""
+        self._drop_accumulated()
         try:
             self.reducer.clear()
             self._reset()
@@ -175,6 +176,13 @@ class Passes(Uncopied):
                 unit.abandon()
         except CommunicationError:
             pass  # the original error says more
+
+    def _drop_accumulated(self) -> None:
+        """What autograd has accumulated and `receive` has not taken, as a hook before it has raised: the next
+        backward would add to it."""
+        for gradients in self.reducer.all:
+            for parameter in gradients.group.parameters:
+                parameter.grad = None
 
     def after_step(self) -> None:
         """Collective, when the optimizer has stepped."""
