@@ -95,6 +95,31 @@ def test_nothing_is_stale_after_an_interrupt(cluster: Clusters, stage: int) -> N
         assert all(found.values()), found
 
 
+def at_the_edges_body(context: Context) -> dict[str, bool]:
+    """Interrupts before autograd has begun, and when it is done: the micro-batch is dropped, and no more."""
+    expected, found = train(build(), context.rank), {}
+    for when in ("begins", "ends"):
+        engine = build()
+        loss = loss_of(engine.module, 9, context.rank)
+        with pytest.MonkeyPatch.context() as patched:
+            if when == "begins":
+                patched.setattr(engine._passes.phase, "on_unit", lambda unit: interrupt())
+            else:
+                patched.setattr(type(engine.accelerator), "flush", lambda accelerator: interrupt())
+            with pytest.raises(KeyboardInterrupt):
+                engine.backward(loss)
+        with pytest.raises(zero.UsageError, match="without backward"):
+            engine.step()
+        idle = not (engine._passes.phase.in_backward or engine._communicator.in_pass)
+        found[when] = idle and train(engine, context.rank) == expected
+    return found
+
+
+def test_a_backward_may_be_interrupted_at_its_edges(cluster: Clusters) -> None:
+    for found in cluster(2).run(at_the_edges_body):
+        assert all(found.values()), found
+
+
 def nested_body(context: Context) -> list[str]:
     """A load in the middle of a forward, of this thread or of another, finds that it is under way."""
     engine, found = build(), []

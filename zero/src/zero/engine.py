@@ -146,6 +146,10 @@ class Engine:
         try:
             with self._passes.backward(last=self._micro_steps + 1 == self.config.gradient_accumulation_steps):
                 self._run_autograd(loss)
+            self._micro_steps += 1
+            self._show_absent()
+            self._tracer.settle()
+            self.accelerator.flush()
         except torch.OutOfMemoryError as error:
             self._recover()
             self._make_room(error)
@@ -158,12 +162,6 @@ class Engine:
         except BaseException:
             self._recover()
             raise
-        self._micro_steps += 1
-        if self.is_boundary:
-            self._absent.show(self._reducer.used())
-            self._shards.absent.show(self._shards.first_pieces_of(self._reducer.all))
-        self._tracer.settle()
-        self.accelerator.flush()
 
     def step(self) -> bool:
         """Update the parameters once the micro-batches of an optimizer step are complete.
@@ -587,6 +585,12 @@ class Engine:
             names = {parameter: name for name, parameter in self.module.named_parameters()}
             which = [names[parameter] for parameter in changed if parameter in names]
             raise UsageError(_NOT_HEEDED.format(some(which) or "of what is in optimizer.param_groups"))
+
+    def _show_absent(self) -> None:
+        """Where gradients would be between backward and step, there is what says that they are not."""
+        if self.is_boundary:
+            self._absent.show(self._reducer.used())
+            self._shards.absent.show(self._shards.first_pieces_of(self._reducer.all))
 
     def _hide_gradients(self) -> None:
         self._absent.hide()

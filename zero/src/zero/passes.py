@@ -97,13 +97,13 @@ class Passes(Uncopied):
 
         After an exception the caller has to `recover`.
         """
-        self.phase.in_backward = self._communicator.in_pass = True
-        # A graph's schedule is of itself alone: with another one under way records come in the step.
-        self._visits.expected = last and self._forwards == 1
-        self.phase.mark("")
-        self._forget_progress()  # of torch.autograd.grad, which may have ended anywhere
-        self._forget_interrupted()
         try:
+            self.phase.in_backward = self._communicator.in_pass = True
+            # A graph's schedule is of itself alone: with another one under way records come in the step.
+            self._visits.expected = last and self._forwards == 1
+            self.phase.mark("")
+            self._forget_progress()  # of torch.autograd.grad, which may have ended anywhere
+            self._forget_interrupted()
             self.reducer.begin_backward(last)
             with nullcontext() if self._second_try is None else self._second_try.on():
                 yield
