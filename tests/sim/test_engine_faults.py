@@ -382,6 +382,42 @@ def test_gathered_without_room_lets_go_of_what_it_had(sim: Clusters) -> None:
             assert not held
 
 
+def whole_values_body(context: Context, optimizer: str) -> dict[str, list[str]]:
+    """Every way to whole values where the n-th allocation finds no room: what is said."""
+    from accelz_sim import faults
+
+    config = zero.Config(stage=3, precision="fp16", units=(nn.Linear,), timeout=20)
+    run, found = Run(context, config, optimizer).until("step"), {}
+    engine, name = run.engine, "0.weight"
+    calls = {
+        "state": lambda: engine.state_dict(master=True),
+        "master": lambda: engine.full_master(name),
+        "gradient": lambda: engine.full_gradient(name),
+        "moments": lambda: engine.full_optimizer_state(name),
+    }
+    for what, call in calls.items():
+        if what == "moments":
+            run.step()
+        told = found[what] = []
+        for nth in itertools.count(1):
+            try:
+                with faults.out_of_memory(nth):
+                    call()
+                break
+            except torch.OutOfMemoryError as error:
+                told.append(f"{type(error).__module__}: {error}")
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+def test_whole_values_without_room_name_the_unit(sim: Clusters, optimizer: str) -> None:
+    for found in sim(2).run(whole_values_body, optimizer=optimizer):
+        for what, told in found.items():
+            assert told, what
+            for message in told:
+                assert message.startswith("zero.tiers.room: no room for whole values of unit"), what
+
+
 def aborted_body(context: Context, when: str, path: str) -> list[str]:
     """A collective that is aborted behind the host's back, on all ranks: what is said then, and of a save."""
     from accelz_sim import faults

@@ -300,7 +300,7 @@ class Engine:
         """
         _, group, _ = self._whole.locate(name)
         self._whole.take_in_frozen()
-        return self._whole.parameter(name, group.widest).float()
+        return self._whole.parameter(name, group.widest)
 
     def full_gradient(self, name: str) -> Tensor | None:
         """The whole gradient of `name`, fp32: averaged and unscaled, before clipping.
@@ -313,9 +313,10 @@ class Engine:
         have = next((g for g in self._reducer.all if g.group is group), None)
         if have is None or not have.slice.present or index not in have.used:
             return None
-        value = self._whole.parameter(name, self._reducer.summed(have)).float()
-        factor = self._factor.mean()
-        return value if factor is None else value * factor
+        with group.room_for_whole(torch.float32):
+            value = self._whole.parameter(name, self._reducer.summed(have))
+            factor = self._factor.mean()
+            return value if factor is None else value.mul_(factor)
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
         """The whole optimizer state of parameter `name` (for Adam: step, exp_avg, exp_avg_sq), fp32."""

@@ -37,7 +37,7 @@ class OptimizerState:
         unit, group, index = self._whole.locate(name)
         if group not in self._owned or not group.layout.specs[index].numel:
             return {}
-        with self._whole.together():
+        with self._whole.together(), group.room_for_whole(torch.float32):
             if self._is_whole(group):
                 return self._of_parameter(unit, group, index)
             return {

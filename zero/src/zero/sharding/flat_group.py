@@ -18,7 +18,7 @@ record      the master and the optimizer's moments, wherever they are: of each s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -39,7 +39,7 @@ from zero.tiers.carrier import Journey
 from zero.tiers.joined import joined
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
-from zero.tiers.room import allocate
+from zero.tiers.room import allocate, room_for
 from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
@@ -132,6 +132,11 @@ class FlatGroup:
         """The most precise values there are: the master's, or a frozen group's own."""
         master = self.master
         return self.shard if master is None else master
+
+    def room_for_whole(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Around what needs a whole buffer beside the unit's own; see `room_for`."""
+        nbytes = self.layout.numel * dtype.itemsize
+        return room_for(self._accelerator, "for whole values of", self.unit, nbytes)
 
     def settle(self, whole: bool, ranks: Group) -> None:
         """After the values are final: make the master, take on `dtype`, keep the whole buffer or part with

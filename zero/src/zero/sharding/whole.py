@@ -87,18 +87,19 @@ class WholeValues(Uncopied):
 
     def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
         """All ranks' slices put together, shape (layout.numel,), on the device. In a `together` block."""
-        shard = fetch(values, group.home.data.device, self.communicator)
-        if group.shards == 1:
-            return shard
-        full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
-        self.communicator.all_gather(unit.name, full, shard).wait()
-        return full
+        with group.room_for_whole(values.dtype):
+            shard = fetch(values, group.home.data.device, self.communicator)
+            if group.shards == 1:
+                return shard
+            full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
+            self.communicator.all_gather(unit.name, full, shard).wait()
+            return full
 
     def parameter(self, name: str, shard: Values) -> Tensor:
-        """One parameter's whole value, its own copy, from its group's `shard`."""
+        """One parameter's whole value in fp32, its own copy, from its group's `shard`."""
         unit, group, index = self.locate(name)
-        with self.together():
-            return view_of(self.gather(unit, group, shard), group, index).clone()
+        with self.together(), group.room_for_whole(torch.float32):
+            return view_of(self.gather(unit, group, shard), group, index).to(torch.float32, copy=True)
 
     def spread(
         self,
@@ -108,13 +109,14 @@ class WholeValues(Uncopied):
         values: Mapping[int, Tensor | None],
     ) -> Tensor:
         """Rank 0's whole values by parameter index, in a whole buffer on every rank's device."""
-        whole = torch.zeros(group.layout.numel, dtype=dtype, device=group.home.data.device)
-        if self.is_source:
-            for index, value in values.items():
-                assert value is not None
-                view_of(whole, group, index).copy_(value)
-        if self.communicator.group.size > 1:
-            self.communicator.broadcast(unit.name, whole, 0)
+        with group.room_for_whole(dtype):
+            whole = torch.zeros(group.layout.numel, dtype=dtype, device=group.home.data.device)
+            if self.is_source:
+                for index, value in values.items():
+                    assert value is not None
+                    view_of(whole, group, index).copy_(value)
+            if self.communicator.group.size > 1:
+                self.communicator.broadcast(unit.name, whole, 0)
         return whole
 
     def begin_write(self) -> None:
