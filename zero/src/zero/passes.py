@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from zero.gradients.reducer import GradientReducer
 from zero.offload.parking import Parking
 from zero.offload.second_try import SecondTry
 from zero.optimizer.visits import Visits
-from zero.settings.compilation import Compile
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.copies import Uncopied
 from zero.sharding.progress import Progress
@@ -82,7 +80,7 @@ class Passes(Uncopied):
         if disk is not None:
             module.register_forward_hook(self._leave_forward, always_call=True)
             module.register_forward_hook(self._agree_on_forward)
-        self.compiled = self._compile(module, config.compiling, stores, communicator)
+        self.compiled = None if config.compiling is None else self._compile(stores)
 
     def try_twice(self, second_try: SecondTry) -> None:
         """Repeat operations that find no room. Those of compiled models are not seen one by one."""
@@ -245,42 +243,18 @@ class Passes(Uncopied):
     def _gradients_complete(self, unit: ShardedUnit) -> None:
         self._hooks[unit].gradients_complete()
 
-    def _compile(
-        self, module: nn.Module, settings: Compile | None, stores: Stores, communicator: Communicator
-    ) -> CompiledModel | None:
-        if settings is None:
-            return None
-        communicator.check_equal("zero.Compile(...)", crc32(settings.model_dump_json().encode()))
-        from zero.compiled.facts import gather_facts
-        from zero.compiled.model import CompiledModel  # imports the compiler: seconds, for who wants it
-        from zero.compiled.persistence import Persistence
-        from zero.compiled.runtime import Runtime
+    def _compile(self, stores: Stores) -> CompiledModel:
+        from zero.compiled.assembly import Callbacks, compile_calls  # imports the compiler, for seconds
 
         of_group = {gradients.group: gradients for gradients in self.reducer.all}
-        runtime = Runtime(
-            self._units,
-            stores.accelerator,
+        callbacks = Callbacks(
+            self._prepare,
             lambda group, index, gradient: self._take(of_group[group], index, gradient),
             self._backward_over,
-            self.phase.mark,
-            self._visits,
         )
-        persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)
-        tiers, accumulates = self._config.tiers, self._config.gradient_accumulation_steps > 1
-        facts = gather_facts(runtime.handle, self._units, self._visits, accumulates)
-        leave = stores.resolve(tiers.activations) == "host"
-        part = tiers.part("activations") if leave else 0.0
-        return CompiledModel(
-            module,
-            self._units,
-            facts,
-            runtime,
-            persistence,
-            settings,
-            part,
-            self.phase,
-            self._prepare,
-            communicator.together if tiers.params == "disk" else nullcontext,
+        module, config, communicator = self._module, self._config, self._communicator
+        return compile_calls(
+            module, config, self._units, stores, communicator, self._visits, self.phase, callbacks
         )
 
 

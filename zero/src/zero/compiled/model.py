@@ -8,7 +8,7 @@ the hooks gather it, as in the eager engine; graph breaks inside a unit are dyna
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,12 +18,9 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 
 from zero.compiled.backend import ShardingBackend
 from zero.compiled.explain import Explanation
-from zero.compiled.facts import Facts
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.errors import UsageError, ZeroError
-from zero.settings.compilation import Compile
-from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.unit_hooks import Phase
 
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
@@ -36,38 +33,34 @@ class _NotCompiled(Exception):
 class CompiledModel:
     """Takes over the calls of `module`; its other modules, called by themselves, stay eager.
 
-    activations: part of what is saved for the backward that waits on the host. begin: what the engine does
-    before a forward of the whole model; around: to be entered around it.
+    begin: what the engine does before a forward of the whole model; around: to be entered around it.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        units: Sequence[ShardedUnit],
-        facts: Facts,
         runtime: Runtime,
+        backend: ShardingBackend,
         persistence: Persistence,
-        settings: Compile,
-        activations: float,
         phase: Phase,
         begin: Begin,
         around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module = module
-        self._units = tuple(units)
+        self._units = runtime.units
         self._runtime = runtime
+        self._backend = backend
         self._persistence = persistence
-        self._settings = settings
+        self._settings = settings = backend.settings
         self._phase = phase
         self._begin = begin
         self._around = around
-        self._backend = ShardingBackend(facts, runtime.parameters, settings, activations)
         for each in module.modules():
             _settle_hook_order(each)
         self._why = ""  # what kept the model from being one graph
-        self._lost = ". Its activations stay on the device" if activations else ""
+        self._lost = ". Its activations stay on the device" if backend.activations else ""
         self._lost += ". No unit persists" if settings.persist_budget != 0 else ""
-        self._parameters = [p for u in units for g in u.groups if g.trainable for p in g.parameters]
+        self._parameters = [p for u in self._units for g in u.groups if g.trainable for p in g.parameters]
         self._frames: dict[tuple[bool, ...], Callable[..., Any]] = {}  # by which of them are not frozen
         self._is_one_graph = True
         self._units_wait = False  # to be compiled, for the backward of a forward that ran without

@@ -54,7 +54,7 @@ class Runtime:
     receive(group, slot, gradient): takes the gradient of one parameter. close(unit): no further gradient of
     the unit will come. mark(name): told when a unit is used and when it is done. peak: most bytes of whole
     units at one time in a graph. profile: of the steps under way; None where nobody watches.
-    activations: those that wait on the host. visits: of optimizer state.
+    activations: those that wait on the host. visits: of optimizer state. units: by index.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Runtime:
         self.peak = 0
         self.profile: Profile | None = None
         self.activations = Activations(accelerator)
-        self._units = tuple(units)
+        self.units = tuple(units)
         self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
         self._receive = receive
         self._close = close
@@ -86,11 +86,11 @@ class Runtime:
         return [group.parameters[slot] for _, group, slot in self._slots]
 
     def unit(self, what: Gathered) -> ShardedUnit:
-        return self._units[what[0]]
+        return self.units[what[0]]
 
     def parameters_of(self, unit: int) -> tuple[list[int], list[torch.nn.Parameter]]:
         """Numbers of a unit's parameters, and the parameters."""
-        mine = [(n, g.parameters[i]) for n, (u, g, i) in enumerate(self._slots) if u is self._units[unit]]
+        mine = [(n, g.parameters[i]) for n, (u, g, i) in enumerate(self._slots) if u is self.units[unit]]
         return [number for number, _ in mine], [parameter for _, parameter in mine]
 
     def nbytes(self, what: Gathered) -> int:
@@ -101,9 +101,9 @@ class Runtime:
 
     def begin_gather(self, unit: int, dtype: torch.dtype) -> None:
         """Nothing waits. dtype: what fp32 parameters travel in."""
-        cast = self._units[unit].cast_for(dtype, all=True)
-        self._count(self._units[unit], cast)
-        self._units[unit].start_gather(cast)
+        cast = self.units[unit].cast_for(dtype, all=True)
+        self._count(self.units[unit], cast)
+        self.units[unit].start_gather(cast)
 
     def gather(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Whole values of parameters of one unit; it stays gathered until as many `release`."""
@@ -120,7 +120,7 @@ class Runtime:
 
     def release(self, unit: int, keep: bool) -> None:
         """End one `gather`. keep: the bytes may stay, the backward will want them first."""
-        held = self._units[unit]
+        held = self.units[unit]
         held.holds -= 1
         self._held[held] -= 1
         self._mark_use(held)
@@ -137,26 +137,26 @@ class Runtime:
 
     def reload(self, unit: int) -> None:
         """Begin to bring the unit's shards to the device."""
-        self._units[unit].bring()
+        self.units[unit].bring()
 
     def offload(self, unit: int) -> None:
         """The unit is gathered: its shards need not be on the device any more."""
-        self._units[unit].take_back()
+        self.units[unit].take_back()
 
     def reload_optimizer(self, units: Sequence[int]) -> None:
         """Begin to bring the units' optimizer state to the device, if a step follows."""
         for unit in units:
-            self._visits.bring(self._units[unit])
+            self._visits.bring(self.units[unit])
 
     def offload_optimizer(self, units: Sequence[int]) -> None:
         """Begin to send what has stayed of it since the step."""
         for unit in units:
-            self._visits.send(self._units[unit])
+            self._visits.send(self.units[unit])
 
     def wait_offload_optimizer(self, units: Sequence[int]) -> None:
         """It is back on the host; its memory is free."""
         for unit in units:
-            self._visits.land(self._units[unit])
+            self._visits.land(self.units[unit])
 
     def end_backward(self) -> None:
         """The graph's backward is over."""
@@ -171,12 +171,12 @@ class Runtime:
 
     def invalidate(self, unit: int) -> None:
         """Drop the unit's whole values, also what persists."""
-        self._units[unit].invalidate()
+        self.units[unit].invalidate()
         self._forget_released()
 
     def clear_all(self) -> None:
         """Drop all whole values that nobody uses."""
-        for unit in self._units:
+        for unit in self.units:
             unit.invalidate()
         self._forget_released()
 

@@ -1,0 +1,64 @@
+"""A model's compiled calls, put together of what an engine has.
+
+Importing this imports the compiler, which takes seconds: only who compiles does so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from zlib import crc32
+
+from torch import nn
+
+from zero.communication.communicator import Communicator
+from zero.compiled.backend import ShardingBackend
+from zero.compiled.facts import gather_facts
+from zero.compiled.model import Begin, CompiledModel
+from zero.compiled.persistence import Persistence
+from zero.compiled.runtime import Close, Receive, Runtime
+from zero.config import Config
+from zero.optimizer.visits import Visits
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.unit_hooks import Phase
+from zero.tiers.stores import Stores
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What the engine does of a compiled model's forward and backward. begin: see `CompiledModel`. receive,
+    close: see `Runtime`."""
+
+    begin: Begin
+    receive: Receive
+    close: Close
+
+
+def compile_calls(
+    module: nn.Module,
+    config: Config,
+    units: Sequence[ShardedUnit],
+    stores: Stores,
+    communicator: Communicator,
+    visits: Visits,
+    phase: Phase,
+    callbacks: Callbacks,
+) -> CompiledModel:
+    """Collective: let calls of `module` run through torch.compile, as `config.compile` says."""
+    settings = config.compiling
+    assert settings is not None
+    communicator.check_equal("zero.Compile(...)", crc32(settings.model_dump_json().encode()))
+    accumulates, on_disk = config.gradient_accumulation_steps > 1, config.tiers.params == "disk"
+    runtime = Runtime(units, stores.accelerator, callbacks.receive, callbacks.close, phase.mark, visits)
+    facts = gather_facts(runtime.handle, units, visits, accumulates)
+    backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores))
+    persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)
+    around = communicator.together if on_disk else nullcontext
+    return CompiledModel(module, runtime, backend, persistence, phase, callbacks.begin, around)
+
+
+def _leaving(config: Config, stores: Stores) -> float:
+    """The part of the activations that leaves the device, of 1."""
+    leave = stores.resolve(config.tiers.activations) == "host"
+    return config.tiers.part("activations") if leave else 0.0
