@@ -185,3 +185,44 @@ def test_what_a_checkpoint_recomputes_runs_as_it_did(cluster: Clusters) -> None:
     """Units are compiled when no backward may recompute what ran without."""
     for compiled in cluster(1).run(recomputed_body):
         assert compiled == [False, False, True, True, True, True]
+
+
+class Returning(nn.Module):
+    """A network whose loss, computed outside, multiplies with the weight of its head."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 40, bias=False)
+        self.view = view
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x).tanh(), self.head.weight.t() if self.view else self.head.weight
+
+
+def returned_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    x = torch.full((4, 32), 0.1 * (step + rank + 1), device=device_of(model))
+    with torch.no_grad():
+        values, weight = model(x)
+        assert weight.square().sum() > 0
+    values, weight = model(x)
+    return (values @ weight.reshape(32, 40)).square().mean()
+
+
+def returned_body(context: Context) -> dict[bool, bool]:
+    found = {}
+    for view in (False, True):
+        runs = []
+        for compile in (None, AOT):
+            torch.manual_seed(3)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "zero: the model is compiled unit by unit")
+                config = zero.Config(compile=compile, timeout=20)
+                runs.append(train_zero(context, Returning(view), returned_loss, config, adamw, STEPS))
+        found[view] = same_bits(*runs)
+    return found
+
+
+def test_parameters_that_the_model_returns_have_values(cluster: Clusters) -> None:
+    for found in cluster(2).run(returned_body):
+        assert found == {False: True, True: True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -17,6 +17,10 @@ from zero.compiled.graphs import ShardedGraph, outputs
 from zero.settings.compilation import Compile
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
+
+
+class NotOneGraph(Exception):
+    """Raised for a model that cannot run as one graph, though it traces as one."""
 
 
 class ShardingBackend:
@@ -36,7 +40,9 @@ class ShardingBackend:
         self._numbers = {id(p): n for n, p in enumerate(parameters)}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph = _Compilation(self, self._locate(inputs))
+        parameters = self._locate(inputs)
+        self._check_results(module, parameters)
+        graph = _Compilation(self, parameters)
         if self.settings.inner == "inductor":
             return inductor.compile_graph(module, inputs, graph.partition, graph.inference)
         compiler = aot_autograd(
@@ -49,9 +55,26 @@ class ShardingBackend:
         compiled: Callable[..., Any] = compiler(module, inputs)
         return compiled
 
+    def _check_results(self, module: fx.GraphModule, inputs: Sequence[ParameterFacts | None]) -> None:
+        """Raise NotOneGraph where a result is a view of a parameter: the bytes go before anybody reads it."""
+        placeholders = module.graph.find_nodes(op="placeholder")
+        sharded = {
+            _memory_of(node)
+            for node, parameter in zip(placeholders, inputs, strict=True)
+            if parameter is not None and not self.facts.units[parameter.unit].resident
+        }
+        if not sharded.isdisjoint(map(_memory_of, outputs(module.graph).all_input_nodes)):
+            raise NotOneGraph("it returns a view of one of its parameters")
+
     def _locate(self, inputs: Sequence[Any]) -> list[ParameterFacts | None]:
         numbers = (self._numbers.get(id(i)) for i in inputs)
         return [None if number is None else self.facts.parameters[number] for number in numbers]
+
+
+def _memory_of(node: fx.Node) -> object:
+    """What tells the memory of a value in dynamo's graph from that of others."""
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
 
 
 class _Compilation:

@@ -16,18 +16,15 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 
-from zero.compiled.backend import ShardingBackend
+from zero.compiled.backend import NotOneGraph, ShardingBackend
 from zero.compiled.explain import Explanation
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.errors import UsageError, ZeroError
+from zero.sharding.tensors import iter_tensors
 from zero.sharding.unit_hooks import Phase
 
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
-
-
-class _NotCompiled(Exception):
-    """Raised in place of the model's forward where it would run as it is."""
 
 
 class CompiledModel:
@@ -77,8 +74,10 @@ class CompiledModel:
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZeroError):
                 raise error.inner_exception from error
+            if isinstance(error.inner_exception, NotOneGraph):
+                return self._by_units(error.inner_exception, args, kwargs)
             raise
-        except (TorchDynamoException, FailOnRecompileLimitHit, _NotCompiled) as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit, NotOneGraph) as error:
             return self._by_units(error, args, kwargs)
 
     def explain(self) -> Explanation:
@@ -117,7 +116,9 @@ class CompiledModel:
             unit.expose()
         self._phase.in_graph = True
         try:
-            return whole(*args, **kwargs)
+            result = whole(*args, **kwargs)
+            self._show_returned(result)
+            return result
         except BaseException:
             self._runtime.abandon()
             raise
@@ -125,6 +126,13 @@ class CompiledModel:
             self._phase.in_graph = False
             for unit in self._units:
                 unit.conceal()
+
+    def _show_returned(self, result: Any) -> None:
+        """A parameter that is returned has its values until the backward is over, as without compile."""
+        returned = {id(tensor) for tensor in iter_tensors(result) if isinstance(tensor, nn.Parameter)}
+        for unit in self._units if returned else ():
+            if any(id(p) in returned for group in unit.groups for p in group.parameters):
+                unit.show_to_the_end()
 
     def _by_units(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on without the whole graph, unless the model itself raises on these arguments."""
@@ -192,7 +200,7 @@ def _frame(module: nn.Module, number: int) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # dynamo left the frame alone, and nothing is gathered here
-            raise _NotCompiled("torch.compile is disabled here, or skips this call")
+            raise NotOneGraph("torch.compile is disabled here, or skips this call")
         return module._call_impl(*args, **kwargs)
 
     call.__code__ = call.__code__.replace(co_name=f"zero_{id(module)}_{number}")

@@ -211,6 +211,12 @@ class ShardedUnit:
         for group in self.groups:
             group.isolate(self._shown_before[-1])
 
+    def show_to_the_end(self) -> None:
+        """Gather the unit for who reads its parameters until the engine's backward is over. Collective."""
+        if not self.resident:
+            self.calls_in_backward.add(VIEWED)
+            self.gather(self.cast_for(None))
+
     def _show_again(self) -> None:
         """Where nobody computes with the unit any more, it shows exact values if it is to."""
         if self.shown and not self.in_forward and OWN in self._gathered:
