@@ -107,7 +107,7 @@ def test_tiers() -> None:
     [
         (
             {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}},
-            r"'optimizer.type': make it in the program",
+            r"'optimizer.type', 'optimizer.params.lr': make it in the program",
         ),
         ({"scheduler": {"type": "WarmupLR"}}, r"'scheduler.type': make it in the program"),
         ({"torch_autocast": {"enabled": True}}, "under torch.autocast"),
@@ -116,6 +116,11 @@ def test_tiers() -> None:
             "'zero_optimization.zero_quan",
         ),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "no counterpart; remove it"),
+        ({"bf16": True}, r"'bf16': expected a section, \{...\}, not True"),
+        ({"bfloat16": {"enabled": True}}, "'bfloat16.enabled': an old name; write 'bf16'"),
+        ({"zero_optimisation": {"stage": 3}}, "not known; did you mean 'zero_optimization.stage'"),
+        ({"train_batch_size": -8, "train_micro_batch_size_per_gpu": 4}, "'train_batch_size' has to be 1"),
+        ({"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' has to be 1 or more"),
         ({"zero_optimization": {"stage": "three"}}, "'zero_optimization.stage' is 'three': expected a whole"),
         ({"zero_optimization": {"stage": True}}, "expected a whole number"),
         ({"gradient_clipping": "auto"}, "'gradient_clipping' is 'auto': write the value"),
@@ -127,7 +132,7 @@ def test_tiers() -> None:
         ({"fp16": {"enabled": True, "min_loss_scale": 128}}, "'fp16.min_loss_scale': .* has no minimum"),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window = 0"),
         ({"zero_optimization": {"stage": 1.5}}, "is 1.5: expected a whole number"),
-        ({"tensorboard": {"enabled": True}}, "'tensorboard.enabled': has no counterpart"),
+        ({"tensorboard": {"enabled": True}}, "'tensorboard.enabled': no counterpart"),
         ({"communication_data_type": "int4"}, "'int4', none of fp32, fp16, bf16"),
         (
             {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
@@ -151,12 +156,32 @@ def test_what_cannot_be_taken_over_is_refused(given: dict[str, Any], said: str) 
         zero.from_deepspeed(given, world_size=2)
 
 
+def test_auto_is_refused_only_where_its_value_would_count() -> None:
+    given: dict[str, Any] = {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    }
+    assert zero.from_deepspeed(given) == zero.Config(stage=3)
+    given["fp16"] = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000}
+    given["optimizer"] = {"params": {"lr": "auto"}}
+    with pytest.raises(zero.ConfigError) as caught:
+        zero.from_deepspeed(given)
+    problems = str(caught.value).partition(": ")[2]
+    assert problems.startswith("'fp16.enabled' is 'auto': write the value; 'optimizer.params.lr': make it in")
+    assert "loss_scale" not in problems
+
+
 def test_all_problems_are_told_at_once() -> None:
     given = {"optimizer": {"type": "Adam"}, "curriculum_learning": {"enabled": True}, "fp16": "auto"}
     with pytest.raises(zero.ConfigError) as caught:
         zero.from_deepspeed(given)
     for name in ("optimizer.type", "curriculum_learning.enabled", "fp16"):
         assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [None, 3, ["ds.json"]])
+def test_what_is_no_configuration_at_all(source: Any) -> None:
+    with pytest.raises(zero.ConfigError, match="is no DeepSpeed configuration"):
+        zero.from_deepspeed(source)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", None])

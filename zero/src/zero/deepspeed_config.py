@@ -6,6 +6,7 @@ DeepSpeed's own buckets, buffers and prints, are left out.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -72,9 +73,12 @@ HINTS = {
     "to zero.initialize",
     "scheduler": "make it in the program, from torch.optim.lr_scheduler",
     "torch_autocast": "run the model under torch.autocast (in float16 with loss_scale='dynamic')",
+    "bfloat16": "an old name; write 'bf16'",
+    "zero_optimization.cpu_offload": "an old name; write 'offload_optimizer': {'device': 'cpu'}",
+    "zero_optimization.cpu_offload_params": "an old name; write 'offload_param': {'device': 'cpu'}",
     "activation_checkpointing": "use torch.utils.checkpoint in the model",
-    "fp16.initial_scale_power": "the loss scale begins at 2**16",
-    "fp16.hysteresis": "the loss scale is halved at every overflow, as with 1",
+    "fp16.initial_scale_power": "the loss scale begins at 2**16; remove it",
+    "fp16.hysteresis": "the loss scale is halved at every overflow, as with 1; remove it",
     "fp16.consecutive_hysteresis": "the loss scale is halved at every overflow; remove it",
     "fp16.min_loss_scale": "the loss scale has no minimum; remove it",
 }
@@ -92,6 +96,8 @@ def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | Non
     """
     leaves = _Leaves(_read(source))
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    if ranks < 1:
+        raise ConfigError(f"world_size={ranks}: a job has 1 rank or more")
     zero = "zero_optimization."
     values = {
         "stage": leaves.take(zero + "stage", 0),
@@ -113,13 +119,17 @@ class _Leaves:
     """Values by path, each to be taken once. What is off (false) or left alone (null) is not there."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
-        found = dict(leaf for leaf in _flatten(given) if not _is_off(*leaf))
-        self._problems = [f"{path!r} is 'auto': write the value" for path in found if found[path] == "auto"]
-        self._values = {path: value for path, value in found.items() if value != "auto"}
+        self._values = dict(leaf for leaf in _flatten(given) if not _is_off(*leaf))
+        self._known = {*TUNING}
+        self._problems: list[str] = []
 
     def take(self, path: str, default: T) -> T:
         """The value, or `default`, whose type it has to be of."""
+        self._known.add(path)
         value = self._values.pop(path, default)
+        if value == "auto":
+            self.problem(f"{path!r} is 'auto': write the value")
+            return default
         if isinstance(value, float) and type(default) is int and value.is_integer():
             value = int(value)  # 1e5, as JSON has it
         kind = (int, float) if isinstance(default, float) else type(default)
@@ -127,6 +137,18 @@ class _Leaves:
             return value  # type: ignore[return-value]
         self.problem(f"{path!r} is {value!r}: expected {_KINDS[type(default)]}")
         return default
+
+    def count(self, path: str) -> int:
+        """A number of things, from 1 on; 0 where none is given."""
+        given = path in self._values
+        value = self.take(path, 0)
+        if given and value < 1:
+            self.problem(f"{path!r} has to be 1 or more")
+        return max(value, 0)
+
+    def drop(self, section: str) -> None:
+        """Leave out what a section says that is not in force."""
+        self._values = {p: value for p, value in self._values.items() if not p.startswith(f"{section}.")}
 
     def choose(self, path: str, known: Mapping[str, str]) -> str | None:
         """The counterpart of a word, None where none is given."""
@@ -140,13 +162,26 @@ class _Leaves:
 
     def refuse_the_rest(self) -> None:
         """Raise ConfigError if anything is left that is no tuning, or has been a problem."""
+        hints: dict[str, list[str]] = {}
         for path in self._values:
             if path not in TUNING:
-                self.problem(f"{path!r}: {_hint(path)}")
+                hints.setdefault(self._hint(path), []).append(repr(path))
+        for hint, paths in hints.items():
+            self.problem(f"{', '.join(paths)}: {hint}")
         if self._problems:
             raise ConfigError(
                 "the DeepSpeed configuration cannot be taken over: " + "; ".join(self._problems)
             )
+
+    def _hint(self, path: str) -> str:
+        """What to do about a key that nobody has taken."""
+        for prefix, hint in HINTS.items():
+            if path == prefix or path.startswith(f"{prefix}."):
+                return hint
+        if any(known.startswith(f"{path}.") for known in self._known):
+            return f"expected a section, {{...}}, not {self._values[path]!r}"
+        near = difflib.get_close_matches(path, self._known, n=1, cutoff=0.95)
+        return f"not known; did you mean {near[0]!r}?" if near else "no counterpart; remove it"
 
 
 def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -154,7 +189,7 @@ def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         return source
     try:
         given = json.loads(Path(source).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} is no DeepSpeed configuration: {error}") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{source} is no DeepSpeed configuration: expected a JSON object")
@@ -179,7 +214,7 @@ def _flatten(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _accumulation(leaves: _Leaves, ranks: int) -> int:
     """Micro-batches per step, where need be out of the batch sizes."""
     total, micro, steps = (
-        leaves.take(path, 0)
+        leaves.count(path)
         for path in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     )
     if not (total and micro):
@@ -203,6 +238,7 @@ def _precision(leaves: _Leaves) -> dict[str, Any]:
     if len(narrow) > 1:
         leaves.problem("'bf16' and 'fp16' are both enabled")
     if narrow != ["fp16"]:
+        leaves.drop("fp16")
         return {"precision": narrow[0] if narrow else "model"}
     fixed = leaves.take("fp16.loss_scale", 0.0) or None
     for path, ours in SCALING.items():
@@ -228,8 +264,3 @@ def _offload(leaves: _Leaves, zero: str) -> Offload | None:
         return None
     parts = {"optimizer": fraction} if optimizer != "device" and fraction != 1 else {}
     return Offload(optimizer=optimizer, params=params, fraction=parts, path=next(iter(wanted), None))  # type: ignore[arg-type]
-
-
-def _hint(path: str) -> str:
-    found = (hint for prefix, hint in HINTS.items() if path == prefix or path.startswith(f"{prefix}."))
-    return next(found, "has no counterpart; remove it")
