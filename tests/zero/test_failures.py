@@ -366,6 +366,25 @@ def same_bits_after_evaluation_body(context: Context) -> bool:
     return same_bits(train_zero(context, fresh(), with_evaluation, config, decaying, steps=4), expected)
 
 
+def without_grad_mode_body(context: Context) -> bool:
+    """Backward and step under no_grad, of losses that are made outside of it."""
+    config = zero.Config(gradient_accumulation_steps=2, timeout=10)
+    expected = train_zero(context, fresh(), straight, config, decaying, steps=4)
+    model, losses = fresh(), []
+    engine = zero.initialize(model, decaying(model), config)
+    for step in range(4):
+        loss = straight(model, step, context.rank)
+        with torch.no_grad():
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+    return losses == expected.losses
+
+
+def test_backward_does_not_need_grad_mode(cluster: Clusters) -> None:
+    assert all(cluster(2).run(without_grad_mode_body))
+
+
 def nothing_trained_body(context: Context) -> list[str]:
     """What is said when the loss does not depend on any parameter of the engine."""
     model = nn.Sequential(nn.Linear(4, 4))

@@ -542,7 +542,8 @@ class Engine:
             self._communicator.agree()
 
     def _run_autograd(self, loss: Tensor) -> None:
-        scaled = self._scaled(loss)
+        with torch.enable_grad():  # where it is off, loss.backward() works as well
+            scaled = self._scaled(loss)
         entry = self._passes.watch(scaled)
         try:
             scaled.backward()
