@@ -226,3 +226,61 @@ def returned_body(context: Context) -> dict[bool, bool]:
 def test_parameters_that_the_model_returns_have_values(cluster: Clusters) -> None:
     for found in cluster(2).run(returned_body):
         assert found == {False: True, True: True}
+
+
+class Routed(nn.Module):
+    """Experts, each called with the rows that are routed to it if there are any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 3)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (weights.argmax(-1) == index).nonzero().flatten()
+            if rows.numel() > 0:
+                result = result.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
+        return result
+
+
+class Looking(nn.Module):
+    """A unit that looks at its whole weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        with zero.gathered(self.layer.weight):
+            size = self.layer.weight.detach().abs().mean().item()
+        return x / size
+
+
+def rows_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(6, 32, generator=generator).to(device_of(model))).square().mean()
+
+
+def untraced_body(context: Context) -> dict[str, tuple[bool, int]]:
+    found = {}
+    for kind, units in ((Routed, "auto"), (Looking, [Looking])):
+        runs = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for compile in (None, AOT):
+                torch.manual_seed(3)
+                model = nn.Sequential(nn.Linear(32, 32), kind(), nn.Linear(32, 32), kind())
+                config = zero.Config(compile=compile, units=units, timeout=20)  # type: ignore[arg-type]
+                runs.append(train_zero(context, model, rows_loss, config, adamw, STEPS))
+        told = sum("unit by unit" in str(warning.message) for warning in caught)
+        found[kind.__name__] = (same_bits(*runs), told)
+    return found
+
+
+def test_what_depends_on_values_goes_unit_by_unit(cluster: Clusters) -> None:
+    for found in cluster(2).run(untraced_body):
+        assert found == {"Routed": (True, 1), "Looking": (True, 1)}

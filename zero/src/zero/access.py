@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from zero.deferred import deferred_init
@@ -42,18 +43,46 @@ def own(model: nn.Module, whole: WholeValues) -> None:
             module.register_load_state_dict_pre_hook(_refuse_to_load)
 
 
-@contextmanager
 def gathered(
     parameters: nn.Parameter | nn.Module | Iterable[nn.Parameter], write_rank: int | None = None
-) -> Iterator[None]:
+) -> _Block:
     """Make parameters (or all of a module's) whole inside the block. Collective: every rank enters it.
 
     write_rank: that rank may change the values in place (under torch.no_grad()); on leaving, they go to
     every rank's shards and fp32 masters. Without it the values are for reading, and a change raises
     UsageError. Parameters that no engine owns pass through untouched. After an error in a block that has
     changed parameters which are always whole (stages 0 to 2) the engine refuses to go on, as after an
-    interrupted step.
+    interrupted step. A graph of torch.compile breaks here.
     """
+    return _Block(lambda: _gathered(parameters, write_rank))
+
+
+class _Block(ContextDecorator):
+    """A block whose beginning and end dynamo leaves alone. make: what is to be entered, anew each time."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
+        self._make = make
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        block = self._make()
+        _outside_of_graphs(block.__enter__)
+        self._entered.append(block)
+
+    def __exit__(self, *error: Any) -> bool | None:
+        left: bool | None = _outside_of_graphs(self._entered.pop().__exit__, *error)
+        return left
+
+
+def _outside_of_graphs(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Not as a decorator: dynamo takes seconds to import, which only engines need."""
+    return torch.compiler.disable(call)(*arguments)
+
+
+@contextmanager
+def _gathered(
+    parameters: nn.Parameter | nn.Module | Iterable[nn.Parameter], write_rank: int | None
+) -> Iterator[None]:
     owners = _by_owner(parameters)
     for whole in owners:
         _check_rank(whole, write_rank)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from zero.compiled.backend import NotOneGraph, ShardingBackend
 from zero.compiled.explain import Explanation
@@ -74,10 +75,10 @@ class CompiledModel:
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZeroError):
                 raise error.inner_exception from error
-            if isinstance(error.inner_exception, NotOneGraph):
+            if isinstance(error.inner_exception, _UNTRACED):
                 return self._by_units(error.inner_exception, args, kwargs)
             raise
-        except (TorchDynamoException, FailOnRecompileLimitHit, NotOneGraph) as error:
+        except _UNTRACED as error:
             return self._by_units(error, args, kwargs)
 
     def explain(self) -> Explanation:
@@ -161,6 +162,10 @@ class CompiledModel:
     def _is_block(self, module: nn.Module) -> bool:
         """Not the root, which what it calls would be compiled into."""
         return module is not self._module
+
+
+# What says that a model is not one graph, here or behind dynamo.
+_UNTRACED = (TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode, NotOneGraph)
 
 
 _HOOKS = (
