@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,12 +65,12 @@ class CompiledModel:
         module._compiled_call_impl = self  # what Module.compile() sets: calls of the module come here
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_one_graph or self._phase.in_backward or torch._C._len_torch_dispatch_stack():
+        if not self._is_one_graph or torch._C._len_torch_dispatch_stack():
             return self._module._call_impl(*args, **kwargs)
         begun = self._begin(self._module, args, kwargs)
         args, kwargs = (args, kwargs) if begun is None else begun
         try:
-            with self._around():
+            with nullcontext() if self._phase.in_backward else self._around():
                 return self._as_one_graph(self._frame(), args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZeroError):
@@ -113,8 +113,8 @@ class CompiledModel:
 
     def _as_one_graph(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._runtime.begin()
-        for unit in self._units:
-            unit.expose()
+        for unit in self._units:  # a checkpoint that recomputes detaches what graphs save, and reads nothing
+            unit.expose(released=self._phase.in_backward)
         self._phase.in_graph = True
         try:
             result = whole(*args, **kwargs)

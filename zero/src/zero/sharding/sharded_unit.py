@@ -69,6 +69,7 @@ class ShardedUnit:
         self._gathered: set[Cast] = set()
         self._versions: list[int] = []  # of the parameters, as a forward has found them
         self._stale = False  # the weights have changed: nothing gathered before may stay
+        self._exposed = False
         self._bound = OWN
         self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
         self._codes = next((group.travel.codes for group in groups if group.travel.codes), None)
@@ -336,18 +337,21 @@ class ShardedUnit:
                 group.bind(cast)
             self._bound = cast
 
-    def expose(self) -> None:
+    def expose(self, released: bool = False) -> None:
         """Let the parameters look like any others, whole or not: for a tracer, which reads no values, or
-        because values are about to come."""
+        because values are about to come. released: also those that are released until `conceal`."""
+        self._exposed = released
         self._unguard()
 
     def conceal(self) -> None:
         """End `expose`."""
+        self._exposed = False
         if not (self.resident or (self.in_use and self._bound in self._gathered)):
             self._guard()
 
     def _guard(self) -> None:
-        guard(self._classes)
+        if not self._exposed:
+            guard(self._classes)
 
     def _unguard(self) -> None:
         unguard(self._classes.keys(), self._classes.values())
