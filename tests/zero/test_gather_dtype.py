@@ -357,6 +357,29 @@ def test_frozen_parameters_travel_rounded_and_stay_as_they_are(cluster: Clusters
         assert found["losses"][-1] < found["losses"][0]
 
 
+def evaluating_body(context: Context) -> list[float]:
+    """Of codes, and of integers, which travel as bytes."""
+    found = []
+    for gather_dtype in ("int8", None):
+        model = fresh()
+        for block in model.blocks:
+            block.table = nn.Parameter(torch.ones(9, dtype=torch.int32), requires_grad=False)
+        engine = zero.initialize(model, adamw(model), zero.Config(gather_dtype=gather_dtype, timeout=20))  # type: ignore[arg-type]
+        losses = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                for unit in engine.units:
+                    unit.start_gather(unit.cast_for(None))
+            losses.append(language_loss(model, 0, context.rank).item())
+        found.append(losses[1] - losses[0])
+    return found
+
+
+def test_what_an_evaluation_has_begun_to_gather_arrives_after_it(cluster: Clusters) -> None:
+    for found in cluster(2).run(evaluating_body):
+        assert found == [0.0, 0.0]
+
+
 @contextmanager
 def _raising(module: nn.Module) -> Iterator[None]:
     def fail(*_: Any) -> None:

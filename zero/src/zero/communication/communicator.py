@@ -340,8 +340,10 @@ class Communicator:
 
 
 def _transportable(tensor: Tensor) -> Tensor:
-    """Bytes instead of dtypes that communication libraries may not know: only copied, never summed."""
-    return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)
+    """Bytes instead of dtypes that communication libraries may not know: only copied, never summed. They may
+    arrive outside of an inference mode that they were sent for in."""
+    with torch.inference_mode(False):
+        return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)
 
 
 _WORTHLESS = (

@@ -26,8 +26,10 @@ class Quantised:
     """codes: (numel,) int8 or float8. scales: (numel / BLOCK,) fp32. numel is a multiple of BLOCK."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.codes = torch.empty(numel, dtype=dtype, device=device)
-        self.scales = torch.empty(numel // BLOCK, dtype=torch.float32, device=device)
+        with torch.inference_mode(False):  # a gather that begins inside of it may end outside
+            self.codes = torch.empty(numel, dtype=dtype, device=device)
+            self.scales = torch.empty(numel // BLOCK, dtype=torch.float32, device=device)
+            self._bytes = self.codes.view(torch.uint8)
 
     @staticmethod
     def nbytes_of(numel: int) -> int:
@@ -44,9 +46,8 @@ class Quantised:
 
     def all_gather(self, communicator: Communicator, unit: str, window: slice) -> list[NamedHandle]:
         """Begin to fill all of it with every rank's window; this rank's is there."""
-        codes = self.codes.view(torch.uint8)
         return [
-            communicator.all_gather(unit, codes, codes[window]),
+            communicator.all_gather(unit, self._bytes, self._bytes[window]),
             communicator.all_gather(unit, self.scales, self.scales[_blocks(window)]),
         ]
 
