@@ -219,8 +219,8 @@ KINDS = ("fails", "stalls")
 
 # Where a fault strikes rank 0: the collective of a phase, counted from 1, and what it is.
 STRIKES = {
-    "the model": ("init", 1, "the model exchange"),
-    "first values": ("init", 4, "broadcast of unit '0'"),
+    "the model": ("init", 1, "settings and model exchange"),
+    "first values": ("init", 2, "broadcast of unit '0'"),
     "gather in forward": ("forward", 2, "all_gather of unit '1'"),
     "gather in backward": ("backward", 1, "all_gather of unit '1'"),
     "reduce-scatter": ("backward", 1, "reduce_scatter of unit '1'"),

@@ -113,6 +113,24 @@ def test_ranks_with_different_models(disposable: Ranks) -> None:
         assert "disagree about the model" in message
 
 
+def other_settings_body(context: Context) -> list[str]:
+    told, ours = [], {"timeout": TIMEOUT, "offload": zero.Offload(optimizer="host")}
+    for name, mine, others in (("clip_norm", 1.0, None), ("prefetch", 0, 2), ("loss_scale", 2.0, 4.0)):
+        model = Stack(layers=2)
+        config = zero.Config(**ours, **{name: others if context.rank else mine})
+        with pytest.raises(zero.RankMismatchError) as caught:
+            zero.initialize(model, decaying(model), config)
+        told.append(str(caught.value))
+    return told
+
+
+def test_ranks_with_different_settings(cluster: Clusters) -> None:
+    """Some would be collectives that one rank makes and others wait for, others be silently wrong."""
+    for told in cluster(2).run(other_settings_body):
+        for name, message in zip(("clip_norm", "prefetch", "loss_scale"), told, strict=True):
+            assert f"disagree about Config({name}=...): these" in message
+
+
 @pytest.fixture
 def disposable(cluster: Clusters) -> Iterator[Ranks]:
     """Ranks that are of no use to later tests: a failed collective ends a job."""

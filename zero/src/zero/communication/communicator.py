@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -243,14 +243,19 @@ class Communicator:
             self._exchange("usage", flags)
         return flags
 
-    def check_equal(self, what: str, digest: int) -> None:
-        """Raise RankMismatchError unless every rank passes the same `digest`."""
+    def check_equal(self, digests: Mapping[str, int]) -> None:
+        """Raise RankMismatchError unless every rank passes the same digest of everything that is named."""
         if self.group.size == 1:
             return
-        ballot = torch.tensor([digest, -digest], dtype=torch.int64, device=HOST)
-        self._exchange(what, ballot)
-        if ballot[0] != -ballot[1]:
-            raise RankMismatchError(f"the ranks disagree about {what}: all ranks must build the same one")
+        mine = list(digests.values())
+        ballot = torch.tensor([mine, [-each for each in mine]], dtype=torch.int64, device=HOST)
+        self._exchange("settings and model", ballot)
+        highest, lowest = ballot.tolist()
+        unequal = [what for what, high, low in zip(digests, highest, lowest, strict=True) if high != -low]
+        if unequal:
+            raise RankMismatchError(
+                f"the ranks disagree about {' and '.join(unequal)}: these must be the same on all of them"
+            )
 
     def share(self, value: Any) -> Any:
         """Rank 0's JSON value, on every rank. Blocks the host."""

@@ -48,7 +48,7 @@ def compile_calls(
     """Collective: let calls of `module` run through torch.compile, as `config.compile` says."""
     settings = config.compiling
     assert settings is not None
-    communicator.check_equal("zero.Compile(...)", crc32(settings.model_dump_json().encode()))
+    communicator.check_equal({"zero.Compile(...)": crc32(settings.model_dump_json().encode())})
     accumulates, on_disk = config.gradient_accumulation_steps > 1, config.tiers.params == "disk"
     runtime = Runtime(units, stores.accelerator, callbacks.receive, callbacks.close, phase.mark, visits)
     facts = gather_facts(runtime.handle, units, visits, accumulates)

@@ -96,16 +96,23 @@ def _is_in_graph(parameter: nn.Parameter) -> bool:
     return holders() > 1 or node is None
 
 
+_COMPARED_ELSEWHERE = ("units", "autocast_modules", "whole_parameters", "offload", "compile")
+"""Settings that are equal where what they lead to is."""
+
+
 def check_equal(prepared: Prepared, config: Config, communicator: Communicator) -> None:
-    """Collective. Raise RankMismatchError where ranks bring different models, optimizers or tiers. Changes
-    nothing."""
-    communicator.check_equal("the model", _digest(prepared, config))
-    communicator.check_equal(
-        "the optimizer, or Config(whole_parameters=...)",
-        crc32(_how_stepped(prepared.optimizer, config).encode()),
-    )
-    tiers = config.tiers.model_dump_json(exclude={"path"})  # each rank may have a directory of its own
-    communicator.check_equal("Config(offload=...)", crc32(tiers.encode()))
+    """Collective. Raise RankMismatchError where ranks bring different settings, models, optimizers or tiers.
+    Changes nothing."""
+    told = {
+        f"Config({name}=...)": repr(getattr(config, name))
+        for name in Config.model_fields
+        if name not in (*_COMPARED_ELSEWHERE, "timeout")
+    }
+    told["Config(offload=...)"] = config.tiers.model_dump_json(exclude={"path"})  # each rank may have its own
+    told["Config(compile=...)"] = repr(config.compiling is None)
+    told["the model"] = _layout(prepared)
+    told["the optimizer, or Config(whole_parameters=...)"] = _how_stepped(prepared.optimizer, config)
+    communicator.check_equal({what: crc32(text.encode()) for what, text in told.items()})
 
 
 def _how_stepped(optimizer: Optimizer, config: Config) -> str:
@@ -114,12 +121,9 @@ def _how_stepped(optimizer: Optimizer, config: Config) -> str:
     return f"{kinds_of_groups(optimizer)} {told}"
 
 
-def _digest(prepared: Prepared, config: Config) -> int:
-    """What all ranks must have in common."""
-    text = [
-        f"{config.stage} {config.shard_ranks} {config.precision} {config.gather_dtype} "
-        f"{config.gradient_accumulation_steps} {config.accumulate} {config.scaling is None}"
-    ]
+def _layout(prepared: Prepared) -> str:
+    """What the model's units and parameters have to have in common."""
+    text = []
     for plan in prepared.plans:
         text.append(plan.name)
         text.extend(
@@ -127,7 +131,7 @@ def _digest(prepared: Prepared, config: Config) -> int:
             f"{deferred_init.promised(p)} {p in prepared.castable}"
             for name, p in plan.parameters
         )
-    return crc32("\n".join(text).encode())
+    return "\n".join(text)
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> None:
