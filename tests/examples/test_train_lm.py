@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -209,6 +210,15 @@ def test_wrong_flags_say_what_is_wrong(arguments: list[str], message: str, examp
 
     with pytest.raises(ValueError, match=message):
         parse(arguments, "")
+
+
+def test_the_readmes_command_is_one(example_modules: None) -> None:
+    from lm_settings import parse
+
+    told = re.findall(r'`make train ARGS="(.+?)"`', (EXAMPLES.parent / "README.md").read_text())
+    assert told
+    for arguments in told:
+        parse(arguments.split(), "")
 
 
 def test_too_little_text_is_refused(example_modules: None) -> None:
