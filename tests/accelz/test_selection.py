@@ -62,6 +62,11 @@ def test_a_broken_backend_is_passed_over_unless_it_is_asked_for(tmp_path: Path) 
             "off (unavailable){sim}. Available: cpu{sim}. To add it: pip install accelz-nosuch",
         ),
         (
+            {"ACCELZ_DEVICE": "CPU"},
+            "no backend called 'CPU' is installed. Installed: cpu (available), off (unavailable){sim}. "
+            "Available: cpu{sim}. Did you mean 'cpu'?",
+        ),
+        (
             {"ACCELZ_DEVICE": "off"},
             "backend 'off' (accelz-off) cannot be used here: no such device.",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import threading
 import warnings
@@ -160,5 +161,9 @@ def _advice(name: str | None, environ: Mapping[str, str]) -> str:
     rows = discovery.list_backends(environ)
     installed = ", ".join(f"{r.name} ({r.status.value})" for r in rows) or "none"
     available = ", ".join(r.name for r in rows if r.status is Status.AVAILABLE) or "none"
+    listing = f"Installed: {installed}. Available: {available}"
+    near = difflib.get_close_matches((name or "").lower(), [r.name for r in rows], n=1, cutoff=0.8)
+    if near and near[0] != name:
+        return f"{listing}. Did you mean {near[0]!r}? `accelz list` has all of them"
     what = f"pip install accelz-{name}" if name else "pip install accelz-cpu for the CPU"
-    return f"Installed: {installed}. Available: {available}. To add it: {what}; `accelz list` has the reasons"
+    return f"{listing}. To add it: {what}; `accelz list` has the reasons"
