@@ -64,6 +64,10 @@ def gathered_body(context: Context, stage: int, precision: str) -> dict[str, Any
     for name, call in {
         "lost write": lambda: _write_without_rank(weight),
         "rank": lambda: zero.gathered(weight, write_rank=9).__enter__(),
+        "name": lambda: zero.gathered("norm.weight").__enter__(),  # type: ignore[arg-type]
+        "pairs": lambda: zero.gathered(model.named_parameters()).__enter__(),  # type: ignore[arg-type]
+        "engine": lambda: zero.gathered(engine).__enter__(),  # type: ignore[arg-type]
+        "no name": lambda: engine.full_master(weight),  # type: ignore[arg-type]
     }.items():
         try:
             call()
@@ -101,6 +105,9 @@ def test_gathered(cluster: Clusters, size: int, stage: int, precision: str) -> N
         lost = "change is lost" if stage == 3 and size > 1 else "masters and other ranks may not"
         assert f"{lost} unless you pass write_rank" in found["lost write"]
         assert "write_rank=9 is no rank" in found["rank"]
+        for name, given in {"name": "str", "pairs": "tuple", "engine": "Engine"}.items():
+            assert f"takes parameters or a module, got {given}" in found[name]
+        assert "expected a parameter's name" in found["no name"]
         assert found["exception"]
         assert found["works"]
 
@@ -238,7 +245,7 @@ def test_before_initialize_values_are_refused() -> None:
         model(torch.ones(1, 128))
     with pytest.raises(zero.UsageError, match=r"before zero.initialize"), zero.gathered(model.weight):
         pass
-    with pytest.raises(TypeError, match=r"zero.Config"), zero.init({"stage": 3}):  # type: ignore[arg-type]
+    with pytest.raises(zero.ConfigError, match=r"expected a zero.Config, got dict"), zero.init({"stage": 3}):  # type: ignore[arg-type]
         pass
 
 
@@ -460,11 +467,13 @@ def misfit_body(context: Context) -> dict[str, str]:
         "unexpected": {**good, "blocks.9.up.weight": torch.zeros(1)},
         "shape": {**good, "gain": torch.zeros(3)},
         "numpy": {**good, "gain": good["gain"].numpy(), "shift": good["shift"].to("meta")},
+        "path": "weights.pt",
+        "none": None,
     }
     messages = {}
     for name, state in cases.items():
         try:
-            engine.load_state_dict(state if context.rank == 0 else None)
+            engine.load_state_dict(state if context.rank == 0 else None)  # type: ignore[arg-type]
             messages[name] = "nothing raised"
         except zero.StateError as error:
             messages[name] = str(error)
@@ -485,6 +494,8 @@ def test_state_dicts_that_do_not_fit(cluster: Clusters) -> None:
         assert "unexpected: blocks.9.up.weight" in found["unexpected"]
         assert "of another shape: gain: (3,) instead of ()" in found["shape"]
         assert "no dense tensor with all its values: gain, shift" in found["numpy"]
+        assert "rank 0 passes str instead of names and tensors" in found["path"]
+        assert "rank 0 passes NoneType instead" in found["none"]
         assert found["unchanged"] == "True"
         assert found["partial"] == "True"
         assert "no parameter 'nonsense'" in found["name"]

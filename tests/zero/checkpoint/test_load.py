@@ -267,6 +267,7 @@ def refused_body(context: Context, path: str) -> dict[str, str]:
         "optimizer": lambda: engine(OPTIMIZERS["sgd"]).load_checkpoint(path),
         "groups": lambda: engine(lambda m: torch.optim.AdamW(m.parameters())).load_checkpoint(path),
         "restore": lambda: engine().load_checkpoint(path, restore={"sampler": object()}),
+        "value": lambda: engine().load_checkpoint(path, restore={"note": ""}),
         "rename": lambda: engine().load_checkpoint(path, rename={"head": "tail"}),
         "lumps": lambda: _stepped(
             engine(lambda m: Lumpy(m.parameters(), lr=0.1), whole_parameters=False)
@@ -303,6 +304,7 @@ def test_what_does_not_fit_is_refused(cluster: Clusters, tmp_path: Path) -> None
         assert "torch.optim.adamw.AdamW and this one torch.optim.sgd.SGD; weights_only" in found["optimizer"]
         assert "has 2 param_groups and this one 1" in found["groups"]
         assert "has no ['sampler']; it has ['scheduler', 'order', 'note']" in found["restore"]
+        assert "UsageError: restore['note'] is of str, which has no load_state_dict()" in found["value"]
         assert "UsageError: rename: the checkpoint has nothing called head" in found["rename"]
         assert "neither one value per element nor one number" in found["lumps"]
         assert found["gathered"].startswith("load_checkpoint inside zero.gathered")

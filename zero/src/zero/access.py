@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero.deferred import deferred_init
 from zero.errors import UsageError
@@ -114,6 +114,7 @@ def _by_owner(
         listed: Iterable[nn.Parameter] = [parameters]
     else:
         listed = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+        listed = _only_parameters(listed)
     owners: dict[WholeValues, list[nn.Parameter]] = {}
     for parameter in dict.fromkeys(listed):
         if deferred_init.is_deferred(parameter):
@@ -125,6 +126,17 @@ def _by_owner(
         elif isinstance(parameter, ShardedParameter):
             raise UsageError("the module of a sharded parameter, and its engine, are gone: it has no values")
     return owners
+
+
+def _only_parameters(given: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    listed = list(given) if isinstance(given, Iterable) else [given]
+    stranger = next((each for each in listed if not isinstance(each, Tensor)), None)
+    if stranger is not None:
+        raise UsageError(
+            f"zero.gathered takes parameters or a module, got {type(stranger).__name__}; e.g. "
+            "zero.gathered(model.head.weight), zero.gathered(model)"
+        )
+    return listed
 
 
 def _refuse_to_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:

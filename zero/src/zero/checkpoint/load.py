@@ -17,7 +17,7 @@ from zero.checkpoint.storage import Storage
 from zero.checkpoint.together import Together
 from zero.checkpoint.values import Values
 from zero.checkpoint.weights import fill_buffers, fill_units, targets
-from zero.errors import CheckpointError, StateError
+from zero.errors import CheckpointError, StateError, UsageError
 from zero.sharding.sharded_unit import refill
 from zero.sharding.state_entries import entries_of, load_rest
 
@@ -114,6 +114,12 @@ class _Load:
             raise StateError(
                 f"restore: the checkpoint's state has no {lost}; it has {list(self._manifest.state)}"
             )
+        for name, value in options.restore.items():
+            if not hasattr(value, "load_state_dict"):
+                raise UsageError(
+                    f"restore[{name!r}] is of {type(value).__name__}, which has no load_state_dict(): leave "
+                    f"it out, and take the value from what load_checkpoint returns, .state[{name!r}]"
+                )
 
     def fill(self) -> None:
         """This rank's shards, masters, optimizer state and generators; the module's buffers."""

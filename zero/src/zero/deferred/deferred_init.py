@@ -38,6 +38,7 @@ from zero.deferred.recording import (
     storage_of,
     tensors_in,
 )
+from zero.errors import ConfigError
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, UNBORN, guard
 
 _MOVES = (torch.ops.aten.resize_, torch.ops.aten.set_)  # these change what storage stands behind a tensor
@@ -66,7 +67,7 @@ def init(config: Config | None = None) -> Iterator[None]:
     the block ends, and so are parameters that have their memory in common with one.
     """
     if config is not None and not isinstance(config, Config):
-        raise TypeError(f"zero.init takes a zero.Config, got {type(config).__name__}")
+        raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
     with _recorded(draws=True):
         yield
 

@@ -69,5 +69,8 @@ def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, 
                 )
             owner[parameter] = index
     if not any(p.requires_grad for p in owner):
-        raise OptimizerError("the optimizer has no trainable parameter of the model")
+        raise OptimizerError(
+            "the optimizer has no trainable parameter of the model; one that is to be read only, such as a "
+            "reference or a teacher, is frozen after zero.initialize"
+        )
     return owner

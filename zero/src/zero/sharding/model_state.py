@@ -45,13 +45,15 @@ def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, 
     Raises StateError on every rank, before anything changes, for shapes that differ and, if strict, for
     names that are missing or unknown.
     """
-    state = dict(state or {}) if whole.is_source else {}
+    problem = _no_state(state) if whole.is_source else ""
+    state = dict(state) if whole.is_source and state is not None and not problem else {}
     entries = entries_of(model)
     groups = [group for unit in whole.units for group in unit.groups]
     own = {p: name for group in groups for name, p in zip(group.names, group.parameters, strict=True)}
     rest, packed = {name: state[name] for name in entries.rest if name in state}, BytesIO()
-    misfits = _misfits(model, state, strict) or _pack(rest, packed) if whole.is_source else ""
-    if problem := whole.communicator.share(misfits):
+    if whole.is_source:
+        problem = problem or _misfits(model, state, strict) or _pack(rest, packed)
+    if problem := whole.communicator.share(problem):
         raise StateError(f"the state dict does not fit the model: {problem}")
     given = {own[p]: state[name] for name, p in entries.by_name.items() if name in state and p in own}
     present = set(whole.communicator.share(sorted(given)))
@@ -62,6 +64,12 @@ def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, 
                 _load_group(whole, unit, group, given, present)
         _load_buffers(whole, entries.buffers, state)
         load_rest(model, rest)
+
+
+def _no_state(state: object) -> str:
+    if isinstance(state, Mapping):
+        return ""
+    return f"rank 0 passes {type(state).__name__} instead of names and tensors; a file is for torch.load"
 
 
 def _pack(rest: dict[str, Any], into: BytesIO) -> str:

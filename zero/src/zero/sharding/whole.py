@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
-from zero.errors import StateError, some
+from zero.errors import StateError, UsageError, some
 from zero.sharding.alterations import replaced
 from zero.sharding.copies import Uncopied
 from zero.sharding.flat_group import FlatGroup
@@ -62,7 +62,11 @@ class WholeValues(Uncopied):
         return name in self._places
 
     def locate(self, name: str) -> Place:
-        """Where a parameter lives; raises StateError for a name that is none."""
+        """Where a parameter lives; raises StateError for a name that is none, UsageError for no name."""
+        if not isinstance(name, str):
+            raise UsageError(
+                f"expected a parameter's name, as model.named_parameters() has it, got {type(name).__name__}"
+            )
         place = self._places.get(self._names.get(name, name))
         if place is None:
             raise StateError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
