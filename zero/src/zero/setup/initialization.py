@@ -42,9 +42,9 @@ def initialize(
     optimizer: or a list of them, for different parameters, such as Muon for matrices and AdamW for the rest.
 
     Raises ConfigError, ModelError or OptimizerError, RankMismatchError where ranks bring different models,
-    optimizers or settings, and OffloadError where a rank finds no place on its disk, before anything is changed. After
-    OutOfMemoryError, CommunicationError, and CheckpointError where pretrained weights cannot be read any
-    more, model and optimizer have to be built anew.
+    optimizers or settings, and OffloadError where a rank finds no place on its disk, before anything is
+    changed. After OutOfMemoryError, CommunicationError, and CheckpointError where pretrained weights cannot
+    be read any more, model and optimizer have to be built anew.
     """
     config = settings(config)
     check_model(model)
