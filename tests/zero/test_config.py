@@ -101,8 +101,10 @@ def empty() -> nn.Module:
     return nn.ReLU()
 
 
-def frozen() -> nn.Module:
-    return nn.Linear(3, 3).requires_grad_(False)
+def frozen() -> nn.Linear:
+    model = nn.Linear(3, 3)
+    model.weight.requires_grad_(False)
+    return model
 
 
 def bad_input_body(context: Context) -> dict[str, str]:
@@ -136,7 +138,7 @@ def bad_input_body(context: Context) -> dict[str, str]:
             torch.optim.SGD([*outside.parameters(), *any_parameter], lr=1),
             config,
         ),
-        "nothing trainable": ((m := frozen()), torch.optim.SGD(m.parameters(), lr=1), config),
+        "nothing trainable": ((m := frozen()), torch.optim.SGD([m.weight], lr=1), config),
         "LBFGS": ((m := whole()), torch.optim.LBFGS(m.parameters()), config),
         "Adafactor": (
             (m := whole()),

@@ -726,3 +726,33 @@ def two_engines_body(context: Context) -> bool:
 
 def test_two_engines(cluster: Clusters) -> None:
     assert all(cluster(2).run(two_engines_body))
+
+
+def read_only_body(context: Context, stage: Any, path: str) -> None:
+    """A teacher, all of it frozen, beside a model that learns from it and through it."""
+    student, teacher = fresh(), fresh().requires_grad_(False)
+    settings = zero.Config(stage=stage, precision="bf16", timeout=10)
+    learning = zero.initialize(student, adamw(student), settings)
+    reading = zero.initialize(teacher, torch.optim.AdamW(teacher.parameters()), settings)
+    assert all(group.master is None for unit in reading.units for group in unit.groups)
+    with torch.no_grad():
+        before = teacher(tokens(0, context.rank, teacher))["loss"]
+    for step in range(2):
+        loss = student(tokens(step, context.rank, student))["loss"]
+        learning.backward(loss + teacher(tokens(step, context.rank, teacher))["loss"])
+        assert learning.step()
+    reading.save_checkpoint(path)
+    reading.load_checkpoint(path)
+    assert torch.equal(teacher(tokens(0, context.rank, teacher))["loss"], before)
+    with pytest.raises(zero.UsageError, match="does not depend on any parameter"):
+        reading.backward(teacher(tokens(0, context.rank, teacher))["loss"])
+    planned = fresh().requires_grad_(False)
+    plan = zero.plan(planned, torch.optim.AdamW(planned.parameters()), settings, ranks=2)
+    assert plan.memory.rest["device"].optimizer == 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_is_only_read_takes_no_optimizer_state(
+    cluster: Clusters, stage: int, tmp_path: Path
+) -> None:
+    cluster(2).run(read_only_body, stage=stage, path=str(tmp_path / "teacher"))

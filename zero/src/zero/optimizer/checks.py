@@ -68,9 +68,6 @@ def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, 
                     "parameter of the model; build the optimizer from this model's parameters"
                 )
             owner[parameter] = index
-    if not any(p.requires_grad for p in owner):
-        raise OptimizerError(
-            "the optimizer has no trainable parameter of the model; one that is to be read only, such as a "
-            "reference or a teacher, is frozen after zero.initialize"
-        )
+    if any(p.requires_grad for p in mine) and not any(p.requires_grad for p in owner):
+        raise OptimizerError("the optimizer has no trainable parameter of the model")
     return owner

@@ -65,7 +65,7 @@ def plan_memory(
     peaks = {
         "init": max(*building(units), made, key=lambda held: held.total),
         "forward": max(forward(units, config.prefetch, sums), key=lambda held: held.total),
-        "backward": max(backward(units, config, sums, copies), key=lambda held: held.total),
+        "backward": max(backward(units, config, sums, copies), key=lambda held: held.total, default=Held()),
         "step": step(units, scaled),
     }
     peaks = {phase: rest["device"] + held if phase != "init" else held for phase, held in peaks.items()}

@@ -40,6 +40,7 @@ def initialize(
     hold what this rank steps: its slices, or whole parameters (see Config.whole_parameters).
 
     optimizer: or a list of them, for different parameters, such as Muon for matrices and AdamW for the rest.
+        Of a model that is frozen as a whole, to be read only, it has nothing to step, and keeps no state.
 
     Raises ConfigError, ModelError or OptimizerError, RankMismatchError where ranks bring different models,
     optimizers or settings, and OffloadError where a rank finds no place on its disk, before anything is
