@@ -61,6 +61,20 @@ def test_what_needs_gradients_is_told_where_they_are(cluster: Clusters, stage: i
             assert "engine.full_gradient(name)" in message
 
 
+def scaler_body(context: Context) -> str:
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+    scaler = torch.amp.GradScaler("cpu")
+    engine.backward(scaler.scale(language_loss(model, 0, context.rank)))
+    with pytest.raises(zero.UsageError) as raised:
+        scaler.step(engine.optimizer)
+    return str(raised.value)
+
+
+def test_a_grad_scaler_is_told_what_takes_its_place(cluster: Clusters) -> None:
+    assert "Config(loss_scale='dynamic') in the place of a GradScaler" in cluster(1).run(scaler_body)[0]
+
+
 def pieces_body(context: Context, config: dict[str, Any]) -> str:
     """Clipping by way of the optimizer's parameters, as loops do that know only that."""
     model = fresh()
