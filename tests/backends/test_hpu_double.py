@@ -58,12 +58,13 @@ def test_process_groups_take_fewer_arguments() -> None:
 
 @on_gaudi(**EAGER)
 def test_registering_with_a_string_registers_its_letters() -> None:
-    """torch's trap, and why the spec names the backend of each device type."""
+    """A trap of torch up to 2.13, and why the spec names the backend of each device type."""
     import habana_frameworks.torch  # noqa: F401
 
     assert dist.Backend.default_device_backend_map["hpu"] == "hccl"
     dist.Backend.register_backend("other", lambda *a: None, devices="hpu")  # type: ignore[arg-type, return-value]
-    assert dist.Backend.default_device_backend_map["u"] == "other"
+    trapped = torch.__version__ < (2, 14)  # a TorchVersion, which compares as versions do
+    assert ("u" in dist.Backend.default_device_backend_map) == trapped
 
 
 @on_gaudi(**EAGER)
