@@ -262,6 +262,7 @@ def test_a_dead_rank_is_named(cluster: Clusters, tmp_path: Path, async_: bool) -
     assert first.error.startswith(
         "CommunicationError: saving a checkpoint, rank 0 waited 6 s for 'file' of rank"
     )
+    assert "every rank has to call save_checkpoint" in first.error
     assert complete(tmp_path, DISK) == ["before"]
     assert sorted(os.listdir(tmp_path)) == ["before", "latest"]
     cluster(1).run(one_more_body, runs=str(tmp_path))

@@ -86,5 +86,5 @@ class Exchange:
         names = ", ".join(map(str, waiting))
         return (
             f"saving a checkpoint, rank {self.rank} waited {self._timeout:.0f} s for {topic!r} of rank(s) "
-            f"{names or 'none'} in vain; look at their output first"
+            f"{names or 'none'} in vain: every rank has to call save_checkpoint; look at their output first"
         )
