@@ -3,7 +3,7 @@
 A TCPStore has one connection, and it is blocked while somebody waits for a key: two threads that wait for
 each other's counterparts, in opposite order on two ranks, would never be answered. A connection for each
 (`Store.clone`) takes descriptors and, where names cannot be looked up, seconds. So keys are asked for again
-and again.
+and again. (And a wait that runs out writes a warning of c10d's for each try.)
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import Store
 
-SHORTEST, LONGEST = 0.0005, 0.02
-"""Seconds between two questions: more and more."""
+SHORTEST, LONGEST = 0.0005, 0.25
+"""Seconds between two questions."""
+
+PAUSE = 0.02
+"""And of the time that has been waited: little is lost, and many ranks that wait for long ask little."""
 
 
 def wait_for(store: Store, keys: Sequence[str], timeout: float) -> None:
     """Return when all keys are there; raises DistStoreError after `timeout` seconds."""
-    deadline, pause = time.monotonic() + timeout, SHORTEST
+    begun = time.monotonic()
     while not store.check(list(keys)):
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - begun
+        if waited > timeout:
             missing = ", ".join(key for key in keys if not store.check([key]))
             raise dist.DistStoreError(f"waited {timeout:g} s for what other ranks have not said: {missing}")
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST)
+        time.sleep(min(max(SHORTEST, PAUSE * waited), LONGEST, timeout - waited))
 
 
 class PolledStore(Store):

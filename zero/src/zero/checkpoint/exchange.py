@@ -6,17 +6,14 @@ Collectives would not do: a save in the background must not interleave with thos
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import DistStoreError
 
 from accelz.collectives import Group
+from accelz.polled_store import wait_for
 from zero.errors import CommunicationError
-
-_UNINTERRUPTED = 1.0  # seconds of waiting in which the program cannot be interrupted
 
 
 class Exchange:
@@ -40,10 +37,8 @@ class Exchange:
         Raises CommunicationError if a rank has published nothing by then.
         """
         names = {rank: self._name(topic, rank) for rank in ranks}
-        deadline = time.monotonic() + patience * self._timeout
-        while not self._arrived(topic, names, deadline - time.monotonic()):
-            if time.monotonic() > deadline:
-                raise CommunicationError(self._silence(topic, self._missing(topic, names)))
+        if not self._arrived(topic, names, patience * self._timeout):
+            raise CommunicationError(self._silence(topic, self._missing(topic, names)))
         return {
             rank: json.loads(self._call(lambda: self._store.get(name), topic, [rank]))  # noqa: B023
             for rank, name in names.items()
@@ -55,12 +50,11 @@ class Exchange:
             self._call(lambda: self._store.delete_key(self._name(topic, rank)), topic, [])  # noqa: B023
 
     def _arrived(self, topic: str, names: Mapping[int, str], seconds: float) -> bool:
-        """Wait for all of them, for so long or until the program may have been interrupted."""
-        patience = timedelta(seconds=min(max(seconds, 0.001), _UNINTERRUPTED))
+        """Wait for all of them, for so long at most."""
 
         def wait() -> bool:
             try:
-                self._store.wait(list(names.values()), patience)
+                wait_for(self._store, list(names.values()), seconds)
             except DistStoreError:  # not yet
                 return False
             return True

@@ -113,7 +113,8 @@ class Staging:
         names = storage.names(out)
         if names and not overwrite:
             raise CheckpointError(
-                f"{out} exists and holds {names[0]!r}; choose another name, or replace it with overwrite"
+                f"{out} exists and holds {names[0]!r}; choose another name, or pass overwrite "
+                "(--overwrite) to replace it"
             )
         others = [n for n in names if storage.is_directory(out / n) or n in (MANIFEST, LATEST)]
         if others:
