@@ -323,3 +323,26 @@ def recomputed_whole_body(context: Context) -> list[float]:
 def test_the_whole_model_may_be_recomputed(cluster: Clusters) -> None:
     for errors in cluster(2).run(recomputed_whole_body):
         assert max(errors) < 1e-5  # the order in which gradients of three graphs are added up
+
+
+def compiled_outside_body(context: Context) -> dict[str, Any]:
+    """The loss in a function that the program compiles itself, and the model in it by the engine, or not."""
+    found = {}
+    for compile in (None, AOT):
+        model = fresh()
+        engine = zero.initialize(model, adamw(model), zero.Config(compile=compile, timeout=20))
+        doubled = torch.compile(lambda given, model=model: 2 * model(given), backend="aot_eager")
+        losses = []
+        for step in range(STEPS):
+            loss = doubled(tokens(step, context.rank, model))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found["compiled" if compile else "eager"] = losses
+    return found | {"mode": engine.explain().mode}
+
+
+def test_programs_compile_what_is_around_the_model(cluster: Clusters) -> None:
+    for found in cluster(2).run(compiled_outside_body):
+        assert found["compiled"] == found["eager"]
+        assert found["mode"] == "graph"

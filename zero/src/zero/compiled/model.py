@@ -62,7 +62,8 @@ class CompiledModel:
         self._frames: dict[tuple[bool, ...], Callable[..., Any]] = {}  # by which of them are not frozen
         self._is_one_graph = True
         self._units_wait = False  # to be compiled, for the backward of a forward that ran without
-        module._compiled_call_impl = self  # what Module.compile() sets: calls of the module come here
+        # What Module.compile() sets: calls of the module come here. Who compiles them is compiled around it.
+        module._compiled_call_impl = torch.compiler.disable(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_one_graph or torch._C._len_torch_dispatch_stack():
