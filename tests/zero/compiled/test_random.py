@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch._aot_autograd import utils as aot_utils
@@ -89,3 +91,27 @@ def test_stages_draw_the_same(cluster: Clusters) -> None:
     ranks = cluster(2).run(body, stages=(0, 3), limit=120)
     assert all(whole == sharded for whole, sharded in ranks)
     assert ranks[0] != ranks[1]
+
+
+def whole_body(context: Context) -> list[list[float]]:
+    """The gradient of generated code, which draws numbers of its own, without and with recomputation."""
+    found = []
+    for recompute in (lambda model, x: model(x), partial(checkpoint, use_reentrant=True)):
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, 1))
+        engine = zero.initialize(model, adamw(model), zero.Config(compile=True, timeout=20))
+        torch.manual_seed(5)
+        x = torch.full((4, WIDTH), 0.1, device=context.accelerator.device, requires_grad=True)
+        engine.backward(recompute(model, x).square().mean())
+        gradient = engine.full_gradient("0.weight")
+        assert gradient is not None
+        found.append(gradient.flatten().tolist())
+    return found
+
+
+def test_a_model_that_is_recomputed_whole_draws_the_same(cluster: Clusters, device: str) -> None:
+    if device == "sim":
+        pytest.skip("inductor generates no code for the simulated device")
+    ((straight, recomputed),) = cluster(1).run(whole_body, limit=120)
+    assert straight == recomputed
