@@ -85,7 +85,12 @@ def schedule_free_body(context: Context, stage: int, settings: dict[str, Any]) -
     engine = zero.initialize(model, optimizer, config)
     steps(context, engine)
     trained = engine.state_dict()
+    engine.offload_states()
+    engine.reload_states()
+    assert all(torch.equal(value, trained[name]) for name, value in engine.state_dict().items())
     optimizer.eval()
+    engine.offload_states()
+    engine.reload_states()
     told: list[Callable[[], object]] = [
         lambda: language_loss(model, 0, 0),
         engine.state_dict,

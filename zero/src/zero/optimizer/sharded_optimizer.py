@@ -262,10 +262,13 @@ class ShardedOptimizer:
 
     def _show(self, owned: OwnedSubGroup) -> None:
         """Make the optimizer's pieces and their state views of the record as it is now."""
+        was_changed = self._settled[owned] != owned.piece_versions()
         for index, piece in enumerate(owned.pieces):
             show(owned, piece)
             if owned.rule is not None:
                 self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, owned.rule))
+        versions = owned.piece_versions()  # others, where a piece has come from another kind of memory
+        self._settled[owned] = [version - was_changed for version in versions]
 
     def moments_bytes(self, owned: OwnedSubGroup) -> int:
         """Bytes of a sub-group's state beside the master, wherever it is."""
