@@ -245,6 +245,20 @@ def test_two_saves_at_a_time_do_not_disturb_each_other(cluster: Clusters, tmp_pa
         assert found == ["model-0", "model-1"]
 
 
+def other_paths_body(context: Context, runs: str) -> str:
+    """As with the time of day in a path."""
+    engine = engine_of(context)
+    return raised(lambda: engine.save_checkpoint(Path(runs, f"at-{context.rank}")))
+
+
+def test_paths_that_differ_are_told_on_every_rank(cluster: Clusters, tmp_path: Path) -> None:
+    for told in cluster(2).run(other_paths_body, runs=str(tmp_path)):
+        assert "at-0" in told
+        assert "at-1" in told
+        assert "every rank has to pass the same path" in told
+    assert os.listdir(tmp_path) == []
+
+
 def dead_rank_body(context: Context, runs: str, async_: bool) -> str:
     engine = zero.initialize(model := fresh(), adamw(model), zero.Config(timeout=6))
     engine.save_checkpoint(Path(runs, "before"))

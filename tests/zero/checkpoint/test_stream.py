@@ -83,6 +83,13 @@ def test_short_and_refused_writes_go_on(tmp_path: Path, most: int, refuse_direct
     assert storage.refused in ((1, 2) if refuse_direct else (0,))  # two writes may be under way
 
 
+def test_a_write_that_moves_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As file systems in user space may answer; not a loop for ever."""
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(OSError, match="nothing was written at byte 0"):
+        written(DISK, tmp_path / "file", [b"some"])
+
+
 def test_two_direct_writes_refused_at_once(tmp_path: Path) -> None:
     both = threading.Barrier(2, timeout=60)
 

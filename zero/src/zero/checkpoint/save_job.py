@@ -71,9 +71,10 @@ class Job:
     def _begin(self) -> Path:
         """Rank 0 makes the directory; all go on when it is there."""
         if self.exchange.rank:
-            problem = self.exchange.collect("directory", [0])[0]
+            problem, there = self.exchange.collect("directory", [0])[0]
             if problem:
                 raise error_of(problem)
+            self._check_same(there)
         else:
             self._make_directory()
         if self.failure is not None:
@@ -87,9 +88,18 @@ class Job:
                 self.publication.begin()
         except Exception as error:
             problem = problem_of(error, f"{self.publication.staging} could not be made")
-        self.exchange.publish("directory", problem)
+        self.exchange.publish("directory", [problem, str(self.publication.staging)])
         if problem:
             raise error_of(problem)
+
+    def _check_same(self, there: str) -> None:
+        """there: what rank 0 has made; machines may know it by other names."""
+        here, rank = self.publication.staging, self.exchange.rank
+        if not self.storage.is_directory(here):
+            raise CheckpointError(
+                f"rank 0 has made {there}, and rank {rank} finds no {here}: "
+                "every rank has to pass the same path, on a file system that all ranks share"
+            )
 
     def _write(self, staging: Path) -> dict[str, Any]:
         path = staging / f"rank-{self.exchange.rank:05d}.safetensors"

@@ -108,7 +108,10 @@ class File:
         return done
 
     def _pwritev(self, buffers: Sequence[memoryview], offset: int) -> int:
-        return os.pwritev(self._descriptor, buffers, offset)
+        done = os.pwritev(self._descriptor, buffers, offset)
+        if not done and any(buffer.nbytes for buffer in buffers):
+            raise OSError(errno.EIO, f"nothing was written at byte {offset}")
+        return done
 
     def _leave_direct(self) -> None:
         """Go through the page cache from now on."""
