@@ -54,9 +54,8 @@ def build(model: nn.Module, **config: Any) -> zero.Engine:
 def train(engine: zero.Engine, context: Context) -> list[float]:
     losses = []
     for step in range(STEPS):
-        loss = functional.mse_loss(
-            engine(features(step, 0, engine.module)), features(-step, 0, engine.module)
-        )
+        output = engine(features(step, 0, engine.module)).float()  # torch 2.11 takes no two dtypes below
+        loss = functional.mse_loss(output, features(-step, 0, engine.module))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
