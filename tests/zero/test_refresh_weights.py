@@ -95,6 +95,8 @@ def schedule_free_body(context: Context, stage: int, settings: dict[str, Any]) -
         lambda: language_loss(model, 0, 0),
         engine.state_dict,
         lambda: engine.save_checkpoint("never"),
+        lambda: engine.load_state_dict({}, strict=False),
+        zero.gathered(model).__enter__,
     ]
     for call in told:
         with pytest.raises(zero.UsageError, match=r"refresh_weights"):

@@ -78,7 +78,7 @@ class Engine:
         self._parking = Parking(self.units, self._shards, communicator)
         self._loss_scale = LossScale.of(config, accelerator)
         self._whole = WholeValues(units, communicator, names_of(module, units))
-        self._whole.check = self._parking.check
+        self._whole.check = self._check_shown
         self._whole.interrupt = self._interrupt
         self._optimizer_state = OptimizerState(self._whole, self._shards)
         parts = EngineParts(
@@ -255,8 +255,9 @@ class Engine:
         """Make the weights those that the optimizer has; collective.
 
         For what changes them in place through `optimizer.param_groups` outside of a step: train() and eval()
-        of schedule-free optimizers, a clamp. Until then the next forward, save or load raises UsageError.
-        Between optimizer steps only, and outside of `zero.gathered`.
+        of schedule-free optimizers, a clamp. Until then forwards, `zero.gathered`, whole states, saves and
+        loads raise UsageError, but for load_checkpoint. Between optimizer steps only, and outside of
+        `zero.gathered`.
         """
         self._parking.check()
         if self._micro_steps:
@@ -290,6 +291,7 @@ class Engine:
         self._parking.check()
         self._check_not_in_use("load_state_dict")
         self._check_whole()
+        self._check_changed()
         model_state.load(self.module, self._whole, state, strict)
         self._settle()
 
@@ -399,6 +401,7 @@ class Engine:
         self._parking.check()
         self._check_not_in_use("load_pretrained")
         self._check_whole()
+        self._check_changed()
         before = self._interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
         fill_engine(self.module, self._whole, request, self._begin_load)
@@ -495,13 +498,18 @@ class Engine:
         """Some values are new, others old."""
         self._interrupted = True
 
+    def _check_shown(self) -> None:
+        """Before a `gathered` block: there are values, and those that the optimizer has."""
+        self._parking.check()
+        self._check_changed()
+
     def _begin_forward(self) -> None:
         self._check_changed()
         self._tracer.begin()
 
     def _check_changed(self) -> None:
-        """Weights that the optimizer's values have left behind are nobody's."""
-        if changed := self._shards.changed():
+        """Weights that the optimizer's values have left behind are nobody's. What was interrupted says so."""
+        if not self._interrupted and (changed := self._shards.changed()):
             names = dict.fromkeys(name for written in changed.values() for name in written)
             raise UsageError(_LEFT_BEHIND.format(some(list(names))))
 
