@@ -17,8 +17,8 @@ from torch import nn
 from zero.access import WHOLE_ATTRIBUTE
 from zero.checkpoint.names import Rename, match
 from zero.checkpoint.storage import DISK, Storage
+from zero.checkpoint.tensor_reader import TensorReader
 from zero.checkpoint.together import Together
-from zero.checkpoint.values import Values
 from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.communication.communicator import Communicator
 from zero.deferred import deferred_init
@@ -50,7 +50,7 @@ class Request:
 
     def match(self, weights: SafetensorsWeights, model: nn.Module) -> dict[str, str]:
         """For names of the model, those of the tensors that fill them."""
-        return match(weights.stored, targets(model), self.rename, self.strict, Values(weights).same)
+        return match(weights.stored, targets(model), self.rename, self.strict, TensorReader(weights).same)
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def fill(model: nn.Module, request: Request) -> None:
         raise UsageError("the model has an engine: call engine.load_pretrained(path) instead")
     with closing(request.open()) as weights:
         keys = request.match(weights, model)
-        values = Values(weights)
-        fill_buffers(model, values, keys)
+        reader = TensorReader(weights)
+        fill_buffers(model, reader, keys)
         for parameter, (name, *_) in entries_of(model).parameters.items():
             if name not in keys:
                 continue
@@ -108,7 +108,7 @@ def fill(model: nn.Module, request: Request) -> None:
                 deferred_init.promise(parameter, Promise(weights, keys[name]))
             else:
                 with torch.no_grad():
-                    parameter.copy_(values.whole(keys[name]))
+                    parameter.copy_(reader.whole(keys[name]))
 
 
 def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> None:
@@ -141,7 +141,7 @@ def fill_engine(
         keys.update(request.match(opened[0], model))
 
     def change() -> None:
-        fill_buffers(model, Values(opened[0]), keys)
+        fill_buffers(model, TensorReader(opened[0]), keys)
         _fill_shards(whole.units, {opened[0]: keys})
 
     try:
@@ -157,6 +157,6 @@ def fill_engine(
 def _fill_shards(units: Sequence[ShardedUnit], keys: Mapping[SafetensorsWeights, Mapping[str, str]]) -> None:
     for weights, names in keys.items():
         try:
-            fill_units(units, Values(weights), names)
+            fill_units(units, TensorReader(weights), names)
         finally:
             weights.close()

@@ -4,13 +4,13 @@ The format is in docs/checkpoint-format.md. Rooms, lowest first:
 
 storage, stream         all input and output
 manifest, reader        what the manifest says; tensors by key, every byte checked. No torch, no engine
-user_state, random_state, header, rank_file, engine_state
+dtypes, user_state, random_state, header, rank_file, engine_state
                         what there is to save, and one rank's file
 exchange, problems, together
                         messages and errors between ranks
 publication, assembly   how a checkpoint comes to its name; one manifest out of all ranks' reports
 save_job, save          one save; the saves of an engine
-names, values, weights, load_optimizer, load
+names, group_match, tensor_reader, weights, load_optimizer, load
                         what goes where in another model, and reading it
 checkpoints             what the engine holds
 """

@@ -40,8 +40,11 @@ from zero.tiers.stored import Stored
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts of an engine that have state. param_groups: index of each parameter's group. parking: whether
-    all that is away."""
+    """The parts of an engine that a checkpoint is made of, and loaded into.
+
+    param_group_of: the index of each parameter's group in the optimizer's param_groups. parking: tells
+    whether the state is on the host at the moment.
+    """
 
     module: nn.Module
     config: Config
@@ -49,7 +52,7 @@ class EngineParts:
     communicator: Communicator
     units: tuple[ShardedUnit, ...]
     shards: ShardedOptimizer
-    param_groups: dict[nn.Parameter, int]
+    param_group_of: dict[nn.Parameter, int]
     loss_scale: LossScale | None
     parking: Parking
 
@@ -113,7 +116,7 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
                 "dtype": name_of(group.dtype, name),
                 "trainable": group.trainable,
                 "unit": group.unit,
-                "group": engine.param_groups.get(parameter),
+                "group": engine.param_group_of.get(parameter),
                 "aliases": list(entries.parameters.get(parameter, (name,))[1:]),
             }
             for group in groups

@@ -14,8 +14,8 @@ from zero.checkpoint.manifest import Manifest, model_key
 from zero.checkpoint.names import Rename, match, raise_for, stored_in
 from zero.checkpoint.reader import Checkpoint, find
 from zero.checkpoint.storage import Storage
+from zero.checkpoint.tensor_reader import TensorReader
 from zero.checkpoint.together import Together
-from zero.checkpoint.values import Values
 from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.errors import CheckpointError, StateError, UsageError
 from zero.sharding.sharded_unit import refill
@@ -88,7 +88,7 @@ class _Load:
         self._checkpoint = checkpoint
         self._manifest: Manifest = checkpoint.manifest
         self._options = options
-        self._values = Values(checkpoint)
+        self._reader = TensorReader(checkpoint)
         self._sources: dict[str, str] = {}
         self._extra_state = entries_of(engine.module).rest.keys()
         self._state: dict[str, Any] = {}
@@ -102,7 +102,7 @@ class _Load:
             targets(self._engine.module),
             options.rename,
             options.strict,
-            lambda one, other: self._values.same(model_key(one), model_key(other)),
+            lambda one, other: self._reader.same(model_key(one), model_key(other)),
         )
         if options.strict:
             mine, saved = self._extra_state, self._manifest.extra_state.keys()
@@ -124,10 +124,10 @@ class _Load:
     def fill(self) -> None:
         """This rank's shards, masters, optimizer state and generators; the module's buffers."""
         keys = {name: model_key(source) for name, source in self._sources.items()}
-        fill_units(self._engine.units, self._values, keys)
-        fill_buffers(self._engine.module, self._values, keys)
+        fill_units(self._engine.units, self._reader, keys)
+        fill_buffers(self._engine.module, self._reader, keys)
         self._set_extra_state()
-        decode = self._values.decode
+        decode = self._reader.decode
         self._state = decode(self._manifest.state)
         self._rank_states = tuple(decode(rank.state) for rank in self._manifest.ranks)
         if not self._options.weights_only:
@@ -157,16 +157,16 @@ class _Load:
         )
 
     def _optimizer(self) -> OptimizerLoad:
-        return OptimizerLoad(self._engine, self._manifest, self._values, self._sources)
+        return OptimizerLoad(self._engine, self._manifest, self._reader, self._sources)
 
     def _restore_random_state(self) -> None:
         if self._engine.rank < self._manifest.world_size:
             rng = self._manifest.ranks[self._engine.rank].rng
-            random_state.restore(self._engine.accelerator, self._values.decode(rng))
+            random_state.restore(self._engine.accelerator, self._reader.decode(rng))
 
     def _set_extra_state(self) -> None:
         saved = self._manifest.extra_state
         load_rest(
             self._engine.module,
-            {name: self._values.decode(saved[name]) for name in self._extra_state & saved.keys()},
+            {name: self._reader.decode(saved[name]) for name in self._extra_state & saved.keys()},
         )

@@ -14,7 +14,7 @@ from zero.checkpoint.engine_state import EngineParts, stride_of
 from zero.checkpoint.group_match import match_groups
 from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
 from zero.checkpoint.names import raise_for
-from zero.checkpoint.values import Values
+from zero.checkpoint.tensor_reader import TensorReader
 from zero.errors import StateError
 from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
@@ -27,11 +27,11 @@ class OptimizerLoad:
     """sources: for each parameter, its name in the checkpoint."""
 
     def __init__(
-        self, engine: EngineParts, manifest: Manifest, values: Values, sources: Mapping[str, str]
+        self, engine: EngineParts, manifest: Manifest, reader: TensorReader, sources: Mapping[str, str]
     ) -> None:
         self._engine = engine
         self._manifest = manifest
-        self._values = values
+        self._reader = reader
         self._sources = sources
         self._entries = {entry.name: entry for entry in manifest.parameters}
         self._saved_group, self._elsewhere = self._saved_groups()
@@ -89,8 +89,8 @@ class OptimizerLoad:
         for group in (group for unit in self._engine.units for group in unit.groups):
             for name, parameter in zip(group.names, group.parameters, strict=True):
                 entry = self._with_state(name)
-                if entry is not None and entry.group is not None and parameter in self._engine.param_groups:
-                    own[name], saved[name] = self._engine.param_groups[parameter], entry.group
+                if entry is not None and entry.group is not None and parameter in self._engine.param_group_of:
+                    own[name], saved[name] = self._engine.param_group_of[parameter], entry.group
         return match_groups(own, saved, len(self._engine.shards.optimizer.param_groups))
 
     def _state_fits(self, entry: ParameterEntry, piece: OwnedPiece, numel: int, kernel: bool) -> bool:
@@ -137,7 +137,7 @@ class OptimizerLoad:
         for key in entry.state:
             self._fill_state(state, key, entry, owned, piece, stride)
         for key, value in entry.values.items():
-            state[key] = moved(key, self._values.decode(value), piece.parameter, home_of(owned))
+            state[key] = moved(key, self._reader.decode(value), piece.parameter, home_of(owned))
 
     def _fill_state(
         self,
@@ -156,13 +156,13 @@ class OptimizerLoad:
                 shape, strides = parameter.shape, parameter.stride()
                 state[key] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             with changing(in_memory_order(state[key], parameter)) as target:
-                self._values.fill(name, target, piece.piece.start, stride)
+                self._reader.fill(name, target, piece.piece.start, stride)
         elif key in state:
-            state[key].copy_(self._values.whole(name))
+            state[key].copy_(self._reader.whole(name))
         else:
             options = self._engine.shards.optimizer.param_groups[piece.param_group]
             host = key == "step" and not (options.get("capturable") or options.get("fused"))
-            state[key] = self._values.whole(name).to(HOST if host else home_of(owned))
+            state[key] = self._reader.whole(name).to(HOST if host else home_of(owned))
 
     def _sharded(self, key: str, entry: ParameterEntry, tensor: TensorEntry) -> bool:
         """Whether a state tensor has one value per element of its parameter."""
@@ -173,7 +173,7 @@ class OptimizerLoad:
         groups = self._engine.shards.optimizer.param_groups
         for own, saved in self._saved_group.items():
             group = groups[own]
-            for name, value in self._values.decode(self._manifest.optimizer.param_groups[saved]).items():
+            for name, value in self._reader.decode(self._manifest.optimizer.param_groups[saved]).items():
                 if isinstance(group.get(name), Tensor):
                     group[name].copy_(
                         value if isinstance(value, Tensor) else torch.tensor(value, device=HOST)

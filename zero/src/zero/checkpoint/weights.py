@@ -9,7 +9,7 @@ from torch import nn
 
 from zero.checkpoint.engine_state import stride_of
 from zero.checkpoint.names import Target
-from zero.checkpoint.values import Values
+from zero.checkpoint.tensor_reader import TensorReader
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
@@ -28,27 +28,27 @@ def targets(module: nn.Module) -> list[Target]:
     ]
 
 
-def fill_units(units: Iterable[ShardedUnit], values: Values, keys: Mapping[str, str]) -> None:
+def fill_units(units: Iterable[ShardedUnit], reader: TensorReader, keys: Mapping[str, str]) -> None:
     """This rank's shards and masters. Whole parameters that are kept are stale then: see `refill`."""
     for unit in units:
         for group in unit.groups:
-            _fill_group(group, values, keys)
+            _fill_group(group, reader, keys)
 
 
 @torch.no_grad()
-def fill_buffers(module: nn.Module, values: Values, keys: Mapping[str, str]) -> None:
+def fill_buffers(module: nn.Module, reader: TensorReader, keys: Mapping[str, str]) -> None:
     """The module's buffers, whole."""
     for name, buffer in entries_of(module).buffers.items():
         if name in keys:
-            buffer.copy_(values.whole(keys[name]))
+            buffer.copy_(reader.whole(keys[name]))
 
 
-def _fill_group(group: FlatGroup, values: Values, keys: Mapping[str, str]) -> None:
+def _fill_group(group: FlatGroup, reader: TensorReader, keys: Mapping[str, str]) -> None:
     for piece in group.pieces:
         spec = group.layout.specs[piece.index]
         if spec.name not in keys:
             continue
         with changing(group.widest[piece.shard_slice]) as target:
-            values.fill(keys[spec.name], target, piece.start, stride_of(spec))
+            reader.fill(keys[spec.name], target, piece.start, stride_of(spec))
             if group.widest is not group.shard:
                 put(group.shard, piece.shard_slice, target)

@@ -26,7 +26,7 @@ from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.manifest import Manifest, ParameterEntry, model_key, state_key
 from zero.checkpoint.storage import write_whole
-from zero.checkpoint.values import Values
+from zero.checkpoint.tensor_reader import TensorReader
 from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.plan import Chosen, Plan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
@@ -84,7 +84,7 @@ class _Export:
 
     def __init__(self, source: ZeroSource, chosen: Mapping[str, Chosen]) -> None:
         self._manifest: Manifest = source.checkpoint.manifest
-        self._values = Values(source.checkpoint)
+        self._reader = TensorReader(source.checkpoint)
         self._chosen = chosen
         kinds = {info.name: info.kind for info in source.tensors}
         self._buffers = [name for name in chosen if kinds[name] == "buffer"]
@@ -106,7 +106,7 @@ class _Export:
         """All other files, by name."""
         for parameter in self._trained:
             if "step" in parameter.state:
-                step = self._values.whole(state_key("step", parameter.name)).float()
+                step = self._reader.whole(state_key("step", parameter.name)).float()
                 yield self._name(parameter.name, "step"), _saved(step.reshape(()))
         yield f"{self._tag}/{MASTERS}/optimizer_state.pt", _saved(self._optimizer_state())
         yield f"{self._tag}/{SHARDED_MODEL}", _saved(self._common())
@@ -135,7 +135,7 @@ class _Export:
 
     def _common(self) -> dict[str, Any]:
         """Model states without tensors of the source."""
-        state = self._values.decode(self._manifest.state)
+        state = self._reader.decode(self._manifest.state)
         scheduler = next((state[key] for key in _SCHEDULERS if key in state), None)
         shared = {alias: p.name for p in self._parameters for alias in p.aliases}
         return {
@@ -162,10 +162,10 @@ class _Export:
 
     def _optimizer_state(self) -> dict[str, Any]:
         """What is not by parameter, in the places where stages 1 and 2 look, and where stage 3 does."""
-        options = [dict(self._values.decode(g)) for g in self._manifest.optimizer.param_groups]
+        options = [dict(self._reader.decode(g)) for g in self._manifest.optimizer.param_groups]
         groups = [{**group, "params": [number]} for number, group in enumerate(options)]
         stepped = next((p.name for p in self._trained if "step" in p.state), None)
-        step = {} if stepped is None else {"step": self._values.whole(state_key("step", stepped)).float()}
+        step = {} if stepped is None else {"step": self._reader.whole(state_key("step", stepped)).float()}
         return {
             "param_groups": groups,
             "optimizer_state_dict": {"state": {0: step}, "param_groups": groups},

@@ -8,7 +8,7 @@ from typing import Any
 
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.sources.deepspeed_files import master_file, optimizer_files
-from zero.sources.deepspeed_weights import DeepSpeedWeights, Shape, Values, mapping, refuse_strangers
+from zero.sources.deepspeed_weights import DeepSpeedWeights, FileStretch, Shape, mapping, refuse_strangers
 from zero.sources.flat_groups import stage2, stage3
 from zero.sources.inert_pickle import StoredTensor
 from zero.sources.torch_file import TorchFile
@@ -25,7 +25,7 @@ class ShardedSource(DeepSpeedWeights):
 
     format = "DeepSpeed ZeRO"
 
-    def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[Values]]:
+    def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[FileStretch]]:
         files = [self.torch_file(path, client=True) for path in optimizer_files(self.path)]
         states = [mapping(file, "optimizer_state_dict") for file in files]
         for file, state in zip(files, states, strict=True):
@@ -44,7 +44,8 @@ class ShardedSource(DeepSpeedWeights):
             places = stage2(groups, sizes, states[0].get("param_alignment_paddings"))
         return {
             name: [
-                Values(s.start, files[s.rank], flat[s.rank][s.group], s.first, s.length) for s in stretches
+                FileStretch(s.start, files[s.rank], flat[s.rank][s.group], s.first, s.length)
+                for s in stretches
             ]
             for name, stretches in places
         }
@@ -81,20 +82,20 @@ class UniversalSource(DeepSpeedWeights):
 
     format = "DeepSpeed universal"
 
-    def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[Values]]:
-        return {name: [self._values(name, shape)] for group in groups for name, shape in group.items()}
+    def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[FileStretch]]:
+        return {name: [self._stretch(name, shape)] for group in groups for name, shape in group.items()}
 
     def more_facts(self) -> dict[str, Any]:
         return {}
 
-    def _values(self, name: str, shape: Shape) -> Values:
+    def _stretch(self, name: str, shape: Shape) -> FileStretch:
         file = self.torch_file(master_file(self.path, name))
         values = file.content.get("param") if isinstance(file.content, Mapping) else file.content
         if not isinstance(values, StoredTensor) or values.numel != math.prod(shape):
             raise CorruptCheckpointError(
                 f"{file.path} does not hold the {math.prod(shape)} elements of {name!r}"
             )
-        return Values(0, file, values, 0, values.numel)
+        return FileStretch(0, file, values, 0, values.numel)
 
 
 def _flat(file: TorchFile, state: Mapping[str, Any], key: str) -> list[StoredTensor]:

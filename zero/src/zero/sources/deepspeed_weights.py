@@ -21,8 +21,9 @@ _READ = (
 )  # fmt: skip
 
 
-class Values(NamedTuple):
-    """Elements `first` to `first + length` of a tensor in a file are a parameter's from `start` on."""
+class FileStretch(NamedTuple):
+    """Where a stretch of a parameter is stored: its elements from `start` on are elements `first` to
+    `first + length` of `tensor` in `file`."""
 
     start: int
     file: TorchFile
@@ -35,7 +36,7 @@ class DeepSpeedWeights(RecordSource):
     """path: the directory with the files of model states. model_files: how many of them there are."""
 
     @abstractmethod
-    def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[Values]]:
+    def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[FileStretch]]:
         """Where the fp32 masters of all parameters are. groups: names and shapes of each group."""
 
     @abstractmethod
@@ -73,7 +74,7 @@ class DeepSpeedWeights(RecordSource):
     def _lay_out(
         self,
         shapes: Mapping[str, Shape],
-        masters: Mapping[str, Sequence[Values]],
+        masters: Mapping[str, Sequence[FileStretch]],
         frozen: Mapping[str, Shape],
     ) -> None:
         first = self._model[0]
@@ -91,7 +92,7 @@ class DeepSpeedWeights(RecordSource):
                 self._add_whole(name, "buffer" if name in buffers else "frozen")
         self.tensors = tuple(self._infos)
 
-    def _add(self, name: str, shape: Shape, stored: str, kind: Kind, values: Iterable[Values]) -> None:
+    def _add(self, name: str, shape: Shape, stored: str, kind: Kind, values: Iterable[FileStretch]) -> None:
         placeholder = self._module.get(name)
         trained = placeholder.dtype if isinstance(placeholder, StoredTensor) else stored
         aliases = tuple(self._aliases.get(name, ()))
@@ -102,13 +103,13 @@ class DeepSpeedWeights(RecordSource):
     def _add_frozen(self, name: str, shape: Shape) -> None:
         """A parameter that the optimizer does not have: whole, or at stage 3 a shard in each rank's file."""
         parts = [(file, mapping(file, "frozen_param_fragments").get(name)) for file in self._model]
-        values: list[Values] = []
+        values: list[FileStretch] = []
         start, numel = 0, math.prod(shape)
         for file, part in parts:
             if not isinstance(part, StoredTensor) or (not self._sharded and part.shape != shape):
                 raise CorruptCheckpointError(f"{file.path} lacks its part of the frozen parameter {name!r}")
             length = min(part.numel, numel - start)
-            values.append(Values(start, file, part, 0, length))
+            values.append(FileStretch(start, file, part, 0, length))
             start += length
         if start != numel:
             raise CorruptCheckpointError(
@@ -124,7 +125,7 @@ class DeepSpeedWeights(RecordSource):
         elif kind == "frozen" and self._sharded:
             raise CorruptCheckpointError(f"{file.path} names {name!r} and does not say where its values are")
         else:
-            whole = Values(0, file, value, 0, value.numel)
+            whole = FileStretch(0, file, value, 0, value.numel)
             self._add(name, value.shape, value.dtype, kind, [whole])
 
     def _tell(self, first: TorchFile) -> None:

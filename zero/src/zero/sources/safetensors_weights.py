@@ -1,4 +1,4 @@
-"""Weights in safetensors files, any part of any: see zero.checkpoint.values.Tensors."""
+"""Weights in safetensors files, any part of any: see zero.checkpoint.tensor_reader.Tensors."""
 
 from __future__ import annotations
 

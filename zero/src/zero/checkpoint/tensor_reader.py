@@ -1,4 +1,4 @@
-"""Stored tensors into tensors of a model, a bounded piece at a time."""
+"""Reads stored tensors into tensors of a model, at most CHUNK bytes at a time."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Tensors(Protocol):
         """Fill `into` with a tensor's elements from `start` on, in its memory order."""
 
 
-class Values:
-    """Reads stored tensors; holds CHUNK bytes."""
+class TensorReader:
+    """Reads from a checkpoint, or from other files, through one buffer of CHUNK bytes on the host."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
