@@ -4,7 +4,7 @@ The format is in docs/checkpoint-format.md. Rooms, lowest first:
 
 storage, stream         all input and output
 manifest, reader        what the manifest says; tensors by key, every byte checked. No torch, no engine
-dtypes, user_state, random_state, header, rank_file, engine_state
+dtypes, user_state, random_state, header, rank_layout, rank_file, engine_state
                         what there is to save, and one rank's file
 exchange, problems, together
                         messages and errors between ranks

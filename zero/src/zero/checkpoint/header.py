@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from zero.checkpoint.storage import PAGE
 
+METADATA = "__metadata__"  # the name that safetensors keeps for itself
 
-def header_of(described: Mapping[str, Any]) -> bytes:
-    """Length field and JSON, padded with spaces so that the data after it begin on a page.
 
-    described: what the file holds, by name, with offsets from the begin of the data.
+def lay_out(
+    metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]
+) -> tuple[bytes, list[int]]:
+    """The header of a file that holds `tensors` one after another; and where in the file each of them begins,
+    and the last one ends.
+
+    tensors: name, dtype, shape and bytes of each. The header is padded with spaces, so that the tensors begin
+    on a page.
     """
+    described: dict[str, Any] = {METADATA: metadata}
+    ends = [0]
+    for name, dtype, shape, nbytes in tensors:
+        offsets = [ends[-1], ends[-1] + nbytes]
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        ends.append(offsets[1])
     text = json.dumps(described, separators=(",", ":")).encode()
     begin = -(-(8 + len(text)) // PAGE) * PAGE
-    return (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8)
+    return (begin - 8).to_bytes(8, "little") + text.ljust(begin - 8), [begin + end for end in ends]

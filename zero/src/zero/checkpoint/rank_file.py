@@ -1,8 +1,7 @@
 """One rank's file: a safetensors file of the stretches of tensors that the rank writes.
 
-    8 bytes: length of the header | header, JSON padded to a multiple of 4096 | tensors | checksums
-
-Everything's place follows from the shapes, so the file is allocated first and written once, front to back.
+Everything's place follows from the shapes (`rank_layout`), so the file is allocated first and written once,
+front to back.
 Tensors that are not on the host pass through a buffer of CHUNK bytes there.
 """
 
@@ -21,8 +20,8 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import name_of
-from zero.checkpoint.header import header_of
-from zero.checkpoint.manifest import BLOCK, CHECKSUMS
+from zero.checkpoint.manifest import BLOCK
+from zero.checkpoint.rank_layout import RankLayout, Stretch
 from zero.checkpoint.storage import PAGE, Storage
 from zero.checkpoint.stream import CHUNK, Stream, aligned, view_of
 from zero.tiers.host_memory import bytes_of
@@ -35,10 +34,7 @@ _PACKED = 2 * CHUNK  # bytes of packed parts written at once: no other write is 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a tensor. values: (length,), contiguous, in the tensor's memory order.
-
-    shape: of the whole tensor. stride: where its memory order is not row-major. start: the first element.
-    """
+    """A stretch of a tensor with its values, (length,), contiguous. For the rest see `Stretch`."""
 
     key: str
     shape: tuple[int, ...]
@@ -51,9 +47,10 @@ class Part:
         return self.values.numel() * self.values.element_size()
 
     @property
-    def blocks(self) -> int:
-        """Checksums it has in the table."""
-        return -(-self.nbytes // BLOCK)
+    def stretch(self) -> Stretch:
+        """Raises UsageError for a dtype that files cannot hold."""
+        dtype = name_of(self.values.dtype, self.key)
+        return Stretch(self.key, dtype, self.shape, self.values.numel(), self.start, self.stride)
 
 
 Segment = tuple[Part, int, int]  # bytes of a part: from, to
@@ -73,23 +70,12 @@ def write_rank_file(
     UsageError for a dtype that files cannot hold.
     """
     ordered = in_file_order(parts)
-    header, places = _plan(ordered)
-    checksums_at = places[-1]
-    size = checksums_at + 4 * sum(part.blocks for part in ordered)
+    layout = RankLayout(part.stretch for part in ordered)
     if packed is None:
-        table = _stream(storage, accelerator, path, header, ordered, size)
+        table = _stream(storage, accelerator, path, layout, ordered)
     else:
-        table = _write_packed(storage, path, header, ordered, packed, size)
-    return {
-        "file": {
-            "name": path.name,
-            "bytes": size,
-            "header": crc32(header),
-            "checksums_at": checksums_at,
-            "checksums": crc32(table),
-        },
-        "tensors": _entries(ordered, places),
-    }
+        table = _write_packed(storage, path, layout, ordered, packed)
+    return layout.report(path.name, table)
 
 
 def in_file_order(parts: Sequence[Part]) -> list[Part]:
@@ -104,7 +90,7 @@ def pack(
     file and are followed by room for their checksums; and the buffer that has it: `arena`, if that is large
     enough. Both are uint8."""
     ordered = in_file_order(parts)
-    room = sum(part.nbytes + 4 * part.blocks for part in ordered) + PAGE
+    room = sum(part.nbytes + 4 * part.stretch.blocks for part in ordered) + PAGE
     if arena is None or arena.numel() < room + PAGE:
         arena = accelerator.memory.empty_host((room + PAGE,), torch.uint8)
     packed = arena[-arena.data_ptr() % PAGE :][:room]
@@ -119,12 +105,12 @@ def pack(
 
 
 def _stream(
-    storage: Storage, accelerator: Accelerator, path: Path, header: bytes, parts: Sequence[Part], size: int
+    storage: Storage, accelerator: Accelerator, path: Path, layout: RankLayout, parts: Sequence[Part]
 ) -> bytes:
     """Write parts that lie anywhere; returns the table of checksums."""
-    file = Stream(storage, path, size)
+    file = Stream(storage, path, layout.size)
     try:
-        file.append(memoryview(header))
+        file.append(memoryview(layout.header))
         table = _write_parts(file, accelerator, parts)
         file.append(memoryview(table))
         file.finish()
@@ -134,14 +120,14 @@ def _stream(
 
 
 def _write_packed(
-    storage: Storage, path: Path, header: bytes, parts: Sequence[Part], packed: Tensor, size: int
+    storage: Storage, path: Path, layout: RankLayout, parts: Sequence[Part], packed: Tensor
 ) -> bytes:
     """Write parts that pack() made; returns the table of checksums."""
-    memory, begin = bytes_of(packed), len(header)
+    memory, begin = bytes_of(packed), len(layout.header)
     first = aligned(begin)
-    first[:] = np.frombuffer(header, np.uint8)
+    first[:] = np.frombuffer(layout.header, np.uint8)
     table = bytearray()
-    file = storage.create(path, size, direct=size > CHUNK)
+    file = storage.create(path, layout.size, direct=layout.size > CHUNK)
     try:
         file.write(0, [view_of(first)])
         written = summed = 0
@@ -158,39 +144,11 @@ def _write_packed(
         end = summed + len(table)
         memory[summed:end] = table
         file.write(begin + written, [memory[written : -(-end // PAGE) * PAGE]])
-        file.truncate(size)
+        file.truncate(layout.size)
         file.sync()
     finally:
         file.close()
     return bytes(table)
-
-
-def _plan(parts: Sequence[Part]) -> tuple[bytes, list[int]]:
-    """The header, and where in the file each part and, last, the checksums begin."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt", "whole": "see manifest.json"}}
-    places, end = [], 0
-    for part in parts:
-        places.append(end)
-        described[part.key] = {
-            "dtype": name_of(part.values.dtype, part.key),
-            "shape": [part.values.numel()],
-            "data_offsets": [end, end + part.nbytes],
-        }
-        end += part.nbytes
-    blocks = sum(part.blocks for part in parts)
-    described[CHECKSUMS] = {"dtype": "U8", "shape": [blocks, 4], "data_offsets": [end, end + 4 * blocks]}
-    header = header_of(described)
-    return header, [len(header) + place for place in (*places, end)]
-
-
-def _entries(parts: Sequence[Part], places: Sequence[int]) -> dict[str, Any]:
-    entries: dict[str, Any] = {}
-    block = 0
-    for part, place in zip(parts, places, strict=False):
-        piece = [part.start, part.values.numel(), place, block] if part.values.numel() else None
-        entries[part.key] = [name_of(part.values.dtype, part.key), part.shape, part.stride, piece]
-        block += part.blocks
-    return entries
 
 
 def _write_parts(file: Stream, accelerator: Accelerator, parts: Sequence[Part]) -> bytes:

@@ -7,7 +7,7 @@ of ranks, each rank reading its part.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from zlib import crc32
 
 import zero
 from zero.checkpoint.assembly import assemble
-from zero.checkpoint.header import header_of
-from zero.checkpoint.manifest import BLOCK, CHECKSUMS, MANIFEST, model_key
+from zero.checkpoint.manifest import BLOCK, ITEM_BYTES, MANIFEST, model_key
+from zero.checkpoint.rank_layout import RankLayout, Stretch
 from zero.checkpoint.storage import File, write_whole
 from zero.consolidate.files import WEIGHTS, WeightStorage
-from zero.consolidate.plan import Chosen, Plan, PlannedFile, choose
+from zero.consolidate.plan import Plan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.workers import Buffers, chunk_bytes, run
 from zero.errors import CheckpointError
@@ -41,57 +41,37 @@ def convert(
     """
     options = options or Options(dtype="stored")
     chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
-    file, checksums_at = _plan(chosen)
+    ordered = sorted(chosen, key=lambda t: -ITEM_BYTES[t.dtype])  # keeps every tensor aligned
+    layout = RankLayout(Stretch(model_key(t.name), t.dtype, t.shape, t.numel) for t in ordered)
+    offsets = {t.tensor: place for t, place in zip(ordered, layout.places, strict=True)}
+    file = PlannedFile(NAME, layout.size, offsets, tuple(ordered), ((0, layout.header),))
 
     def complete(directory: Path) -> None:
         path = directory / NAME
-        table = _checksums(storage, path, file, options)
-        _append(storage, path, checksums_at, table)
+        table = _checksums(storage, path, layout, options)
+        _append(storage, path, layout.checksums_at, table)
+        report = {**layout.report(NAME, table), "values": {}, "rng": {}, "state": {}}
         storage.remove(directory / MANIFEST)
-        write_whole(storage, directory / MANIFEST, _manifest(source, file, checksums_at, table))
+        write_whole(storage, directory / MANIFEST, assemble(_described(source, file), [report]))
 
     return publish(source, Plan((file,), {}), Path(out), options, progress, storage, complete)
 
 
-def _plan(tensors: Sequence[Chosen]) -> tuple[PlannedFile, int]:
-    """The rank file, and where in it the table of checksums begins."""
-    ordered = sorted(tensors, key=lambda t: -(t.nbytes // max(1, t.numel)))
-    described: dict[str, Any] = {"__metadata__": {"format": "pt", "whole": "see manifest.json"}}
-    places, end = {}, 0
-    for tensor in ordered:
-        places[tensor.tensor] = end
-        described[model_key(tensor.name)] = {
-            "dtype": tensor.dtype,
-            "shape": [tensor.numel],
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    table = 4 * sum(_blocks(tensor) for tensor in ordered)
-    described[CHECKSUMS] = {"dtype": "U8", "shape": [table // 4, 4], "data_offsets": [end, end + table]}
-    header = header_of(described)
-    begin = len(header)
-    offsets = {tensor: begin + place for tensor, place in places.items()}
-    return PlannedFile(NAME, begin + end + table, offsets, tuple(ordered), ((0, header),)), begin + end
-
-
-def _blocks(tensor: Chosen) -> int:
-    return -(-tensor.nbytes // BLOCK)
-
-
-def _checksums(storage: WeightStorage, path: Path, file: PlannedFile, options: Options) -> bytes:
+def _checksums(storage: WeightStorage, path: Path, layout: RankLayout, options: Options) -> bytes:
     """The CRC-32 of every block of every tensor, as the table has them."""
     limit = chunk_bytes(options.memory, options.workers)
-    table = bytearray(4 * sum(_blocks(tensor) for tensor in file.tensors))
+    table = bytearray(layout.size - layout.checksums_at)
     opened = storage.open(path, direct=True)
 
     def chunks() -> Iterator[Chunk]:
         block = 0
-        for tensor in file.tensors:
-            for first in range(0, tensor.nbytes, limit):
-                offset = file.offsets[tensor.tensor] + first
-                nbytes = min(limit, tensor.nbytes - first)
-                yield Chunk(nbytes, partial(_sum, opened, offset, nbytes, table, block + first // BLOCK))
-            block += _blocks(tensor)
+        for stretch, place in zip(layout.stretches, layout.places, strict=True):
+            for first in range(0, stretch.nbytes, limit):
+                nbytes = min(limit, stretch.nbytes - first)
+                yield Chunk(
+                    nbytes, partial(_sum, opened, place + first, nbytes, table, block + first // BLOCK)
+                )
+            block += stretch.blocks
 
     def handle(chunk: Chunk, buffers: Buffers) -> None:
         buffers.read(chunk)
@@ -120,28 +100,6 @@ def _append(storage: WeightStorage, path: Path, offset: int, data: bytes) -> Non
         file.sync()
     finally:
         file.close()
-
-
-def _manifest(source: Source, file: PlannedFile, checksums_at: int, table: bytes) -> bytes:
-    """Put together and read back, as a save does it: of one rank, which had no optimizer."""
-    return assemble(_described(source, file), [_report(file, checksums_at, table)])
-
-
-def _report(file: PlannedFile, checksums_at: int, table: bytes) -> dict[str, Any]:
-    """What a rank that saves says of its file."""
-    tensors, block = {}, 0
-    for chosen in file.tensors:
-        piece = [0, chosen.numel, file.offsets[chosen.tensor], block] if chosen.numel else None
-        tensors[model_key(chosen.name)] = [chosen.dtype, chosen.shape, None, piece]
-        block += _blocks(chosen)
-    described = {
-        "name": NAME,
-        "bytes": file.nbytes,
-        "header": crc32(file.fixed[0][1]),
-        "checksums_at": checksums_at,
-        "checksums": crc32(table),
-    }
-    return {"file": described, "tensors": tensors, "values": {}, "rng": {}, "state": {}}
 
 
 def _described(source: Source, file: PlannedFile) -> dict[str, Any]:

@@ -9,16 +9,15 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Literal
 
-from zero.checkpoint.header import header_of
+from zero.checkpoint.header import METADATA, lay_out
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.errors import CheckpointError, UsageError
 from zero.sources.source import TensorInfo
 
 Dtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]
 _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-METADATA = "__metadata__"  # what safetensors keeps for itself
 
 
 @dataclass(frozen=True)
@@ -155,29 +154,14 @@ def plan_safetensors(tensors: Sequence[Chosen], limit: int) -> Plan:
     files = []
     for number, part in enumerate(parts):
         ordered = sorted(part, key=lambda t: -ITEM_BYTES[t.dtype])  # keeps every tensor aligned
-        header, offsets = _header(ordered)
+        aliases = {alias: t.name for t in ordered for alias in t.aliases if alias != "format"}
+        described = [(t.name, t.dtype, t.shape, t.nbytes) for t in ordered]
+        header, (*places, nbytes) = lay_out({"format": "pt"} | aliases, described)
+        offsets = {t.tensor: place for t, place in zip(ordered, places, strict=True)}
         name = file_name("model", ".safetensors", number, len(parts))
-        nbytes = len(header) + sum(t.nbytes for t in ordered)
         files.append(PlannedFile(name, nbytes, offsets, tuple(ordered), ((0, header),)))
     others = {"model.safetensors.index.json": index_of(files, with_aliases=False)} if len(files) > 1 else {}
     return Plan(tuple(files), others)
-
-
-def _header(tensors: Sequence[Chosen]) -> tuple[bytes, dict[int, int]]:
-    """A file's header, and where each tensor begins."""
-    metadata = {"format": "pt"} | {alias: t.name for t in tensors for alias in t.aliases if alias != "format"}
-    described: dict[str, Any] = {METADATA: metadata}
-    places, end = {}, 0
-    for tensor in tensors:
-        places[tensor.tensor] = end
-        described[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    header = header_of(described)
-    return header, {tensor: len(header) + place for tensor, place in places.items()}
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -1,0 +1,64 @@
+"""Where everything is in a rank's file, and what the manifest says of it. Arithmetic only, no torch.
+
+8 bytes: length of the header | header, JSON padded to a multiple of 4096 | tensors | checksums
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from zero.checkpoint.header import lay_out
+from zero.checkpoint.manifest import BLOCK, CHECKSUMS, ITEM_BYTES
+
+_METADATA = {"format": "pt", "whole": "see manifest.json"}
+
+
+class Stretch(NamedTuple):
+    """`numel` elements of a tensor, from `start` on in its memory order. shape, stride: of the whole tensor,
+    the latter where its memory order is not row-major."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    numel: int
+    start: int = 0
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def blocks(self) -> int:
+        """Checksums it has in the table."""
+        return -(-self.nbytes // BLOCK)
+
+
+class RankLayout:
+    """places: where each stretch begins in the file. checksums_at: where their table does. size: of the
+    file, in bytes."""
+
+    def __init__(self, stretches: Iterable[Stretch]) -> None:
+        self.stretches = tuple(stretches)
+        tensors = [(s.key, s.dtype, (s.numel,), s.nbytes) for s in self.stretches]
+        blocks = sum(stretch.blocks for stretch in self.stretches)
+        table = (CHECKSUMS, "U8", (blocks, 4), 4 * blocks)
+        self.header, (*self.places, self.checksums_at, self.size) = lay_out(_METADATA, [*tensors, table])
+
+    def report(self, name: str, table: bytes) -> dict[str, Any]:
+        """What the manifest has to say about the file, as JSON values. table: the checksums."""
+        tensors, block = {}, 0
+        for stretch, place in zip(self.stretches, self.places, strict=True):
+            piece = [stretch.start, stretch.numel, place, block] if stretch.numel else None
+            tensors[stretch.key] = [stretch.dtype, stretch.shape, stretch.stride, piece]
+            block += stretch.blocks
+        file = {
+            "name": name,
+            "bytes": self.size,
+            "header": crc32(self.header),
+            "checksums_at": self.checksums_at,
+            "checksums": crc32(table),
+        }
+        return {"file": file, "tensors": tensors}
