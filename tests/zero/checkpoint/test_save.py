@@ -107,10 +107,10 @@ def background_body(context: Context, runs: str) -> dict[str, Any]:
     train(engine, context, 3)  # writing has not begun
     published = Path(runs, "one").exists()
     after = fingerprint(engine)
-    arena = engine._checkpoints._saver._arena
+    arena = engine._checkpoints._arena
     gate.set()
     engine.save_checkpoint(Path(runs, "two"), {"at": engine.steps}, async_=True)
-    same = engine._checkpoints._saver._arena is arena
+    same = engine._checkpoints._arena is arena
     engine.wait_for_checkpoint()
     engine.wait_for_checkpoint()
     found = {}

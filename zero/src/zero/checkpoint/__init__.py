@@ -9,8 +9,8 @@ dtypes, user_state, random_state, header, rank_layout, rank_file, engine_state
 exchange, problems, together
                         messages and errors between ranks
 publication, assembly   how a checkpoint comes to its name; one manifest out of all ranks' reports
-save_job, save          one save; the saves of an engine
+save_job                one save
 names, group_match, tensor_reader, weights, load_optimizer, load
                         what goes where in another model, and reading it
-checkpoints             what the engine holds
+checkpoints             what the engine holds: its saves, one at a time, and its loads
 """

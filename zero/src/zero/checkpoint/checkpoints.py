@@ -1,20 +1,30 @@
-"""One engine's checkpoints: the arguments checked, saves one at a time, loads after them."""
+"""One engine's checkpoints: saves one at a time, at once or written in a thread, and loads after them."""
 
 from __future__ import annotations
 
 import itertools
+import logging
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint.engine_state import EngineParts
+from torch import Tensor
+
+import zero
+from zero.checkpoint import user_state
+from zero.checkpoint.engine_state import EngineParts, collect, describe
+from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.load import Loaded, Options, load
-from zero.checkpoint.publication import check_name
-from zero.checkpoint.save import Saver
+from zero.checkpoint.publication import Publication, check_name
+from zero.checkpoint.rank_file import pack
+from zero.checkpoint.save_job import Job
 from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
 from zero.tiers.values import lasting
 
+_log = logging.getLogger("zero")
 _engines = itertools.count()
 
 
@@ -24,7 +34,11 @@ class Checkpoints:
     def __init__(self, engine: EngineParts) -> None:
         self.storage: Storage = DISK
         self._engine = engine
-        self._saver = Saver(engine, f"zero/checkpoints{next(_engines)}")
+        self._key = f"zero/checkpoints{next(_engines)}"  # in the store, the same on every rank
+        self._saves = itertools.count(1)
+        self._arena: Tensor | None = None  # host memory that saves in the background copy the state to
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
 
     @lasting()
     def save(
@@ -47,14 +61,70 @@ class Checkpoints:
                 )
         if keep_last is not None and keep_last < 1:
             raise UsageError(f"keep_last must be at least 1, got {keep_last}; None removes nothing")
-        self._saver.save(self.storage, where, steps, state, rank_state, keep_last, async_)
+        self.wait()
+        job = Job(
+            Exchange(self._engine.communicator.group, f"{self._key}/save{next(self._saves)}"),
+            self.storage,
+            self._engine.accelerator,
+            Publication(self.storage, where, keep_last),
+        )
+        try:
+            self._prepare(job, steps, state, rank_state, async_)
+        except Exception as error:
+            job.failure = error
+        if async_:
+            self._thread = threading.Thread(target=self._run, args=(job, where), name=f"saving {where}")
+            self._thread.start()
+        else:
+            self._arena = None
+            job.run()
 
     @lasting()
     def load(self, path: str | Path, options: Options, before_change: Callable[[], None]) -> Loaded:
         """See Engine.load_checkpoint."""
-        self._saver.wait()
+        self.wait()
         return load(self._engine, self.storage, Path(path).absolute(), options, before_change)
 
     def wait(self) -> None:
-        """Until the save in the background is over; raises its error."""
-        self._saver.wait()
+        """Until the save in the background is over; raises its error, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _prepare(
+        self, job: Job, steps: int, state: Mapping[str, Any], rank_state: Mapping[str, Any], copy: bool
+    ) -> None:
+        """Everything that looks at the engine: while the job runs in the background the engine changes."""
+        self._engine.accelerator.streams.synchronize()
+        self._engine.communicator.check()  # nothing of a collective that failed is published
+        job.mine = collect(self._engine, _plain(rank_state))
+        if job.exchange.rank == 0:
+            job.described = {
+                "zero": zero.__version__,
+                "created": time.time(),
+                "steps": steps,
+                **describe(self._engine, job.mine.parts),
+                "state": user_state.encode(_plain(state), "state", job.mine.parts, "state"),
+            }
+        if copy:
+            packed = pack(self._engine.accelerator, job.mine.parts, self._arena)
+            job.mine.parts, job.packed, self._arena = packed
+
+    def _run(self, job: Job, path: Path) -> None:
+        """In the thread."""
+        try:
+            job.run()
+        except BaseException as error:
+            self._failure = error
+            _log.error("the checkpoint %s could not be saved: %s", path, error)
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects that have a state dict, such as schedulers, as that."""
+    return {
+        name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+        for name, value in state.items()
+    }
