@@ -184,7 +184,7 @@ class Engine:
         factors = self._factor.complete()
         if not any(True for _ in self._reducer.used()):
             warnings.warn(_NOTHING_TO_STEP, RuntimeWarning, stacklevel=2)
-        self._hear_of_disks()
+        self._raise_disk_errors()
         with self._changing_weights():
             self._update(*factors)
             self._drop_gradients()
@@ -536,15 +536,15 @@ class Engine:
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
         try:
-            with self._communicator.postponing():
+            with self._communicator.postponing_disk_errors():
                 self._shards.step(self._reducer.all, scale, skip)
         finally:
             self._stores.join()  # weights are under way to shards, also where a later group failed
-        self._hear_of_disks()
+        self._raise_disk_errors()
         if self._loss_scale is not None and skip is not None:
             self._loss_scale.update(skip)
 
-    def _hear_of_disks(self) -> None:
+    def _raise_disk_errors(self) -> None:
         """Collective. Raise OffloadError, on every rank, where the disk of one has failed."""
         if self.config.tiers.path is not None:
             self._communicator.agree()

@@ -67,7 +67,9 @@ class Communicator:
     a copy of the model with this one; copies: those that have the same slices as this one, None where there
     is one copy.
 
-    in_pass: inside what ends with an agreement of the ranks, such as a forward or backward.
+    A rank whose disk fails goes on in the collectives that the others are in, with whatever values there are,
+    and tells of it in the next `agree`: until then the error is *postponed*. in_pass: inside what ends with
+    an agreement of the ranks, such as a forward or backward.
     """
 
     def __init__(self, accelerator: Accelerator, group: Group, control: Group, key: str) -> None:
@@ -79,8 +81,8 @@ class Communicator:
         self._key = key  # prefix in the store, one per engine
         self._reports = Reports(group, key)
         self.in_pass = False
-        self._fault = ""  # of this rank alone, that the others have not heard of
-        self._told = ""  # the last one that all ranks have heard of
+        self._disk_error = ""  # of this rank, postponed
+        self._shared_disk_error = ""  # the last one that was raised on all ranks
         self.failed = ""  # what went wrong; nothing can be exchanged after that
         self._count = 0
         self._shared = 0
@@ -193,33 +195,33 @@ class Communicator:
         if self.group.size == 1:
             return flag
         mine = list(self._hashes.values())
-        votes = [flag, bool(self._fault), *mine, *(-h for h in mine)]
+        votes = [flag, bool(self._disk_error), *mine, *(-h for h in mine)]
         ballot = torch.tensor(votes, dtype=torch.int64, device=HOST)
         self._exchange("agreement", ballot)
-        flagged, faulty, *hashes = ballot.tolist()
+        flagged, failed, *hashes = ballot.tolist()
         if any(highest != -lowest for highest, lowest in zip(hashes[:2], hashes[2:], strict=True)):
             self._explain_mismatch()
-        if faulty:
-            self._raise_fault()
+        if failed:
+            self._raise_disk_error()
         return bool(flagged)
 
     @contextmanager
-    def postponing(self) -> Iterator[None]:
-        """Keep an OffloadError of the block for the next `agree`: no rank waits for this one meanwhile.
+    def postponing_disk_errors(self) -> Iterator[None]:
+        """Postpone an OffloadError of the block to the next `agree`: no rank waits for this one meanwhile.
 
-        What the block was to make is not there then, and what follows is made of anything.
+        What the block was to make is not there then, and nothing that follows until then is to be kept.
         """
         try:
             yield
         except OffloadError as error:
-            if self.group.size == 1 or str(error) == self._told:
+            if self.group.size == 1 or str(error) == self._shared_disk_error:
                 raise
-            self._fault = self._fault or str(error)
+            self._disk_error = self._disk_error or str(error)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def sharing_disk_errors(self) -> Iterator[None]:
         """Around what all ranks do in collectives: an OffloadError that one of them postpones in the block is
-        raised at its end, on every rank."""
+        raised on every rank at its end."""
         before, self.in_pass = self.in_pass, True
         try:
             yield
@@ -227,11 +229,11 @@ class Communicator:
             self.in_pass = before
         self.agree()
 
-    def _raise_fault(self) -> NoReturn:
-        causes = self.share_all(self._fault)
-        self._fault = ""
-        self._told = next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause)
-        raise OffloadError(self._told)
+    def _raise_disk_error(self) -> NoReturn:
+        causes = self.share_all(self._disk_error)
+        self._disk_error = ""
+        self._shared_disk_error = next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause)
+        raise OffloadError(self._shared_disk_error)
 
     def fence(self, what: str) -> None:
         """Return once every rank has come here, done with all reading and writing before it."""

@@ -83,6 +83,6 @@ class CopySums:
         sum_ = self._flying.popleft()
         sum_.handle.wait()
         if sum_.slice_ is not None:
-            with self._communicator.postponing():
+            with self._communicator.postponing_disk_errors():
                 sum_.gradients.slice.add(sum_.slice_)
         self._arrived(sum_.gradients)

@@ -181,7 +181,7 @@ class GradientReducer:
         kernels = self._stores.kernels(HOST)
         total = torch.zeros(2, dtype=torch.float64, device=HOST)
         for values in slices:
-            with self._communicator.postponing():
+            with self._communicator.postponing_disk_errors():
                 total += kernels.norm_and_nonfinite([values.to(HOST)])
         result = total.float()
         result[1] += ~torch.isfinite(result[0])  # squares that overflow count as infinite
@@ -248,7 +248,7 @@ class GradientReducer:
         if self._copies is not None:
             self._copies.take(done.gradients, done.whole, done.result, self._last)
             return
-        with self._communicator.postponing():
+        with self._communicator.postponing_disk_errors():
             done.gradients.settle(done.whole, done.result)
         self._arrived(done.gradients)
 

@@ -37,7 +37,7 @@ class OptimizerState:
         unit, group, index = self._whole.locate(name)
         if group not in self._owned or not group.layout.specs[index].numel:
             return {}
-        with self._whole.together(), group.room_for_whole(torch.float32):
+        with self._whole.sharing_disk_errors(), group.room_for_whole(torch.float32):
             if self._is_whole(group):
                 return self._of_parameter(unit, group, index)
             return {
@@ -95,7 +95,7 @@ class OptimizerState:
                 value = self._state.get(piece.parameter, {}).get(key)
                 if value is not None and kind == "elements":
                     target = flat[owned.sub.window][piece.piece.shard_slice]
-                    with self._whole.communicator.postponing():
+                    with self._whole.communicator.postponing_disk_errors():
                         target.copy_(in_memory_order(value, piece.parameter).to(flat.device))
                 elif value is not None:
                     flat[piece.piece.index] = value

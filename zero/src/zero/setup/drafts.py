@@ -121,7 +121,7 @@ def reserve_disk(
         for g in draft.groups
     )
     if nbytes:
-        with communicator.postponing():
+        with communicator.postponing_disk_errors():
             stores.reserve(nbytes)
         communicator.agree()
 

@@ -318,7 +318,7 @@ class FlatGroup:
             return [*self._fill(communicator, room), journey]
 
     def _fill(self, communicator: Communicator, room: FlatBuffer | Quantised) -> list[Pending]:
-        postponing = communicator.postponing() if communicator.in_pass else nullcontext()
+        postponing = communicator.postponing_disk_errors() if communicator.in_pass else nullcontext()
         if isinstance(room, Quantised):
             with postponing, self.source.on_device() as shard:
                 room.put(self._accelerator.kernels, self.window, shard)

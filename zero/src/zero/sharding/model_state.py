@@ -23,7 +23,7 @@ def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
     master: fp32 masters where there are some. One group at a time is whole on the device.
     """
     values: dict[nn.Parameter, Tensor] = {}
-    with whole.together():
+    with whole.sharing_disk_errors():
         for unit, group in ((u, g) for u in whole.units for g in u.groups):
             shard = group.master if master and group.master is not None else group.shard
             full = whole.gather(unit, group, shard)

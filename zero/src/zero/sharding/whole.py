@@ -72,25 +72,25 @@ class WholeValues(Uncopied):
             raise StateError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
         return place
 
-    def together(self) -> AbstractContextManager[None]:
-        """Around whatever gathers or changes values: a disk that fails on one rank is an OffloadError on all
-        of them, at the end."""
+    def sharing_disk_errors(self) -> AbstractContextManager[None]:
+        """Around whatever gathers or changes values; see `Communicator`."""
         on_disk = any(group.on_disk for unit in self.units for group in unit.groups)
-        return self.communicator.together() if on_disk else nullcontext()
+        return self.communicator.sharing_disk_errors() if on_disk else nullcontext()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """`together`, around a change of weights: after an error they have changed by half."""
+        """`sharing_disk_errors`, around a change of weights: after an error some are new and others old."""
         self.begin_write()
         try:
-            with self.together():
+            with self.sharing_disk_errors():
                 yield
         except BaseException:
             self.interrupt()
             raise
 
     def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
-        """All ranks' slices put together, shape (layout.numel,), on the device. In a `together` block."""
+        """All ranks' slices put together, shape (layout.numel,), on the device. In a `sharing_disk_errors`
+        block."""
         with group.room_for_whole(values.dtype):
             shard = fetch(values, group.home.data.device, self.communicator)
             if group.shards == 1:
@@ -102,7 +102,7 @@ class WholeValues(Uncopied):
     def parameter(self, name: str, shard: Values) -> Tensor:
         """One parameter's whole value in fp32, its own copy, from its group's `shard`."""
         unit, group, index = self.locate(name)
-        with self.together(), group.room_for_whole(torch.float32):
+        with self.sharing_disk_errors(), group.room_for_whole(torch.float32):
             return view_of(self.gather(unit, group, shard), group, index).to(torch.float32, copy=True)
 
     def spread(
@@ -139,7 +139,7 @@ class WholeValues(Uncopied):
         self.take_in_frozen()
         held: list[ShardedUnit] = []
         try:
-            with self.together():
+            with self.sharing_disk_errors():
                 for unit in self._units_of(names):
                     held.append(unit)
                     unit.show_exact()
@@ -171,7 +171,7 @@ class WholeValues(Uncopied):
                     values = group.whole[slot.offset : slot.offset + slot.numel]
                     self.communicator.broadcast(unit.name, values, source)
                 self.assign(group, index, group.whole)
-        with self.together():
+        with self.sharing_disk_errors():
             for unit in self._units_of(names):
                 unit.renew()
         self.on_written()
@@ -196,7 +196,7 @@ class WholeValues(Uncopied):
 
     def assign(self, group: FlatGroup, index: int, whole: Tensor) -> None:
         """Take parameter `index` over from a whole buffer into this rank's shard and its master."""
-        with self.communicator.postponing():
+        with self.communicator.postponing_disk_errors():
             _assign(group, index, whole)
 
     def _units_of(self, names: Sequence[str]) -> list[ShardedUnit]:

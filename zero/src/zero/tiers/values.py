@@ -24,7 +24,7 @@ def lasting() -> Iterator[None]:
 
 def fetch(values: Values, device: torch.device, communicator: Communicator) -> Tensor:
     """`values.to(device)`; zeros where they cannot be read, which the next agreement tells."""
-    with communicator.postponing():
+    with communicator.postponing_disk_errors():
         return values.to(device)
     return torch.zeros(values.numel(), dtype=values.dtype, device=device)
 
