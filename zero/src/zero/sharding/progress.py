@@ -4,10 +4,18 @@ Autograd runs the nodes of a graph newest first. So when one runs that is older 
 node of that call has run, whatever the module does inside: frozen weights, side losses, outputs that nobody
 used. Hooks on tensors say where autograd is; the same on all ranks, whatever each has used within a call.
 
-A backward inside a backward (reentrant checkpointing) is a graph task of its own, over before the outer one
-goes on. Each thread numbers its nodes: what a device's thread recomputes is not to be compared with others.
-And each device has a thread: where a graph is on the host as well, nodes of one do not wait for newer ones of
-the other, and a call is over when the gradient of its newest input is ready, as far as that tells.
+Glossary
+--------
+call        one forward of a unit: `unit_hooks._Call`.
+producer    the node of autograd's graph that a tensor was made by, its `grad_fn`.
+number      of a node, as autograd counts them: newer ones have larger. Each thread counts for itself, so what
+            a device's thread recomputes in a backward is not to be compared with the rest.
+task        one run of autograd over a graph. A backward inside a backward (reentrant checkpointing) has one
+            of its own, with a larger number, which is over before the outer one goes on.
+past        a call that autograd is past has its whole backward behind it.
+
+Each device has a thread. Where a graph is on the host as well (`mixed`), nodes of one do not wait for newer
+ones of the other, and a call is over when the gradient of its newest input is ready, as far as that tells.
 """
 
 from __future__ import annotations
@@ -27,21 +35,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Passed(Protocol):
-    """A call. task: the graph task that its backward is in. start: the number of the first node that may be
-    its own. until: that of its newest input; -1 where it has none. index: of its unit."""
+    """A call. task: that its backward is in. start: the number of the first node that may be its own.
+    newest_input: the number of the newest producer of its inputs; -1 where these have none. index: of its
+    unit."""
 
     task: int
     start: int
-    until: int
+    newest_input: int
     index: int
 
-    def pass_by(self) -> None:
+    def end(self) -> None:
         """Its backward is over, or will not come."""
 
 
 class Progress:
-    """Of the backwards of one engine. on_entry: called in each graph task, before anything else of it: tells
-    the calls that are to come in it (`expect`)."""
+    """Of the backwards of one engine. on_entry: called in each task, before anything else of it, to `expect`
+    the calls that are to come in it."""
 
     def __init__(self, device_type: str, on_entry: Callable[[], None]) -> None:
         self._device_type = device_type
@@ -60,7 +69,7 @@ class Progress:
             insort(self._ahead, call, key=attrgetter("task", "start", "index"))
 
     def enter(self) -> int:
-        """Autograd runs; the graph task in which it does."""
+        """Autograd runs; returns the task in which it does."""
         task = torch._C._current_graph_task_id()
         with self._lock:
             if task > self._entered:
@@ -68,25 +77,26 @@ class Progress:
                 self._on_entry()
         return task
 
-    def come_to(self, age: int) -> None:
-        """Autograd runs a node of this number: it is past calls that are newer."""
+    def come_to(self, number: int) -> None:
+        """Autograd runs a node of this number: calls that are newer are over."""
         task = self.enter()
-        while (call := self._pop_past(task, age)) is not None:
-            call.pass_by()
+        while (call := self._pop_past(task, number)) is not None:
+            call.end()
 
-    def _pop_past(self, task: int, age: int) -> Passed | None:
-        """The newest call that autograd is past. In one queue, it is past all that are newer than that."""
+    def _pop_past(self, task: int, number: int) -> Passed | None:
+        """Take out the newest call that autograd is past; None for none. Unless the graph is mixed, where it
+        is not past the newest call it is past none."""
         with self._lock:
             for place in reversed(range(len(self._ahead))):
                 call = self._ahead[place]
-                if call.task > task or (call.task == task and self._is_behind(call, age)):
+                if call.task > task or (call.task == task and self._is_past(call, number)):
                     return self._ahead.pop(place)
                 if not self._mixed:
                     break
         return None
 
-    def _is_behind(self, call: Passed, age: int) -> bool:
-        return call.until == age if self._mixed else call.start > age
+    def _is_past(self, call: Passed, number: int) -> bool:
+        return call.newest_input == number if self._mixed else call.start > number
 
     def reset(self) -> None:
         """Nothing is ahead: before and after a backward, or after an exception."""
@@ -99,37 +109,38 @@ class Progress:
 
     def watch(self, tensor: Tensor, then: Callable[[], None] | None = None, at: int = -1) -> None:
         """Know when the tensor's gradient is ready, before its producer's backward; and call `then`, the last
-        one given first. at: what autograd has come to when it is called; -1 for the tensor's own number. A
-        tensor that was changed in place since has another producer."""
+        one given first. at: the number that autograd has come to by then; -1 for the producer's. A tensor
+        that was changed in place since has another producer."""
         self.look_at(tensor)
-        age = age_of(tensor)
+        number = number_of(tensor)
         producer, calls = self._watched.get(tensor, (None, []))
         if producer is None or producer is not tensor.grad_fn:
-            calls = [(age, None)]
+            calls = [(number, None)]
             self._watched[tensor] = tensor.grad_fn, calls
             tensor.register_hook(unserializable_hook(partial(_come, weakref.ref(self), calls)))
         if then is not None:
-            calls.insert(0, (age if at < 0 else at, then))
+            calls.insert(0, (number if at < 0 else at, then))
 
 
 Stop = tuple[int, Callable[[], None] | None]
+"""A number that autograd has come to, and what is to be called then."""
 
 
 def _come(progress: weakref.ref[Progress], stops: list[Stop], gradient: Any) -> None:
     alive = progress()
-    for age, call in tuple(stops):
+    for number, call in tuple(stops):
         if alive is not None:
-            alive.come_to(age)
+            alive.come_to(number)
         if call is not None:
             call()
 
 
-def age_of(tensor: Tensor) -> int:
-    """The number of a tensor's producer: newer ones have larger."""
+def number_of(tensor: Tensor) -> int:
+    """The number of a tensor's producer."""
     assert tensor.grad_fn is not None
     return tensor.grad_fn._sequence_nr()
 
 
-def next_age() -> int:
-    """What the next node that this thread makes will have."""
+def next_number() -> int:
+    """That of the next node that this thread makes."""
     return torch.autograd._get_sequence_nr()

@@ -28,7 +28,7 @@ from zero.errors import UsageError
 from zero.sharding import autocast
 from zero.sharding.cast import Cast
 from zero.sharding.copies import Uncopied
-from zero.sharding.progress import Progress, age_of, next_age
+from zero.sharding.progress import Progress, next_number, number_of
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors, map_tensors
@@ -68,7 +68,7 @@ class UnitHooks(Uncopied):
         self._unit = unit
         self._schedule = schedule
         self._phase = phase
-        self.progress = progress
+        self._progress = progress
         self._device_type = device_type
         self._depth = 0  # anchors being called, one inside another
         self._call: _Call | None = None
@@ -114,7 +114,7 @@ class UnitHooks(Uncopied):
 
     def _put_ahead(self, call: _Call) -> None:
         self._ahead.add(call)
-        self.progress.expect(call)
+        self._progress.expect(call)
 
     def gradient_arrived(self) -> None:
         """A parameter has a gradient. In a backward that runs in another (reentrant checkpointing) that says
@@ -130,7 +130,7 @@ class UnitHooks(Uncopied):
         if any(p.requires_grad for p in self._others) or not all(p.requires_grad for p in self._own):
             return
         calls = {call for call in self._unit.calls_in_backward if isinstance(call, _Call)}
-        open_ended = {call for call in calls if call.ends_with_gradients and call.until < 0}
+        open_ended = {call for call in calls if call.ends_with_gradients and call.newest_input < 0}
         self._unit.calls_in_backward -= open_ended
         if open_ended:  # else whoever gathered it releases it: a call at its end, or a graph
             self._unit.release()
@@ -156,12 +156,12 @@ class UnitHooks(Uncopied):
         self._phase.mark(self._unit.name)
         self._call = None
         if torch.is_grad_enabled():
-            inputs, made = _with_producers(inputs)
-            self._call = _Call(self, self._unit.index, cast, made, recomputed=self._phase.in_backward)
-            if not made:
+            inputs, produced = _with_producers(inputs)
+            self._call = _Call(self, self._unit.index, cast, produced, recomputed=self._phase.in_backward)
+            if not produced:
                 self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
-            for tensor in made:
-                self.progress.watch(tensor)
+            for tensor in produced:
+                self._progress.watch(tensor)
         return inputs
 
     def _acquire(self, cast: Cast) -> None:
@@ -186,7 +186,7 @@ class UnitHooks(Uncopied):
         tensors = list(iter_tensors(output))
         made = [] if call is None else [tensor for tensor in tensors if call.has_made(tensor)]
         if call is not None and call.inputs and not made:
-            output = call.told_apart(output)
+            output = call.placed_in_graph(output)
             made = [tensor for tensor in iter_tensors(output) if call.has_made(tensor)]
         if call is not None and made:
             self._watch(call, made)
@@ -201,9 +201,9 @@ class UnitHooks(Uncopied):
         made from its base's."""
         bases = [t._base for t in made if t._base is not None and call.has_made(t._base)]
         for tensor in (*made, *bases):
-            self.progress.watch(tensor, call.begin, call.begins_at)
+            self._progress.watch(tensor, call.begin, call.begins_at)
         self._calls.add(call)
-        self._open_ended |= call.until < 0
+        self._open_ended |= call.newest_input < 0
         call.outputs = [weakref.ref(tensor) for tensor in made]
 
     def begin_backward(self, call: _Call) -> None:
@@ -217,7 +217,7 @@ class UnitHooks(Uncopied):
             self._schedule.acquire(self._unit, call.cast)
             self._phase.mark(self._unit.name)
 
-    def pass_by(self, call: _Call) -> None:
+    def end_backward(self, call: _Call) -> None:
         """Autograd has come to what is older than the call."""
         began = call in self._unit.calls_in_backward
         self._ahead.discard(call)
@@ -237,18 +237,19 @@ class _Call:
     output of its own. So it does not hold the unit: a cycle would never be freed.
 
     inputs: producers of its inputs, until its backward is over. outputs: what it has made, as long as that is
-    there. recomputed: in a backward, whose thread counts nodes by itself. See `progress` for the others.
+    there. produced: its inputs that have producers. recomputed: it runs in a backward, whose thread counts
+    nodes for itself. See `progress` for the words and for the other attributes.
     """
 
     def __init__(
-        self, hooks: UnitHooks, index: int, cast: Cast, made: Sequence[Tensor], recomputed: bool
+        self, hooks: UnitHooks, index: int, cast: Cast, produced: Sequence[Tensor], recomputed: bool
     ) -> None:
         self.cast = cast
-        self.inputs = [tensor.grad_fn for tensor in made if tensor.grad_fn is not None]
+        self.inputs = [tensor.grad_fn for tensor in produced if tensor.grad_fn is not None]
         self.outputs: list[weakref.ref[Tensor]] = []
         self.task = -1
-        self.start = next_age()
-        self.until = max(map(age_of, made), default=-1)
+        self.start = next_number()
+        self.newest_input = max(map(number_of, produced), default=-1)
         self.index = index
         self.ends_with_gradients = True  # of the unit's parameters, where it has no inputs
         self._recomputed = recomputed
@@ -257,7 +258,8 @@ class _Call:
 
     @property
     def begins_at(self) -> int:
-        """Where it started, if it passes its input on and has no node of its own to begin at; else -1."""
+        """The number that autograd has come to when this call's backward begins: its start, if it passes its
+        input on and has no node of its own; else -1, for its outputs' own."""
         return self.start if self._passes_on and not self._recomputed else -1
 
     def is_in_graph(self) -> bool:
@@ -273,12 +275,12 @@ class _Call:
         if tensor.grad_fn is None:
             return False
         if any(tensor.grad_fn is producer for producer in self.inputs):
-            return self._passes_on and age_of(tensor) == self.until
-        return self._recomputed or age_of(tensor) >= self.start
+            return self._passes_on and number_of(tensor) == self.newest_input
+        return self._recomputed or number_of(tensor) >= self.start
 
-    def told_apart(self, output: Any) -> Any:
-        """Views of what comes out of a call that has made nothing: it has a place in the graph as on ranks
-        that have used the unit."""
+    def placed_in_graph(self, output: Any) -> Any:
+        """Views of what comes out of a call that has made nothing itself: it has a place in the graph then,
+        as on ranks that have used the unit."""
         output = map_tensors(lambda t: t.view_as(t) if t.grad_fn is not None and _is_plain(t) else t, output)
         self._passes_on = not any(map(self.has_made, iter_tensors(output)))  # in what cannot be mapped
         if self._passes_on:  # a number is used up: what follows is newer
@@ -291,20 +293,20 @@ class _Call:
             raise UsageError("the model and its engine are gone: keep them until engine.backward(loss)")
         hooks.begin_backward(self)
 
-    def pass_by(self) -> None:
+    def end(self) -> None:
         hooks = self._hooks()
         if hooks is not None:
-            hooks.pass_by(self)
+            hooks.end_backward(self)
 
 
 def _with_producers(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Tensor]]:
-    """The inputs, and which of them have producers; if none has, with a view in place of the first leaf that
-    gradients go to. Parameters stay what they are, and so do the caller's containers."""
-    made = [tensor for tensor in iter_tensors(inputs) if tensor.grad_fn is not None]
+    """The inputs, and those of them that have producers; if none has, with a view in place of the first leaf
+    that gradients go to. Parameters stay what they are, and so do the caller's containers."""
+    produced = [tensor for tensor in iter_tensors(inputs) if tensor.grad_fn is not None]
     args, kwargs = inputs
     leaf = next(filter(_is_plain_leaf, (*args, *kwargs.values())), None)
-    if made or leaf is None:
-        return inputs, made
+    if produced or leaf is None:
+        return inputs, produced
     view = leaf.view_as(leaf)
     viewed = tuple(view if value is leaf else value for value in args)
     return (viewed, {name: view if value is leaf else value for name, value in kwargs.items()}), [view]
