@@ -41,6 +41,12 @@ class GradientPolicy:
             settled=config.offload != "auto",
         )
 
+    def whole_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What the whole buffer of gradients in `dtype` has: sums of micro-batches are fp32 at least."""
+        if self.local and self.steps > 1:
+            return torch.promote_types(dtype, torch.float32)
+        return self.reduce_dtype or dtype
+
     def slice_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What the reduced slice of gradients in `dtype` has."""
         return torch.promote_types(dtype, torch.float32) if self.steps > 1 else self.reduce_dtype or dtype
@@ -110,7 +116,7 @@ class GroupGradients:
     def _open(self) -> FlatBuffer:
         """The whole buffer, made if there is none; its dtype is decided by the first gradient."""
         if self.whole is None:
-            dtype = self._whole_dtype()
+            dtype = self._policy.whole_dtype(self._gradient_dtype)
             self.whole = self.allocate(self.group.layout.numel * dtype.itemsize, lambda: self._buffer(dtype))
         return self.whole
 
@@ -171,8 +177,8 @@ class GroupGradients:
     @property
     def slice_bytes(self) -> int:
         """Bytes that the reduced slice takes."""
-        item = torch.float32.itemsize if self._policy.widen else self._whole_dtype().itemsize
-        return self.group.layout.shard_numel * item
+        whole = self._policy.whole_dtype(self._gradient_dtype)
+        return self.group.layout.shard_numel * (torch.float32 if self._policy.widen else whole).itemsize
 
     def begin_backward(self) -> None:
         self.fired.clear()
@@ -201,12 +207,6 @@ class GroupGradients:
         """What the parameters were computed with, and so their gradients have."""
         cast = None if self.unit.resident else self.group.form(self.unit.computed_in).dtype
         return cast or self.group.dtype
-
-    def _whole_dtype(self) -> torch.dtype:
-        if self._policy.local and self._policy.steps > 1:
-            # Sums of 16-bit gradients are kept in fp32.
-            return torch.promote_types(self._gradient_dtype, torch.float32)
-        return self._policy.reduce_dtype or self._gradient_dtype
 
     def _buffer(self, dtype: torch.dtype) -> FlatBuffer:
         known = self._buffers.pop(dtype, None)

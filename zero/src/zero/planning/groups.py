@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,17 +45,19 @@ class Stepped:
 class PlannedGroup:
     """A flat buffer. Sizes in elements, padding included.
 
-    numel: of the whole buffer. shard_numel: of a rank's slice. dtype: of the
-    parameters. given: that they have before `zero.initialize`, where it is wider. gathered: that they are
-    computed in. coded: whether they travel in 8 bits. resident: the whole buffer stays. reduced: dtype that
-    gradients are put together in. sent: that they travel in. slice: that their reduced sum has. early,
-    complete_early: whether its first gradient, or all of them, come before those of the blocks, as a head's
-    do. held: bytes of gradients that autograd keeps from before those of the blocks until after them, as of a
-    head that is tied to the embedding: the embedding's are to be added. adding: bytes that autograd has at
-    once as it adds up the gradients of the largest parameter with several uses: two, and their sum. begun:
-    whether another parameter's gradient has come by then. kernel: whether one steps it. moments: values that
-    are kept for an element beside the master. whole: of parameters that are stepped whole; None where slices
-    are.
+    numel, shard_numel: of the whole buffer, and of a rank's slice.
+    dtype: of the parameters. given: theirs before `zero.initialize`, where that is wider. gathered: that they
+        are computed in. coded: whether they travel in 8 bits.
+    resident: the whole buffer stays.
+    reduced: dtype of the whole buffer of gradients. sent: that they travel in. slice: of their reduced sum.
+    early, complete_early: whether its first gradient, or all of them, come before those of the blocks, as a
+        head's do.
+    held: bytes of gradients that autograd keeps from before those of the blocks until after them, as of a
+        head that is tied to the embedding: the embedding's are to be added.
+    adding: bytes that autograd has at once as it adds up the gradients of the largest parameter with several
+        uses: two, and their sum. begun: whether another parameter's gradient has come by then.
+    kernel: whether one steps it. moments: values that are kept for an element beside the master. whole: of
+        parameters that are stepped whole; None where slices are.
     """
 
     numel: int
@@ -124,9 +126,7 @@ class PlannedGroup:
 
     def is_master(self, tier: Tier) -> bool:
         """Whether the shard itself is the master of a record in `tier`."""
-        params = self.placement.params
-        together = tier == params != "disk" or (self.placement.visits and params == "device")
-        return self.dtype.itemsize >= 4 and together
+        return self.placement.shard_serves(self.dtype.itemsize, tier)
 
     @property
     def before_steps(self) -> PlannedGroup:
@@ -181,33 +181,119 @@ def planned(
     ranks: int,
     autocast: Dtype,
     moments: Mapping[nn.Parameter, float],
-) -> Iterator[PlannedUnit]:
+) -> list[PlannedUnit]:
     """Of each draft. ranks: that share a copy of the model. autocast: dtype that forwards run under, None for
     none. moments: values that optimizers keep for an element of each parameter."""
     shards = ranks if config.stage > 0 else 1
-    order = _Order.of(model, drafts)
-    stepped = _stepped(drafts, moments, shards)
-    for draft in drafts:
-        near = all(group.placement.params == "device" for group in draft.groups)
-        resident = draft.whole or (ranks == 1 and near)
-        groups = [
-            _group(group, shards, resident, policy, autocast, order, ranks, moments, next(stepped))
-            for group in draft.groups
-        ]
+    planner = _UnitPlanner(_Order.of(model, drafts), policy, ranks, shards, autocast, moments, drafts)
+    return [planner.unit(draft) for draft in drafts]
+
+
+class _UnitPlanner:
+    """Units and groups out of drafts. order: of the model's parameters. shards: slices that a buffer is cut
+    in. The other arguments: as in `planned`."""
+
+    def __init__(
+        self,
+        order: _Order,
+        policy: GradientPolicy,
+        ranks: int,
+        shards: int,
+        autocast: Dtype,
+        moments: Mapping[nn.Parameter, float],
+        drafts: Sequence[UnitDraft],
+    ) -> None:
+        self._order = order
+        self._policy = policy
+        self._ranks = ranks
+        self._shards = shards
+        self._autocast = autocast
+        self._moments = moments
+        whole = [(p, group) for draft in drafts for group in draft.groups for p in self._whole_of(group)]
+        self._rank_of = share_out([(p, p.numel()) for p, _ in whole], shards)
+        loads: dict[Tier, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+        for p, group in whole:
+            loads[_record_tier(group)][self._rank_of[p]] += p.numel() * (IN_A_STEP + moments[p])
+        self._busiest = {tier: max(load, key=lambda rank: load[rank]) for tier, load in loads.items()}
+
+    def unit(self, draft: UnitDraft) -> PlannedUnit:
+        """With the groups of its draft, in their order."""
+        groups = [self._group(group, draft.is_resident(self._ranks)) for group in draft.groups]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
         sizes = [
             {place[p]: p.numel() * group.gathered.itemsize for _, p in drafted.named}
             for group, drafted in zip(groups, draft.groups, strict=True)
             if group.trainable
         ]
-        yield PlannedUnit(
+        return PlannedUnit(
             draft.plan.name,
             tuple(groups),
             parameters=sum(parameter.numel() for parameter in place),
             largest=max((nbytes for of_group in sizes for nbytes in of_group.values()), default=0),
-            last=0 if ranks > 1 else max((of_group[min(of_group)] for of_group in sizes), default=0),
-            reached=order.is_reached(draft),
+            last=0 if self._ranks > 1 else max((of_group[min(of_group)] for of_group in sizes), default=0),
+            reached=self._order.is_reached(draft),
         )
+
+    def _group(self, draft: GroupDraft, resident: bool) -> PlannedGroup:
+        kind, policy, order = draft.kind, self._policy, self._order
+        form = OWN if resident else kind.travel.form(Cast(self._autocast, kind.travel.codes), kind.dtype)
+        parameters = [parameter for _, parameter in draft.named]
+        given = max((parameter.dtype for parameter in parameters), key=lambda dtype: dtype.itemsize)
+        gathered = form.dtype or kind.dtype
+        reduced = policy.whole_dtype(gathered)
+        tied = order.largest_tied(parameters)
+        return PlannedGroup(
+            numel=draft.shard_numel * self._shards,
+            shard_numel=draft.shard_numel,
+            dtype=kind.dtype,
+            given=given if kind.trainable and given.itemsize > kind.dtype.itemsize else kind.dtype,
+            gathered=gathered,
+            coded=form.codes is not None,
+            trainable=kind.trainable,
+            resident=resident,
+            reduced=reduced,
+            sent=policy.reduce_dtype or reduced,
+            slice=torch.promote_types(reduced, torch.float32) if policy.steps > 1 else reduced,
+            early=any(map(order.is_early, parameters)),
+            complete_early=self._ranks == 1 and all(map(order.is_early, parameters)),
+            held=sum(p.numel() for p in parameters if order.is_held(p)) * gathered.itemsize,
+            adding=0 if tied is None else IN_A_SUM * tied.numel() * gathered.itemsize,
+            begun=tied is not None and any(order.first[p] > order.first[tied] for p in parameters),
+            placement=draft.placement,
+            kernel=kind.stepping.rule is not None,
+            moments=self._moments_of(draft),
+            whole=self._stepped(draft),
+        )
+
+    def _moments_of(self, draft: GroupDraft) -> float:
+        """Values that are kept beside the master, for an element of the group. A kernel steps whole records,
+        so its moments are there even for parameters that no optimizer has; other optimizers keep state for
+        the parameters that they have."""
+        if draft.kind.stepping.rule is not None or not draft.kind.trainable:
+            return draft.placement.moments
+        kept = [(parameter.numel(), self._moments.get(parameter, 0)) for _, parameter in draft.named]
+        if self._shards > 1:
+            return max(each for _, each in kept)
+        return sum(numel * each for numel, each in kept) / max(draft.shard_numel, 1)
+
+    def _whole_of(self, draft: GroupDraft) -> list[nn.Parameter]:
+        """The parameters that are stepped whole; none where a rank is alone and has everything."""
+        whole = draft.kind.stepping.whole and self._shards > 1
+        return [parameter for _, parameter in draft.named] if whole else []
+
+    def _stepped(self, draft: GroupDraft) -> Stepped | None:
+        parameters = self._whole_of(draft)
+        if not parameters:
+            return None
+        busiest = self._busiest[_record_tier(draft)]
+        mine = [p for p in parameters if self._rank_of[p] == busiest]
+        state = sum(math.ceil(p.numel() * self._moments[p]) for p in mine)
+        return Stepped(sum(p.numel() for p in mine), state, sum(p.numel() for p in parameters))
+
+
+def _record_tier(draft: GroupDraft) -> Tier:
+    """Where the record of a group is that is stepped whole: it has one."""
+    return draft.placement.optimizer[0][1]
 
 
 @dataclass(frozen=True)
@@ -256,81 +342,3 @@ class _Order:
         """Of those that are used more than once."""
         tied = (p for p in parameters if self.first[p] < self.last[p])
         return max(tied, key=lambda parameter: parameter.numel(), default=None)
-
-
-def _stepped(
-    drafts: Sequence[UnitDraft], moments: Mapping[nn.Parameter, float], ranks: int
-) -> Iterator[Stepped | None]:
-    """For each group, in order: what is stepped whole of it; None where ranks step the slices that they have,
-    or where a rank is alone and has everything."""
-    groups = [
-        ([p for _, p in group.named if group.kind.stepping.whole and ranks > 1], group.placement.optimizer)
-        for draft in drafts
-        for group in draft.groups
-    ]
-    rank_of = share_out([(p, p.numel()) for parameters, _ in groups for p in parameters], ranks)
-    loads: dict[Tier, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for parameters, records in groups:
-        for parameter in parameters:
-            loads[records[0][1]][rank_of[parameter]] += parameter.numel() * (IN_A_STEP + moments[parameter])
-    most = {tier: max(load, key=lambda rank: load[rank]) for tier, load in loads.items()}
-    for parameters, records in groups:
-        mine = [p for p in parameters if rank_of[p] == most[records[0][1]]]
-        numel, state = sum(p.numel() for p in mine), sum(math.ceil(p.numel() * moments[p]) for p in mine)
-        yield Stepped(numel, state, sum(p.numel() for p in parameters)) if parameters else None
-
-
-def _moments_of(draft: GroupDraft, moments: Mapping[nn.Parameter, float], shards: int) -> float:
-    """Values that are kept beside the master, for an element of the group. A kernel steps whole records, so
-    its moments are there even for parameters that no optimizer has; other optimizers keep state for the
-    parameters that they have."""
-    if draft.kind.stepping.rule is not None or not draft.kind.trainable:
-        return draft.placement.moments
-    kept = [(parameter.numel(), moments.get(parameter, 0)) for _, parameter in draft.named]
-    if shards > 1:
-        return max(each for _, each in kept)
-    return sum(numel * each for numel, each in kept) / max(draft.shard_numel, 1)
-
-
-def _group(
-    draft: GroupDraft,
-    shards: int,
-    resident: bool,
-    policy: GradientPolicy,
-    autocast: Dtype,
-    order: _Order,
-    ranks: int,
-    moments: Mapping[nn.Parameter, float],
-    whole: Stepped | None,
-) -> PlannedGroup:
-    kind = draft.kind
-    form = OWN if resident else kind.travel.form(Cast(autocast, kind.travel.codes), kind.dtype)
-    given = max((parameter.dtype for _, parameter in draft.named), key=lambda dtype: dtype.itemsize)
-    gathered = form.dtype or kind.dtype
-    reduced = policy.reduce_dtype or gathered
-    if policy.local and policy.steps > 1:  # sums of micro-batches
-        reduced = torch.promote_types(gathered, torch.float32)
-    parameters = [parameter for _, parameter in draft.named]
-    tied = order.largest_tied(parameters)
-    return PlannedGroup(
-        numel=draft.shard_numel * shards,
-        shard_numel=draft.shard_numel,
-        dtype=kind.dtype,
-        given=given if kind.trainable and given.itemsize > kind.dtype.itemsize else kind.dtype,
-        gathered=gathered,
-        coded=form.codes is not None,
-        trainable=kind.trainable,
-        resident=resident,
-        reduced=reduced,
-        sent=policy.reduce_dtype or reduced,
-        slice=torch.promote_types(reduced, torch.float32) if policy.steps > 1 else reduced,
-        early=any(map(order.is_early, parameters)),
-        complete_early=ranks == 1 and all(map(order.is_early, parameters)),
-        held=sum(p.numel() for p in parameters if order.is_held(p)) * gathered.itemsize,
-        adding=0 if tied is None else IN_A_SUM * tied.numel() * gathered.itemsize,
-        begun=tied is not None and any(order.first[p] > order.first[tied] for p in parameters),
-        placement=draft.placement,
-        kernel=kind.stepping.rule is not None,
-        moments=_moments_of(draft, moments, shards),
-        whole=whole,
-    )

@@ -30,7 +30,6 @@ def _build_unit(
 ) -> ShardedUnit:
     group, accelerator, plan = communicator.shards, stores.accelerator, draft.plan
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
-    resident = draft.whole or (group.size == 1 and all(g.placement.params == "device" for g in draft.groups))
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
     nbytes = sum(p.numel() * target_dtype(p, config).itemsize for _, p in plan.parameters)
     with room_for(accelerator, "to shard", plan.name, nbytes):
@@ -42,7 +41,9 @@ def _build_unit(
         if group.size > 1 and not awaited:
             for flat in groups:
                 communicator.broadcast(plan.name, flat.home.data, 0)
-        unit = ShardedUnit(index, plan.name, plan.anchors, groups, communicator, resident)
+        unit = ShardedUnit(
+            index, plan.name, plan.anchors, groups, communicator, draft.is_resident(group.size)
+        )
         unit.settle()
     for name, parameter in plan.parameters:
         parameter.grad = None

@@ -54,6 +54,11 @@ class UnitDraft:
     whole: bool
     groups: tuple[GroupDraft, ...]
 
+    def is_resident(self, ranks: int) -> bool:
+        """Whether its whole buffers stay on the device: also those of a rank that shares the model with no
+        other. ranks: that share a copy."""
+        return self.whole or (ranks == 1 and all(g.placement.params == "device" for g in self.groups))
+
 
 @dataclass(frozen=True)
 class _Ways:

@@ -142,7 +142,7 @@ class FlatGroup:
         """After the values are final: make the master, take on `dtype`, keep the whole buffer or part with
         it. ranks: those that the shards are spread over."""
         for sub in self.subs:
-            if not self._will_serve(sub):
+            if not self.placement.shard_serves(self.dtype.itemsize, sub.tier):
                 self._make_record(sub)
         if self.home.data.dtype is not self.dtype:
             self._narrow()
@@ -151,12 +151,6 @@ class FlatGroup:
         for sub in self.subs:
             if sub.record is None:
                 sub.record = Record(sub.tier, sub.shard)
-
-    def _will_serve(self, sub: SubGroup) -> bool:
-        """Whether the shard is to be the master of a sub-group."""
-        params = self.placement.params
-        together = sub.tier == params != "disk" or (sub.visits and params == "device")
-        return self.dtype.itemsize >= 4 and together
 
     def _make_record(self, sub: SubGroup) -> None:
         dtype = torch.promote_types(self.dtype, torch.float32)

@@ -48,6 +48,12 @@ class Placement:
     gradients: Tier = "device"
     visits: bool = False
 
+    def shard_serves(self, item_bytes: int, tier: Tier) -> bool:
+        """Whether the shard, of `item_bytes` an element, is itself the master of a record in `tier`: it is
+        wide enough, and lies where the record does, or where this visits for its step."""
+        near = self.visits and tier == "host" and self.params == "device"
+        return item_bytes >= 4 and (near or tier == self.params != "disk")
+
 
 class _Share:
     """Lets a part of what comes leave the device, spread evenly. part: of 1.
