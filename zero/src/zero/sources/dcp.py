@@ -66,6 +66,7 @@ class DcpSource(RecordSource):
     """path: the directory with `.metadata`. Chunks have checksums unless torch was told to leave them out."""
 
     format = "torch DCP"
+    summed = "chunk"
 
     def describe(self) -> None:
         metadata = self._metadata()
@@ -78,8 +79,9 @@ class DcpSource(RecordSource):
         for index, entry in enumerate(tensors.values()):
             for chunk in self._chunks_of(index, entry, places):
                 by_file.setdefault(chunk.place.path, []).append(chunk)
-        summed = [self._lay_out(path, chunks) for path, chunks in by_file.items()]
-        self._tell(by_file, all(summed))
+        self.add_file(self.path / METADATA, [])
+        for path, chunks in by_file.items():
+            self._lay_out(path, chunks)
 
     def _metadata(self) -> Mapping[str, Any]:
         path = self.path / METADATA
@@ -148,28 +150,16 @@ class DcpSource(RecordSource):
         if end != info.numel:
             raise CorruptCheckpointError(f"{self.path}: the chunks of {info.name!r} overlap or leave gaps")
 
-    def _tell(self, by_file: Mapping[Path, Any], summed: bool) -> None:
-        files = [self.path / METADATA, *sorted(by_file)]
-        sizes = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        self.identity = f"dcp {sizes}"
-        self.facts = {
-            "files": len(files),
-            "bytes": sum(size for _, size, _ in sizes),
-            "checksums": "of each chunk" if summed else "none",
-        }
-
-    def _lay_out(self, path: Path, chunks: list[_Chunk]) -> bool:
-        """Find the tensors' bytes in one file of chunks; returns whether all of them have checksums."""
+    def _lay_out(self, path: Path, chunks: list[_Chunk]) -> None:
+        """Find the tensors' bytes in one file of chunks."""
         found = [(chunk, TorchFile(path, {}, *chunk.place[1:])) for chunk in chunks]
         for chunk, file in found:
             self._check_chunk(chunk, file.content)
         found = [(chunk, file) for chunk, file in found if math.prod(chunk.sizes)]
-        records = [file.locate(file.content)[0] for _, file in found]
-        self.add_file(path, records)
+        self.add_file(path, [file.locate(file.content)[0] for _, file in found])
         for chunk, file in found:
             shape = self.tensors[chunk.tensor].shape
             self.place_box(chunk.tensor, Box(chunk.offsets, chunk.sizes), shape, file, file.content)
-        return all(record.crc is not None for record in records)
 
     def _check_chunk(self, chunk: _Chunk, content: Any) -> None:
         info = self.tensors[chunk.tensor]

@@ -51,7 +51,7 @@ class ShardedSource(DeepSpeedWeights):
         }
 
     def more_facts(self) -> dict[str, Any]:
-        return {"world size": self._ranks, "stage": self._stage}
+        return {**super().more_facts(), "world size": self._ranks, "stage": self._stage}
 
     def _check_ranks(self, files: Sequence[TorchFile], states: Sequence[Mapping[str, Any]]) -> None:
         """Raise unless the files are all ranks' and of one save."""
@@ -84,9 +84,6 @@ class UniversalSource(DeepSpeedWeights):
 
     def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[FileStretch]]:
         return {name: [self._stretch(name, shape)] for group in groups for name, shape in group.items()}
-
-    def more_facts(self) -> dict[str, Any]:
-        return {}
 
     def _stretch(self, name: str, shape: Shape) -> FileStretch:
         file = self.torch_file(master_file(self.path, name))

@@ -39,9 +39,9 @@ class DeepSpeedWeights(RecordSource):
     def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[FileStretch]]:
         """Where the fp32 masters of all parameters are. groups: names and shapes of each group."""
 
-    @abstractmethod
     def more_facts(self) -> dict[str, Any]:
-        """What there is to say besides what the model states do."""
+        states = self._model[0].content
+        return {"steps": states.get("global_steps"), "saved by": f"DeepSpeed {states.get('ds_version')}"}
 
     def torch_file(self, path: Path, client: bool = False) -> TorchFile:
         """An open file of this checkpoint. client: one in which jobs keep objects of their own as well."""
@@ -49,11 +49,9 @@ class DeepSpeedWeights(RecordSource):
         if client and isinstance(file.content, Mapping):
             refuse_strangers(file.path, file.content, _READ)
         self.add_file(file.path, file.records)
-        self._files.append(file)
         return file
 
     def describe(self) -> None:
-        self._files: list[TorchFile] = []
         paths = model_files(self.path)
         if not paths:
             raise CheckpointError(f"{self.path} is not complete: it has no files of model states")
@@ -69,7 +67,6 @@ class DeepSpeedWeights(RecordSource):
         more = paths[1:] if self._sharded and frozen else []
         self._model = [first, *(self.torch_file(path, client=True) for path in more)]
         self._lay_out({n: shape for group in groups for n, shape in group.items()}, masters, frozen)
-        self._tell(first)
 
     def _lay_out(
         self,
@@ -127,20 +124,6 @@ class DeepSpeedWeights(RecordSource):
         else:
             whole = FileStretch(0, file, value, 0, value.numel)
             self._add(name, value.shape, value.dtype, kind, [whole])
-
-    def _tell(self, first: TorchFile) -> None:
-        status = [(file.path, file.path.stat()) for file in self._files]
-        sizes = sorted((str(path), s.st_size, s.st_mtime_ns) for path, s in status)
-        self.identity = f"deepspeed {sizes}"
-        summed = all(record.crc is not None for file in self._files for record in file.records)
-        self.facts = {
-            "steps": first.content.get("global_steps"),
-            **self.more_facts(),
-            "saved by": f"DeepSpeed {first.content.get('ds_version')}",
-            "files": len(sizes),
-            "bytes": sum(size for _, size, _ in sizes),
-            "checksums": "of each record" if summed else "none",
-        }
 
 
 def refuse_strangers(path: Path, content: Mapping[str, Any], keys: Iterable[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero.checkpoint.storage import DISK, Storage
 from zero.sources.dcp import DcpSource, is_dcp
 from zero.sources.deepspeed import ShardedSource, UniversalSource
 from zero.sources.deepspeed_files import find_sharded, find_universal
@@ -15,7 +14,7 @@ from zero.sources.torch_weights import TorchSource, is_torch
 from zero.sources.zero_checkpoint import ZeroSource
 
 
-def open_source(path: str | Path, storage: Storage = DISK) -> Source:
+def open_source(path: str | Path) -> Source:
     """The weights at `path`: a checkpoint of zero's or DeepSpeed's (sharded or universal), or the directory
     of several with `latest`; one of torch.distributed.checkpoint; or safetensors or what torch.save wrote,
     a file or a model's directory.
@@ -24,13 +23,13 @@ def open_source(path: str | Path, storage: Storage = DISK) -> Source:
     """
     path = Path(path)
     if (sharded := find_sharded(path)) is not None:
-        return ShardedSource(sharded, storage)
+        return ShardedSource(sharded)
     if (universal := find_universal(path)) is not None:
-        return UniversalSource(universal, storage)
+        return UniversalSource(universal)
     if is_dcp(path):
-        return DcpSource(path, storage)
+        return DcpSource(path)
     if is_safetensors(path):
-        return SafetensorsSource(path, storage)
+        return SafetensorsSource(path)
     if is_torch(path):
-        return TorchSource(path, storage)
-    return ZeroSource(path, storage)
+        return TorchSource(path)
+    return ZeroSource(path)

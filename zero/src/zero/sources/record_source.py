@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from zero.checkpoint.manifest import ITEM_BYTES
-from zero.checkpoint.storage import DISK, File, Storage
+from zero.checkpoint.storage import DISK, File
 from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError, some
 from zero.sources import crc
 from zero.sources.inert_pickle import StoredTensor
@@ -53,12 +53,14 @@ class Strided(NamedTuple):
 class RecordSource(Source):
     """What sources made of records have in common; a subclass says what lies where.
 
+    summed: what a checksum covers, where there are any.
     Raises CheckpointError for what is missing, CorruptCheckpointError for what makes no sense.
     """
 
-    def __init__(self, path: Path, storage: Storage = DISK) -> None:
+    summed = "record"
+
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._storage = storage
         self._open: dict[Path, File] = {}
         self._records: dict[Key, None] = {}
         self._places: dict[Key, list[Place]] = {}
@@ -67,6 +69,7 @@ class RecordSource(Source):
         self._lock = threading.Lock()
         try:
             self.describe()
+            self._describe_files()
         except ZeroError:
             self.close()
             raise
@@ -81,12 +84,28 @@ class RecordSource(Source):
 
     @abstractmethod
     def describe(self) -> None:
-        """Set `tensors`, `facts`, `identity` and `left_out`, add the files, and say what lies where."""
+        """Set `tensors` and `left_out`, add the files, and say what lies where."""
+
+    def more_facts(self) -> dict[str, Any]:
+        """What there is to say besides the files."""
+        return {}
+
+    def _describe_files(self) -> None:
+        statuses = [(path, path.stat()) for path in sorted(self._open)]
+        files = [(str(path), status.st_size, status.st_mtime_ns) for path, status in statuses]
+        sums = {key.record.crc is not None for key in self._records}
+        self.identity = f"{self.format} {files}"
+        self.facts = {
+            **self.more_facts(),
+            "files": len(files),
+            "bytes": sum(size for _, size, _ in files),
+            "checksums": f"of each {self.summed}" if sums == {True} else "none",
+        }
 
     def add_file(self, path: Path, records: Iterable[Record]) -> None:
-        """Open a file for reading its records."""
+        """Open a file of the source, for reading its records."""
         try:
-            self._open[path] = self._storage.open(path, direct=True)
+            self._open[path] = DISK.open(path, direct=True)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         self._records.update({Key(path, record): None for record in records})

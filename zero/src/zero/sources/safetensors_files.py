@@ -31,6 +31,3 @@ class SafetensorsSource(RecordSource):
             self.add_file(path, records)
         for index, (path, record) in enumerate(places):
             self.place_stretch(index, path, record, 0, infos[index].numel)
-        sizes = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        self.identity = f"safetensors {sizes}"
-        self.facts = {"files": len(files), "bytes": sum(s for _, s, _ in sizes), "checksums": "none"}

@@ -49,7 +49,6 @@ class TorchSource(RecordSource):
         if not self._infos:
             raise CheckpointError(f"{self.path} holds no tensors with names, such as a state dict's")
         self.tensors = tuple(self._infos)
-        self._tell(files)
 
     def _paths(self) -> list[Path]:
         if not self.path.is_dir():
@@ -80,16 +79,6 @@ class TorchSource(RecordSource):
         if len(set(found)) < len(found):
             raise CorruptCheckpointError(f"{file.path}: two tensors have the same name")
         return found
-
-    def _tell(self, files: list[TorchFile]) -> None:
-        sizes = [(str(f.path), f.path.stat().st_size, f.path.stat().st_mtime_ns) for f in files]
-        summed = all(record.crc is not None for file in files for record in file.records)
-        self.identity = f"torch {sizes}"
-        self.facts = {
-            "files": len(files),
-            "bytes": sum(size for _, size, _ in sizes),
-            "checksums": "of each record" if summed else "none",
-        }
 
 
 def _check_stranger(path: Path, value: Any, name: str) -> None:

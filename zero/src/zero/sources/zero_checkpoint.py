@@ -8,7 +8,6 @@ from pathlib import Path
 
 from zero.checkpoint.manifest import Manifest, ParameterEntry, Slice, TensorEntry, model_key, state_key
 from zero.checkpoint.reader import Checkpoint, find
-from zero.checkpoint.storage import DISK, Storage
 from zero.sources.memory_order import Box, boxes, read_box, stretches
 from zero.sources.source import Chunk, Kind, Piece, Source, TensorInfo
 
@@ -19,9 +18,9 @@ class ZeroSource(Source):
 
     format = "zero"
 
-    def __init__(self, path: Path, storage: Storage = DISK, optimizer: bool = False) -> None:
-        self.path = find(path, storage)
-        self.checkpoint = Checkpoint(self.path, storage, direct=True)
+    def __init__(self, path: Path, optimizer: bool = False) -> None:
+        self.path = find(path)
+        self.checkpoint = Checkpoint(self.path, direct=True)
         try:
             self.checkpoint.check_files()
         except BaseException:
