@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from zero.sharding import whole
+from zero.sharding.whole import WholeValues
 
 WIDTH = 16
 WAYS = [(None, False), (None, True), ("int8", False), ("int8", True)]
@@ -32,17 +33,14 @@ def ones(engine: zero.Engine) -> Tensor:
 
 @contextmanager
 def _slow_to_write(slow: bool) -> Iterator[None]:
-    assign = whole._assign
+    assign = WholeValues.assign
 
     def late(*arguments: Any) -> None:
         time.sleep(0.2)
         assign(*arguments)
 
-    whole._assign = late if slow else assign
-    try:
+    with patch.object(WholeValues, "assign", late if slow else assign):
         yield
-    finally:
-        whole._assign = assign
 
 
 def writing_body(context: Context, gather_dtype: Any, autocast: bool) -> float:

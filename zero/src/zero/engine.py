@@ -35,7 +35,7 @@ from zero.pretrained import Request, fill_engine
 from zero.sharding import model_state
 from zero.sharding.late_parameters import LateParameters
 from zero.sharding.sharded_unit import ShardedUnit, refill
-from zero.sharding.whole import WholeValues, names_of
+from zero.sharding.whole import WholeValues
 from zero.tiers.room import OutOfMemoryError
 from zero.tiers.stores import Stores
 from zero.tiers.trace import MemoryReport
@@ -77,9 +77,9 @@ class Engine:
         visits = self._shards.visits
         self._parking = Parking(self.units, self._shards, communicator)
         self._loss_scale = LossScale.of(config, accelerator)
-        self._whole = WholeValues(units, communicator, names_of(module, units))
-        self._whole.check = self._check_shown
-        self._whole.interrupt = self._interrupt
+        self._whole = WholeValues(
+            module, units, communicator, self._check_shown, self._interrupt, self._settle
+        )
         self._optimizer_state = OptimizerState(self._whole, self._shards)
         parts = EngineParts(
             module,
@@ -94,7 +94,6 @@ class Engine:
         )
         self._checkpoints = Checkpoints(parts)
         self._late = LateParameters(module, units)
-        self._whole.on_written = self._settle
         self._absent = AbsentGradients()
         own(module, self._whole)
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
@@ -386,9 +385,8 @@ class Engine:
         self._settle()
         if not weights_only:
             self.steps = loaded.steps
-        self._interrupted = before and (
-            weights_only or not strict
-        )  # what it left half done may still be there
+        # What was left half done may still be there, unless everything has been loaded.
+        self._interrupted = before and (weights_only or not strict)
         return loaded
 
     def load_pretrained(self, path: str | Path, *, strict: bool = True, rename: Rename | None = None) -> None:
@@ -471,10 +469,6 @@ class Engine:
         """Move state off the device, as much as there is; raise where there is none."""
         if not self._stores.relieve(self.accelerator.memory.stats().capacity):
             raise error
-
-    @property
-    def _accumulates(self) -> bool:
-        return self.config.gradient_accumulation_steps > 1
 
     def _begin_load(self) -> None:
         self.zero_grad()
@@ -560,7 +554,8 @@ class Engine:
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """The part of the loss that this micro-batch is of the step's, times the loss scale."""
-        scaled = loss / self.config.gradient_accumulation_steps if self._accumulates else loss
+        count = self.config.gradient_accumulation_steps
+        scaled = loss / count if count > 1 else loss
         if self._loss_scale is not None:
             scaled = scaled * self._loss_scale.scale.to(scaled.device)
         return scaled

@@ -6,7 +6,7 @@ Everything here that takes or returns whole values is collective: every rank cal
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -26,27 +26,34 @@ Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and ind
 class WholeValues(Uncopied):
     """The sharded units as a set of named parameters. To make it is collective.
 
-    check(): raises where they cannot be gathered now. interrupt(): told that weights have changed by half.
-    on_written(): told that values in a `gathered` block have gone to the shards.
+    check(): raises where they cannot be gathered now. interrupt(): called when a change of weights has failed
+    half-way, so that some are new and others old. on_written(): called when values of a `gathered` block have
+    gone to the shards.
     """
 
     def __init__(
-        self, units: Sequence[ShardedUnit], communicator: Communicator, names: Mapping[str, str]
+        self,
+        module: nn.Module,
+        units: Sequence[ShardedUnit],
+        communicator: Communicator,
+        check: Callable[[], None],
+        interrupt: Callable[[], None],
+        on_written: Callable[[], None],
     ) -> None:
-        self.check: Callable[[], None] = lambda: None
-        self.interrupt: Callable[[], None] = lambda: None
-        self.on_written: Callable[[], None] = lambda: None
+        self.interrupt = interrupt
+        self._check = check
+        self._on_written = on_written
         self.units = tuple(units)
         self.communicator = communicator
         # Of several copies of the model some may have memory in common, and others none.
         self._common = communicator.agree(any(unit.common for unit in units))
-        self._names = names
-        self._places: dict[str, Place] = {
-            name: (unit, group, index)
-            for unit in units
-            for group in unit.groups
-            for index, name in enumerate(group.names)
-        }
+        self._places: dict[str, Place] = {}  # by all names that a parameter has, the units' and the module's
+        places: dict[nn.Parameter, Place] = {}
+        for unit, group in ((u, g) for u in units for g in u.groups):
+            for index, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
+                places[parameter] = self._places[name] = unit, group, index
+        named = module.named_parameters(remove_duplicate=False)
+        self._places |= {name: places[parameter] for name, parameter in named if parameter in places}
 
     @property
     def is_source(self) -> bool:
@@ -58,16 +65,13 @@ class WholeValues(Uncopied):
         """Where whole values are."""
         return self.units[0].groups[0].home.data.device
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
-
     def locate(self, name: str) -> Place:
         """Where a parameter lives; raises StateError for a name that is none, UsageError for no name."""
         if not isinstance(name, str):
             raise UsageError(
                 f"expected a parameter's name, as model.named_parameters() has it, got {type(name).__name__}"
             )
-        place = self._places.get(self._names.get(name, name))
+        place = self._places.get(name)
         if place is None:
             raise StateError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
         return place
@@ -134,7 +138,7 @@ class WholeValues(Uncopied):
 
     def hold(self, names: Sequence[str]) -> None:
         """Keep the units of these parameters gathered until unhold()."""
-        self.check()
+        self._check()
         self._check_own(self._units_of(names))
         self.take_in_frozen()
         held: list[ShardedUnit] = []
@@ -162,10 +166,10 @@ class WholeValues(Uncopied):
     def write_back(self, names: Sequence[str], source: int) -> None:
         """Spread held parameters' values from rank `source` into every rank's shards and masters. They may be
         in other memory: ModelError, before anything changes, where they do not fit."""
-        self._take_in(names)
+        places = [self.locate(name) for name in names]
+        _take_in([(group, index) for _, group, index in places if index in group.rebound()])
         with self.changing():
-            for name in names:
-                unit, group, index = self.locate(name)
+            for unit, group, index in places:
                 slot = group.layout.slots[index]
                 if self.communicator.group.size > 1:
                     values = group.whole[slot.offset : slot.offset + slot.numel]
@@ -174,12 +178,7 @@ class WholeValues(Uncopied):
         with self.sharing_disk_errors():
             for unit in self._units_of(names):
                 unit.renew()
-        self.on_written()
-
-    def _take_in(self, names: Sequence[str]) -> None:
-        """What shows other memory, by `parameter.data = ...`, goes where all else reads it."""
-        places = [(group, index) for _, group, index in map(self.locate, names)]
-        _take_in([(group, index) for group, index in places if index in group.rebound()])
+        self._on_written()
 
     def take_in_frozen(self) -> None:
         """Frozen parameters that are whole may be given other memory, as momentum encoders do it: it is the
@@ -197,18 +196,15 @@ class WholeValues(Uncopied):
     def assign(self, group: FlatGroup, index: int, whole: Tensor) -> None:
         """Take parameter `index` over from a whole buffer into this rank's shard and its master."""
         with self.communicator.postponing_disk_errors():
-            _assign(group, index, whole)
+            for piece in (piece for piece in group.pieces if piece.index == index):
+                start = group.layout.slots[index].offset + piece.start
+                values = whole[start : start + piece.length]
+                put(group.shard, piece.shard_slice, values)
+                if group.master is not None and group.master is not group.shard:
+                    put(group.master, piece.shard_slice, values)
 
     def _units_of(self, names: Sequence[str]) -> list[ShardedUnit]:
         return list(dict.fromkeys(self.locate(name)[0] for name in names))
-
-
-def names_of(module: nn.Module, units: Iterable[ShardedUnit]) -> dict[str, str]:
-    """For every name in `named_parameters()` that which the units have."""
-    groups = (group for unit in units for group in unit.groups)
-    own = {p: name for group in groups for name, p in zip(group.names, group.parameters, strict=True)}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: own[parameter] for name, parameter in named if parameter in own}
 
 
 def view_of(whole: Tensor, group: FlatGroup, index: int) -> Tensor:
@@ -218,20 +214,12 @@ def view_of(whole: Tensor, group: FlatGroup, index: int) -> Tensor:
 
 
 def _take_in(places: Sequence[tuple[FlatGroup, int]]) -> None:
+    """Values of parameters that show other memory, by `parameter.data = ...`, go to the groups' memory.
+    Raises ModelError, before anything changes, where one does not fit."""
     for group, index in places:
         group.check_fits(index)
     for group, index in places:
         group.take_in(index)
-
-
-def _assign(group: FlatGroup, index: int, whole: Tensor) -> None:
-    for piece in group.pieces:
-        if piece.index == index:
-            start = group.layout.slots[index].offset + piece.start
-            values = whole[start : start + piece.length]
-            put(group.shard, piece.shard_slice, values)
-            if group.master is not None and group.master is not group.shard:
-                put(group.master, piece.shard_slice, values)
 
 
 def spread_buffer(communicator: Communicator, name: str, buffer: Tensor) -> None:
