@@ -31,12 +31,11 @@ from zero.deferred.recording import (
     Operation,
     Recording,
     allocate,
+    each_in,
     generator_state,
-    map_tensors,
-    references_in,
+    map_each,
     replay,
     storage_of,
-    tensors_in,
 )
 from zero.errors import ConfigError
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, UNBORN, guard
@@ -145,7 +144,7 @@ class _Past(TorchFunctionMode):
 class _Recorder(TorchDispatchMode):
     """Turns new tensors hollow and records what is done to them."""
 
-    def __init__(self, draws: bool = True) -> None:
+    def __init__(self, draws: bool) -> None:
         super().__init__()
         self._recording = Recording()
         self._draws = draws
@@ -158,7 +157,7 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        hollow = [t for t in tensors_in((args, kwargs)) if self._recording.number(t) is not None]
+        hollow = [t for t in each_in(Tensor, (args, kwargs)) if self._recording.number(t) is not None]
         if not hollow and not _makes_new(func, args, kwargs):
             return func(*args, **kwargs)
         if hollow and (_is_view(func) or _restrides(func)):
@@ -244,8 +243,8 @@ class _Recorder(TorchDispatchMode):
             saved_args,
             saved_kwargs,
             output,
-            touches={h.storage for h in references_in((saved_args, saved_kwargs, output))},
-            writes={h.storage for h in references_in((_written(func, saved_args, saved_kwargs), output))},
+            touches={h.storage for h in each_in(Hollow, (saved_args, saved_kwargs, output))},
+            writes={h.storage for h in each_in(Hollow, (_written(func, saved_args, saved_kwargs), output))},
         )
         if self._draws and torch.Tag.nondeterministic_seeded in func.tags:
             self._draw(operation, func, args, kwargs, result)
@@ -265,7 +264,7 @@ class _Recorder(TorchDispatchMode):
                 scratch[id(tensor)] = torch.zeros_like(_meta(tensor), device=tensor.device)
             return scratch[id(tensor)]
 
-        func(*map_tensors(stand_in, args), **map_tensors(stand_in, kwargs))
+        func(*map_each(Tensor, stand_in, args), **map_each(Tensor, stand_in, kwargs))
 
     def _really(self, func: Any, args: Any, kwargs: Any, hollow: Sequence[Tensor]) -> Any:
         """Run a call that cannot be put off; its hollow inputs get their values now."""
@@ -281,8 +280,10 @@ class _Recorder(TorchDispatchMode):
 
     def _saved(self, value: Any) -> Any:
         """Arguments as the record keeps them: hollow tensors by reference, real ones by value."""
-        return map_tensors(
-            lambda t: t.detach().clone() if self._recording.number(t) is None else self._reference(t), value
+        return map_each(
+            Tensor,
+            lambda t: t.detach().clone() if self._recording.number(t) is None else self._reference(t),
+            value,
         )
 
 
@@ -297,12 +298,12 @@ def _meta(tensor: Tensor) -> Tensor:
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """The call's result as a meta tensor: shape, strides and dtype without values."""
-    kwargs = map_tensors(_meta, kwargs)
+    kwargs = map_each(Tensor, _meta, kwargs)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
     kwargs.pop("generator", None)
     kwargs.pop("pin_memory", None)
-    return func(*map_tensors(_meta, args), **kwargs)
+    return func(*map_each(Tensor, _meta, args), **kwargs)
 
 
 def _hollow_like(shape: Tensor, device: torch.device) -> Tensor:
@@ -316,7 +317,7 @@ def _hollow_like(shape: Tensor, device: torch.device) -> Tensor:
 def _explicit(func: Any, args: Any, kwargs: Any, shape: Tensor) -> Any:
     """kwargs, with the dtype that is the default now and may be another when the call is replayed."""
     takes_dtype = any(argument.name == "dtype" for argument in func._schema.arguments)
-    if not takes_dtype or kwargs.get("dtype") is not None or tensors_in((args, kwargs)):
+    if not takes_dtype or kwargs.get("dtype") is not None or each_in(Tensor, (args, kwargs)):
         return kwargs
     return {**kwargs, "dtype": shape.dtype}
 
@@ -325,13 +326,13 @@ def _device(args: Any, kwargs: Any) -> torch.device:
     explicit = kwargs.get("device")
     if explicit is not None:
         return torch.device(explicit)
-    tensors = tensors_in((args, kwargs))
+    tensors = each_in(Tensor, (args, kwargs))
     return tensors[0].device if tensors else HOST
 
 
 def _makes_new(func: Any, args: Any, kwargs: Any) -> bool:
     """A factory call: no tensor goes in, and it names a place that is not the meta device."""
-    if tensors_in((args, kwargs)):
+    if each_in(Tensor, (args, kwargs)):
         return False
     return "device" in kwargs and torch.device(kwargs["device"] or HOST).type != "meta"
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import accelz
 from accelz.flat_buffer import HOST
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,8 @@ def _run(operation: Operation, memory: dict[int, torch.UntypedStorage]) -> None:
         empty = torch.empty(0, dtype=reference.dtype, device=storage.device)
         return empty.set_(storage, reference.offset, reference.size, reference.stride)
 
-    args = mapreferences_in(real, operation.args)
-    kwargs = mapreferences_in(real, operation.kwargs)
+    args = map_each(Hollow, real, operation.args)
+    kwargs = map_each(Hollow, real, operation.kwargs)
     if operation.generator is None:
         value = operation.function(*args, **kwargs)
     else:
@@ -158,32 +160,20 @@ def _set_generator_state(source: torch.Generator | torch.device, state: Tensor) 
         accelz.current().rng.set_state(state)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
+def each_in(kind: type[T], value: Any) -> list[T]:
+    """What is of a kind among an operator's arguments, which are tensors, lists of tensors and plain
+    values."""
+    found: list[T] = []
+    map_each(kind, found.append, value)
     return found
 
 
-def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    return _walk(Tensor, function, value)
-
-
-def mapreferences_in(function: Callable[[Hollow], Any], value: Any) -> Any:
-    return _walk(Hollow, function, value)
-
-
-def references_in(value: Any) -> list[Hollow]:
-    found: list[Hollow] = []
-    _walk(Hollow, found.append, value)
-    return found
-
-
-def _walk(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """Arguments of an operator: tensors, lists of tensors and plain values."""
+def map_each(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
+    """An operator's arguments, with what `function` makes of those of a kind."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_walk(kind, function, v) for v in value)
+        return type(value)(map_each(kind, function, v) for v in value)
     if isinstance(value, dict):
-        return {k: _walk(kind, function, v) for k, v in value.items()}
+        return {k: map_each(kind, function, v) for k, v in value.items()}
     return value
