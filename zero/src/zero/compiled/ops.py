@@ -27,14 +27,14 @@ engine: a handle, see `runtime.lookup`. dtype: what the unit's fp32 parameters t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelz.flat_buffer import HOST
-from zero.compiled import runtime
+from zero.compiled.runtime import lookup
 from zero.sharding.guard import admit
 
 NAMESPACE = "zero"
@@ -42,8 +42,15 @@ NAMESPACE = "zero"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def _define(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
-    """An operation of graphs with this signature that `run` carries out on every device."""
+def _nothing(*_: object, **__: object) -> None:
+    """What an operation without a result does to fake tensors."""
+
+
+def _define(
+    signature: str, run: Callable[..., Any], fake: Callable[..., Any] = _nothing
+) -> torch._ops.OpOverload:
+    """An operation of graphs with this signature that `run` carries out on every device. fake: what it makes
+    of fake tensors."""
     name = signature.partition("(")[0]
     _library.define(signature)
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -53,10 +60,6 @@ def _define(signature: str, run: Callable[..., Any], fake: Callable[..., Any]) -
         admit(called)  # with parameters that are sharded
     operation: torch._ops.OpOverload = packet.default
     return operation
-
-
-def _nothing(*_: object, **__: object) -> None:
-    """What an operation without a result does to fake tensors."""
 
 
 _NUMBERED = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfloat16}  # c10::ScalarType
@@ -72,123 +75,73 @@ def gathered_dtype(dtype: torch.dtype, travelling: torch.dtype) -> torch.dtype:
     return travelling if dtype is torch.float32 else dtype
 
 
-def _begin(params: list[Tensor], engine: int, unit: int, dtype: torch.dtype) -> None:
-    runtime.lookup(engine).begin_gather(unit, _named(dtype))
-
-
 def _begin_several(params: list[Tensor], engine: int, units: list[int], dtypes: list[torch.dtype]) -> None:
     for unit, dtype in zip(units, dtypes, strict=True):
-        runtime.lookup(engine).begin_gather(unit, _named(dtype))
-
-
-def _wait(params: list[Tensor], engine: int, numbers: list[int], dtype: torch.dtype) -> list[Tensor]:
-    return runtime.lookup(engine).gather(numbers, _named(dtype))
-
-
-def _fake_wait(params: list[Tensor], engine: int, numbers: list[int], dtype: torch.dtype) -> list[Tensor]:
-    return [torch.empty_like(p, dtype=gathered_dtype(p.dtype, _named(dtype))) for p in params]
-
-
-def _release(
-    values: list[Tensor], engine: int, unit: int, keep: bool = False, after: Sequence[Tensor] | None = None
-) -> None:
-    runtime.lookup(engine).release(unit, keep)
-
-
-def _reduce(gradient: Tensor, engine: int, number: int, last: bool = False) -> None:
-    runtime.lookup(engine).reduce(number, gradient, last)
-
-
-def _reload_parameter(params: list[Tensor], engine: int, unit: int) -> None:
-    runtime.lookup(engine).reload(unit)
-
-
-def _offload_parameter(params: list[Tensor], engine: int, unit: int) -> None:
-    runtime.lookup(engine).offload(unit)
-
-
-def _reload_optimizer(params: list[Tensor], engine: int, units: list[int]) -> None:
-    runtime.lookup(engine).reload_optimizer(units)
-
-
-def _offload_optimizer(params: list[Tensor], engine: int, units: list[int]) -> None:
-    runtime.lookup(engine).offload_optimizer(units)
-
-
-def _wait_offload_optimizer(params: list[Tensor], engine: int, units: list[int]) -> None:
-    runtime.lookup(engine).wait_offload_optimizer(units)
-
-
-def _offload(value: Tensor, engine: int) -> Tensor:
-    return runtime.lookup(engine).activations.offload(value)
-
-
-def _fake_offload(value: Tensor, engine: int) -> Tensor:
-    return value.new_empty_strided(value.size(), value.stride(), device=HOST)
-
-
-def _wait_offload(copy: Tensor, value: Tensor, engine: int) -> None:
-    runtime.lookup(engine).activations.wait(copy)
-
-
-def _reload(copy: Tensor, engine: int, device: torch.device) -> Tensor:
-    return runtime.lookup(engine).activations.reload(copy, device)
-
-
-def _fake_reload(copy: Tensor, engine: int, device: torch.device) -> Tensor:
-    return copy.new_empty_strided(copy.size(), copy.stride(), device=device)
-
-
-def _wait_reload(value: Tensor, engine: int) -> None:
-    runtime.lookup(engine).activations.wait(value)
-
-
-def _end_backward(params: list[Tensor], engine: int) -> None:
-    runtime.lookup(engine).end_backward()
+        lookup(engine).begin_gather(unit, _named(dtype))
 
 
 ALLGATHER = _define(
-    "allgather_param(Tensor(a!)[] params, int engine, int unit, ScalarType dtype) -> ()", _begin, _nothing
+    "allgather_param(Tensor(a!)[] params, int engine, int unit, ScalarType dtype) -> ()",
+    lambda params, engine, unit, dtype: lookup(engine).begin_gather(unit, _named(dtype)),
 )
 PREFETCH = _define(
     "prefetch_params_fused(Tensor(a!)[] params, int engine, int[] units, ScalarType[] dtypes) -> ()",
     _begin_several,
-    _nothing,
 )
 WAIT = _define(
     "wait_allgather(Tensor(a)[] params, int engine, int[] numbers, ScalarType dtype) -> Tensor(a)[]",
-    _wait,
-    _fake_wait,
+    lambda params, engine, numbers, dtype: lookup(engine).gather(numbers, _named(dtype)),
+    fake=lambda params, engine, numbers, dtype: [
+        torch.empty_like(p, dtype=gathered_dtype(p.dtype, _named(dtype))) for p in params
+    ],
 )
 RELEASE = _define(
     "release_param(Tensor(a!)[] values, int engine, int unit, bool keep=False, Tensor[]? after=None) -> ()",
-    _release,
-    _nothing,
+    lambda values, engine, unit, keep=False, after=None: lookup(engine).release(unit, keep),
 )
 REDUCE = _define(
-    "reduce_grad(Tensor(a!) gradient, int engine, int number, bool last=False) -> ()", _reduce, _nothing
+    "reduce_grad(Tensor(a!) gradient, int engine, int number, bool last=False) -> ()",
+    lambda gradient, engine, number, last=False: lookup(engine).reduce(number, gradient, last),
 )
 RELOAD_PARAMETER = _define(
-    "reload_parameter(Tensor(a!)[] params, int engine, int unit) -> ()", _reload_parameter, _nothing
+    "reload_parameter(Tensor(a!)[] params, int engine, int unit) -> ()",
+    lambda params, engine, unit: lookup(engine).reload(unit),
 )
 OFFLOAD_PARAMETER = _define(
-    "offload_parameter(Tensor(a!)[] params, int engine, int unit) -> ()", _offload_parameter, _nothing
+    "offload_parameter(Tensor(a!)[] params, int engine, int unit) -> ()",
+    lambda params, engine, unit: lookup(engine).offload(unit),
 )
 RELOAD_OPTIMIZER = _define(
-    "reload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()", _reload_optimizer, _nothing
+    "reload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()",
+    lambda params, engine, units: lookup(engine).reload_optimizer(units),
 )
 OFFLOAD_OPTIMIZER = _define(
-    "offload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()", _offload_optimizer, _nothing
+    "offload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()",
+    lambda params, engine, units: lookup(engine).offload_optimizer(units),
 )
 WAIT_OFFLOAD_OPTIMIZER = _define(
     "wait_offload_optimizer(Tensor(a!)[] params, int engine, int[] units) -> ()",
-    _wait_offload_optimizer,
-    _nothing,
+    lambda params, engine, units: lookup(engine).wait_offload_optimizer(units),
 )
-OFFLOAD = _define("offload_tensor(Tensor value, int engine) -> Tensor", _offload, _fake_offload)
+OFFLOAD = _define(
+    "offload_tensor(Tensor value, int engine) -> Tensor",
+    lambda value, engine: lookup(engine).activations.offload(value),
+    fake=lambda value, engine: value.new_empty_strided(value.size(), value.stride(), device=HOST),
+)
 WAIT_OFFLOAD = _define(
-    "wait_offload(Tensor(a!) copy, Tensor(b!) value, int engine) -> ()", _wait_offload, _nothing
+    "wait_offload(Tensor(a!) copy, Tensor(b!) value, int engine) -> ()",
+    lambda copy, value, engine: lookup(engine).activations.wait(copy),
 )
-RELOAD = _define("reload_tensor(Tensor copy, int engine, Device device) -> Tensor", _reload, _fake_reload)
-WAIT_RELOAD = _define("wait_reload(Tensor(a!) value, int engine) -> ()", _wait_reload, _nothing)
-END_BACKWARD = _define("end_backward(Tensor(a!)[] params, int engine) -> ()", _end_backward, _nothing)
+RELOAD = _define(
+    "reload_tensor(Tensor copy, int engine, Device device) -> Tensor",
+    lambda copy, engine, device: lookup(engine).activations.reload(copy, device),
+    fake=lambda copy, engine, device: copy.new_empty_strided(copy.size(), copy.stride(), device=device),
+)
+WAIT_RELOAD = _define(
+    "wait_reload(Tensor(a!) value, int engine) -> ()",
+    lambda value, engine: lookup(engine).activations.wait(value),
+)
+END_BACKWARD = _define(
+    "end_backward(Tensor(a!)[] params, int engine) -> ()",
+    lambda params, engine: lookup(engine).end_backward(),
+)
