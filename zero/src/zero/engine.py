@@ -33,6 +33,7 @@ from zero.optimizer.stepping import Stepping
 from zero.passes import Passes
 from zero.pretrained import Request, fill_engine
 from zero.sharding import model_state
+from zero.sharding.flat_group import FlatGroup
 from zero.sharding.late_parameters import LateParameters
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.whole import WholeValues
@@ -60,7 +61,7 @@ class Engine:
         communicator: Communicator,
         units: list[ShardedUnit],
         param_group_of: dict[nn.Parameter, int],
-        stepping: dict[nn.Parameter, Stepping],
+        stepping: Mapping[FlatGroup, Stepping],
     ) -> None:
         self.module = module
         self.optimizer = optimizer

@@ -11,7 +11,7 @@ where it looks at more than single elements whole parameters, each on one rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount, Turn
 from zero.optimizer.piece_state import kept_tensors, moved
 from zero.optimizer.pieces import own, route_groups, shaped, show, sliced
 from zero.optimizer.state_dicts import refuse_state_dicts
-from zero.optimizer.stepping import Stepping, of_strangers
+from zero.optimizer.stepping import Stepping
 from zero.optimizer.visits import Visits
 from zero.settings.offload import Tier
 from zero.sharding.flat_group import FlatGroup
@@ -50,8 +50,8 @@ class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
     owned, subs: the sub-groups, by group and all in order. on_sub_group(unit): called when one is stepped, or
-    has the gradients that the user's optimizer steps it with, and with "" when that has. stepping: of the
-    parameters that an optimizer knows. held_back: whether optimizers that step themselves had no part in the
+    has the gradients that the user's optimizer steps it with, and with "" when that has. stepping: of each
+    group. held_back: whether optimizers that step themselves had no part in the
     last step, whose gradients overflowed: what they keep may not be there yet. absent: what stands for the
     gradients of pieces until the hooks in front of the step are over.
     """
@@ -63,7 +63,7 @@ class ShardedOptimizer:
         param_group_of: dict[nn.Parameter, int],
         stores: Stores,
         communicator: Communicator,
-        stepping: dict[nn.Parameter, Stepping],
+        stepping: Mapping[FlatGroup, Stepping],
     ) -> None:
         self.optimizer = optimizer
         self._stores = stores
@@ -71,24 +71,23 @@ class ShardedOptimizer:
         own_steps = [each for each in members(optimizer) if rule_for(each) is None]
         self._served = [each for each in members(optimizer) if rule_for(each) is not None]
         self._own_step = OwnStep(own_steps, stores, communicator) if own_steps else None
-        strangers = of_strangers(stepping)
-        ways = {group: stepping.get(group.parameters[0], strangers) for group in groups}
+        rules = {group: stepping[group].rule for group in groups}
         self._rules = {
-            param_group_of[p]: way.rule
-            for group, way in ways.items()
+            param_group_of[p]: rule
+            for group, rule in rules.items()
             for p in group.parameters
-            if way.rule is not None and p in param_group_of
+            if rule is not None and p in param_group_of
         }
-        routes = route_groups(groups, ways, communicator.shards.rank)
+        routes = route_groups(groups, stepping, communicator.shards.rank)
         self.owned = {
-            group: own(group, param_group_of, way.rule, routes.get(group)) for group, way in ways.items()
+            group: own(group, param_group_of, rule, routes.get(group)) for group, rule in rules.items()
         }
         self.subs = [owned for subs in self.owned.values() for owned in subs]
         self.visits = Visits(stores, self.subs, self._show)
         self.on_sub_group: Callable[[str], None] = lambda unit: None
         self.held_back = False
         self.absent = AbsentGradients()
-        self._stepping = False
+        self._in_step = False
         self._ahead: StepsAhead | None = None
         self._settled: dict[OwnedSubGroup, list[int]] = {}
         if isinstance(optimizer, JointOptimizer):
@@ -104,14 +103,14 @@ class ShardedOptimizer:
         """One optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim, 1.0 changes nothing."""
         turns = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
         step = partial(self._step, turns, scale, skip)
-        self._stepping = True
+        self._in_step = True
         try:
             if isinstance(self.optimizer, JointOptimizer):
                 _between_hooks([self.optimizer], step)
             else:
                 step()
         finally:
-            self._stepping = False
+            self._in_step = False
             self.absent.hide()
         self.deliver_changed()  # by hooks behind the step
 
@@ -217,7 +216,7 @@ class ShardedOptimizer:
         return [len(group["params"]) for group in each]
 
     def _check_caller(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._stepping:
+        if not self._in_step:
             raise UsageError(
                 "optimizer.step() was called directly and would change nothing: call engine.step() instead"
             )

@@ -36,7 +36,7 @@ def of_param_groups(optimizer: Optimizer, config: Config) -> list[Stepping]:
     return [way for way, groups in ways for _ in groups]
 
 
-def of_strangers(known: dict[nn.Parameter, Stepping]) -> Stepping:
+def of_unknown(known: dict[nn.Parameter, Stepping]) -> Stepping:
     """Of parameters that no optimizer knows: as others, so that they need no buffers of their own."""
     return next((stepping for stepping in known.values() if not stepping.whole), Stepping())
 

@@ -14,7 +14,7 @@ from zero.communication.quantised import block_of
 from zero.config import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.routes import share_out
-from zero.optimizer.stepping import Stepping, of_strangers
+from zero.optimizer.stepping import Stepping, of_unknown
 from zero.setup.preparation import Prepared
 from zero.sharding import layout
 from zero.sharding.cast import Travel
@@ -194,10 +194,10 @@ def _partition(
     """Parameters by kind, each list ordered by param group so that runs are long."""
     groups: dict[GroupKind, list[Named]] = {}
     param_group_of, stepping = prepared.param_group_of, prepared.stepping
-    strangers = of_strangers(stepping)
+    unknown = of_unknown(stepping)
     for name, parameter in plan.parameters:
         dtype = target_dtype(parameter, config)
-        stepped = stepping.get(parameter, strangers) if parameter.requires_grad else Stepping()
+        stepped = stepping.get(parameter, unknown) if parameter.requires_grad else Stepping()
         kind = GroupKind(dtype, parameter.requires_grad, ways.of(parameter, dtype), stepped)
         groups.setdefault(kind, []).append((name, parameter))
     last = max(param_group_of.values()) + 1  # parameters the optimizer does not know come last

@@ -70,8 +70,13 @@ def initialize(
     with _taking_over(model):
         units = build_units(drafts, config, stores, communicator)
         keep_promises(units, communicator)
-        groups, stepping = prepared.param_group_of, prepared.stepping
-        return Engine(model, prepared.optimizer, config, stores, communicator, units, groups, stepping)
+        stepping = {
+            group: drafted.kind.stepping
+            for unit, draft in zip(units, drafts, strict=True)
+            for group, drafted in zip(unit.groups, draft.groups, strict=True)
+        }
+        optimizer, param_group_of = prepared.optimizer, prepared.param_group_of
+        return Engine(model, optimizer, config, stores, communicator, units, param_group_of, stepping)
 
 
 @contextmanager
