@@ -79,7 +79,7 @@ class Engine:
         self._parking = Parking(self.units, self._shards, communicator)
         self._loss_scale = LossScale.of(config, accelerator)
         self._whole = WholeValues(
-            module, units, communicator, self._check_shown, self._interrupt, self._settle
+            module, units, communicator, self._check_showable, self._interrupt, self._settle
         )
         self._optimizer_state = OptimizerState(self._whole, self._shards)
         parts = EngineParts(
@@ -176,7 +176,7 @@ class Engine:
             return False
         self._check_not_in_use("step")
         self._shards.check_groups()
-        self._late.check_changed()
+        self._late.warn_of_changes()
         self._check_gradients()
         if self._balancer is not None:
             self._balancer.before_step()
@@ -277,8 +277,8 @@ class Engine:
 
         master: the fp32 masters instead of the 16-bit weights.
         """
-        self._check_whole()
-        self._check_changed()
+        self._check_model()
+        self._check_refreshed()
         state = model_state.read(self.module, self._whole, master)
         self._communicator.check()
         return state
@@ -288,10 +288,7 @@ class Engine:
 
         Raises StateError, on every rank and before anything changes, for names or shapes that do not fit.
         """
-        self._parking.check()
-        self._check_not_in_use("load_state_dict")
-        self._check_whole()
-        self._check_changed()
+        self._check_loadable("load_state_dict")
         model_state.load(self.module, self._whole, state, strict)
         self._settle()
 
@@ -349,8 +346,8 @@ class Engine:
         checkpoints that were there stay as they were.
         """
         self._check_complete()
-        self._check_whole()
-        self._check_changed()
+        self._check_model()
+        self._check_refreshed()
         if self._micro_steps:
             raise UsageError(
                 "save_checkpoint between the micro-batches of an optimizer step: their gradients would be "
@@ -380,7 +377,7 @@ class Engine:
         engine then refuses to go on until a whole checkpoint has been loaded.
         """
         self._check_not_in_use("load_checkpoint")
-        self._check_whole()
+        self._check_model()
         options, before = Options(restore or {}, strict, weights_only, rename), self._interrupted
         loaded = self._checkpoints.load(path, options, self._begin_load)
         self._settle()
@@ -397,10 +394,7 @@ class Engine:
         optimizer's state and the step count stay as they are. Raises, on every rank, what that does, before
         anything changes; after an error in reading the engine refuses to go on until a checkpoint is loaded.
         """
-        self._parking.check()
-        self._check_not_in_use("load_pretrained")
-        self._check_whole()
-        self._check_changed()
+        self._check_loadable("load_pretrained")
         before = self._interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
         fill_engine(self.module, self._whole, request, self._begin_load)
@@ -477,9 +471,17 @@ class Engine:
         self._interrupt()
         self._whole.begin_write()
 
-    def _check_whole(self) -> None:
-        """Before values of the whole model are saved or loaded: the engine's are the model's."""
-        self._late.check_whole()
+    def _check_loadable(self, call: str) -> None:
+        """Before weights are loaded from elsewhere."""
+        self._parking.check()
+        self._check_not_in_use(call)
+        self._check_model()
+        self._check_refreshed()
+
+    def _check_model(self) -> None:
+        """Before values of the whole model are saved or loaded: its parameters are those that the engine
+        has."""
+        self._late.check_model()
         self._whole.take_in_frozen()
 
     def _check_not_in_use(self, call: str) -> None:
@@ -490,26 +492,27 @@ class Engine:
             raise UsageError(f"{call} inside {where} first")
 
     def _interrupt(self) -> None:
-        """Some values are new, others old."""
+        """Some values are new and others old: nothing goes on before a checkpoint is loaded."""
         self._interrupted = True
 
-    def _check_shown(self) -> None:
-        """Before a `gathered` block: there are values, and those that the optimizer has."""
+    def _check_showable(self) -> None:
+        """Before a `gathered` block: the values are there, and are those that the optimizer has."""
         self._parking.check()
-        self._check_changed()
+        self._check_refreshed()
 
     def _begin_forward(self) -> None:
-        self._check_changed()
+        self._check_refreshed()
         self._tracer.begin()
 
-    def _check_changed(self) -> None:
-        """Weights that the optimizer's values have left behind are nobody's. What was interrupted says so."""
+    def _check_refreshed(self) -> None:
+        """Raise UsageError where the optimizer's values were changed in place, and the weights do not have
+        them. An interrupted step or load says by itself that some values are old."""
         if not self._interrupted and (changed := self._shards.changed()):
             names = dict.fromkeys(name for written in changed.values() for name in written)
             raise UsageError(_LEFT_BEHIND.format(some(list(names))))
 
     def _settle(self) -> None:
-        """Weights and masters are one another's."""
+        """Weights and masters have the same values now: changes are told from here on."""
         self._late.settle()
         self._shards.settle()
 

@@ -23,13 +23,14 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class GradientPolicy:
     """steps: micro-batches per optimizer step. local: communicate only at the last of them. reduce_dtype:
-    dtype gradients travel in; None keeps the one they are computed in, or added up in on this rank. settled:
-    no rank moves gradients elsewhere by itself."""
+    dtype gradients travel in; None keeps the one they are computed in, or added up in on this rank.
+    fixed_tiers: gradients stay in the tier that they are placed in; else a rank may move its own elsewhere.
+    """
 
     steps: int
     local: bool
     reduce_dtype: torch.dtype | None
-    settled: bool
+    fixed_tiers: bool
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> GradientPolicy:
@@ -38,7 +39,7 @@ class GradientPolicy:
             steps=config.gradient_accumulation_steps,
             local=config.accumulate == "local" or config.stage == 1 or world_size == 1,
             reduce_dtype=DTYPES[config.reduce_dtype] if config.reduce_dtype and world_size > 1 else None,
-            settled=config.offload != "auto",
+            fixed_tiers=config.offload != "auto",
         )
 
     def whole_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -77,7 +78,7 @@ class GroupGradients:
         self.have: set[int] = set()
         self.used: set[int] = set()
         self.reduced = False
-        self.two_hops = policy.settled and group.placement.gradients == "device"
+        self.two_hops = policy.fixed_tiers and group.placement.gradients == "device"
         self.total = False
         self.whole: FlatBuffer | None = None
         self._stores = stores

@@ -60,7 +60,7 @@ def plan_traffic(
         for group in unit.groups:
             for kind, nbytes in _collectives(group, reductions, ranks, gathers):
                 collectives[kind] = collectives.get(kind, 0) + nbytes
-            between += _between_copies(group, reductions, policy.settled) if copies > 1 else 0
+            between += _between_copies(group, reductions, policy.fixed_tiers) if copies > 1 else 0
             moved += _of_parameters(group, gathers)
             moved += _of_gradients(group, reductions)
             moved += _of_records(group, config.tiers.compact)

@@ -25,8 +25,8 @@ class LateParameters:
         self._known = {id(parameter) for group in groups for parameter in group.parameters}
         self._names_then = _names_of(module)
         self._units = tuple(units)
-        # that are always whole, so that a program may change them at any time
-        self._whole = [
+        # Trained, with their whole buffers kept, so that a program may change them at any time.
+        self._kept = [
             group for unit in self._units for group in unit.groups if unit.resident and group.trainable
         ]
         self._versions: list[list[int]] = []
@@ -49,14 +49,14 @@ class LateParameters:
             raise replaced(rebound)
 
     def settle(self) -> None:
-        """The values of now are those of the masters."""
-        self._versions = [versions_of(group.parameters) for group in self._whole]
+        """Weights and masters have the same values now."""
+        self._versions = [versions_of(group.parameters) for group in self._kept]
 
-    def check_changed(self) -> None:
-        """Before a step, which would undo it: warn of weights that were changed in place since `settle()`."""
+    def warn_of_changes(self) -> None:
+        """Before a step: warn of weights that were changed in place since `settle()`, which it undoes."""
         changed = [
             name
-            for group, before in zip(self._whole, self._versions, strict=True)
+            for group, before in zip(self._kept, self._versions, strict=True)
             if group.overwritten and (now := versions_of(group.parameters)) != before
             for name, old, new in zip(group.names, before, now, strict=True)
             if old != new
@@ -65,7 +65,7 @@ class LateParameters:
             what = f"changed in place since the last step, which this step undoes: {some(changed)}"
             warnings.warn(f"{what}. {_CHANGED}", stacklevel=3)
 
-    def check_whole(self) -> None:
+    def check_model(self) -> None:
         """Before values of the whole model are saved or loaded."""
         self._refuse("saved or loaded", list(self._new()))
         with torch._C.DisableTorchFunctionSubclass():

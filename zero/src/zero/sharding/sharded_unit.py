@@ -69,8 +69,8 @@ class ShardedUnit:
         self._gathered: set[Cast] = set()
         self._versions: list[int] = []  # of the parameters, as a forward has found them
         self._stale = False  # the weights have changed: nothing gathered before may stay
-        self._exposed = False
-        self._bound = OWN
+        self._exposed = False  # see `expose`
+        self._bound = OWN  # the cast whose buffers the parameters are views of
         self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
         self._codes = next((group.travel.codes for group in groups if group.travel.codes), None)
 
@@ -97,8 +97,8 @@ class ShardedUnit:
         """No forward is under way: what it has not given up itself is not held for it any more."""
         self.holds = len(self._shown_before)
 
-    def shows_in(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of `tensors` is a view of a parameter that is to be released."""
+    def has_views_among(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether one of `tensors` lies in the memory of a parameter, which is to be released."""
         if self.resident:
             return False
         buffers = {group.parameters[0].untyped_storage().data_ptr() for group in self.groups} - {0}
@@ -126,7 +126,8 @@ class ShardedUnit:
         return Cast(narrow, None if self.shown else self._codes, all and narrow is not None)
 
     def start_gather(self, cast: Cast) -> None:
-        """Issue the gather unless it is done or under way; what a failure has kept from beginning, begins."""
+        """Issue the gather unless it is done or under way. Of one that a failure has cut short, the groups
+        that are missing begin."""
         if self.state(cast) is not State.GATHERED:
             begun = self._pending.setdefault(cast, [])
             for index in range(len(begun), len(self.groups)):
@@ -168,8 +169,8 @@ class ShardedUnit:
             group.finish_gather(cast)
 
     def renew(self) -> None:
-        """Weights have been written in a `show_exact` block: who computes with the unit goes on with them, as
-        soon as every rank has written. Collective."""
+        """Weights have been written in a `show_exact` block: forwards and backwards under way go on with the
+        new ones, as soon as every rank has written. Collective."""
         self.begin_compute()
         if self.in_forward or self.calls_in_backward:
             for cast in tuple(self._pending):
@@ -178,25 +179,25 @@ class ShardedUnit:
                 self._finish(cast, [group.start_gather(self._communicator, cast) for group in self.groups])
 
     def begin_compute(self) -> None:
-        """A forward has what it computes with, and is to leave it as it is until `end_compute`."""
+        """A forward begins to compute: the parameters must not change until `end_compute`."""
         if not self.resident:
             self._versions = versions_of(self._classes)
 
     def end_compute(self) -> None:
-        """Raise ModelError, with nothing gathered any more, where the forward has changed a parameter: that
-        would be lost. What is shown is looked at by who shows it."""
+        """Release the unit and raise ModelError where the forward has changed a parameter: that would be
+        lost. Not inside `show_exact`, whose end looks for changes itself."""
         if self.resident or self.shown:
             return
-        rebound, names = self.show_own(), chain.from_iterable(group.names for group in self.groups)
+        rebound, names = self.rebind(), chain.from_iterable(group.names for group in self.groups)
         now = versions_of(self._classes)
         if rebound or now != self._versions:
             self.release()
             changed = [n for n, a, b in zip(names, now, self._versions, strict=True) if a != b]
             raise replaced(rebound) if rebound else written(changed[0])
 
-    def show_own(self, told: Callable[[FlatGroup, int], bool] = lambda group, index: True) -> list[str]:
-        """Bind again what has been given other memory; names of those that are to be told. What is frozen and
-        always whole may have it until its values are taken in."""
+    def rebind(self, told: Callable[[FlatGroup, int], bool] = lambda group, index: True) -> list[str]:
+        """Bind parameters again that have been given other memory; returns the names of those that are to be
+        told. A frozen parameter of a resident unit may keep its memory until its values are taken in."""
         groups = [group for group in self.groups if group.trainable or not self.resident]
         found = [(group, index) for group in groups for index in group.rebound()]
         names = [group.names[index] for group, index in found if told(group, index)]
@@ -212,23 +213,24 @@ class ShardedUnit:
         for group in self.groups:
             group.isolate(self._shown_before[-1])
 
-    def show_to_the_end(self) -> None:
-        """Gather the unit for who reads its parameters until the engine's backward is over. Collective."""
+    def hold_to_the_end(self) -> None:
+        """Keep the unit gathered until the engine's backward is over: its parameters are read. Collective."""
         if not self.resident:
             self.calls_in_backward.add(VIEWED)
             self.gather(self.cast_for(None))
 
-    def _show_again(self) -> None:
-        """Where nobody computes with the unit any more, it shows exact values if it is to."""
+    def _show_exact_again(self) -> None:
+        """Inside `show_exact`, bind exact values again once no forward computes with others."""
         if self.shown and not self.in_forward and OWN in self._gathered:
             self._bind(OWN)
 
     def end_show(self) -> list[str]:
-        """End `show_exact`: who computes with the unit finds what was bound before. Release it then. Names of
-        parameters that were given other memory with other values, which are dropped."""
+        """End `show_exact`: a forward that computes with the unit finds what was bound before. The caller
+        releases the unit then. Returns the names of parameters that were given other memory with other
+        values: these are dropped."""
         self.holds -= 1
         before = self._shown_before.pop()
-        lost = [] if self.shown else self.show_own(told=FlatGroup.differs)
+        lost = [] if self.shown else self.rebind(told=FlatGroup.differs)
         if not self.shown:
             for group in self.groups:
                 group.rejoin(self._bound)
@@ -241,7 +243,7 @@ class ShardedUnit:
         if self.resident or self.idle:
             return
         if self.in_use:
-            self._show_again()
+            self._show_exact_again()
             return
         if self._pending and self._communicator.failed:
             return  # a transfer that cannot be waited for may still write: its buffer must stay
@@ -338,8 +340,8 @@ class ShardedUnit:
             self._bound = cast
 
     def expose(self, released: bool = False) -> None:
-        """Let the parameters look like any others, whole or not: for a tracer, which reads no values, or
-        because values are about to come. released: also those that are released until `conceal`."""
+        """Take the guard off the parameters, whole or not: for a tracer, which reads no values, or because
+        values are about to come. released: also off those that are released until `conceal`."""
         self._exposed = released
         self._unguard()
 

@@ -190,7 +190,7 @@ class UnitHooks(Uncopied):
             made = [tensor for tensor in iter_tensors(output) if call.has_made(tensor)]
         if call is not None and made:
             self._watch(call, made)
-        if self._unit.shows_in(tensors):
+        if self._unit.has_views_among(tensors):
             self._unit.calls_in_backward.add(VIEWED)
         if not (made and (self._phase.in_backward or self._schedule.needed_soon(self._unit))):
             self._unit.release()
