@@ -54,7 +54,7 @@ def _named(parent: Path, storage: Storage) -> str:
         ) from error
 
 
-def read_latest(parent: Path, storage: Storage = DISK) -> Latest:
+def read_latest(parent: Path, storage: Storage) -> Latest:
     """The pointer in a directory of checkpoints. Raises OSError, or CorruptCheckpointError if damaged."""
     data = read_whole(storage, parent / LATEST)
     if names_another(parent, data, storage):

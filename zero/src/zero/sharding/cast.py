@@ -35,6 +35,3 @@ class Travel:
         narrow = dtype is torch.float32 and (self.narrows or cast.all)
         to = cast.dtype if narrow else None
         return Cast(to, cast.codes and self.codes, all=to is not None)
-
-
-UNCHANGED = Travel()

@@ -31,7 +31,7 @@ from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.quantised import Quantised, block_of
 from zero.sharding import layout
 from zero.sharding.alterations import elsewhere, replaced
-from zero.sharding.cast import OWN, UNCHANGED, Cast, Travel
+from zero.sharding.cast import OWN, Cast, Travel
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
 from zero.sharding.sub_group import SubGroup, sub_groups
@@ -67,7 +67,7 @@ class FlatGroup:
         dtype: torch.dtype,
         shards: int,
         shard: int,
-        travel: Travel = UNCHANGED,
+        travel: Travel,
     ) -> None:
         self.unit = unit
         self.names = tuple(name for name, _ in named)

@@ -18,10 +18,10 @@ _LONGEST = 100_000  # uses of units that an order may hold
 
 
 class Schedule:
-    """ahead: how many units to gather before they are needed. disk: where shards are on disk; those that
-    follow are read before they are gathered, as many as it has room for."""
+    """ahead: how many units to gather before they are needed. disk: None where no shards are on disk;
+    else those that follow are read before they are gathered, as many as it has room for."""
 
-    def __init__(self, units: list[ShardedUnit], ahead: int, disk: ReadAhead | None = None) -> None:
+    def __init__(self, units: list[ShardedUnit], ahead: int, disk: ReadAhead | None) -> None:
         self._units = units
         self._ahead = ahead
         self._disk = disk

@@ -104,8 +104,8 @@ class ShardedUnit:
         buffers = {group.parameters[0].untyped_storage().data_ptr() for group in self.groups} - {0}
         return any(_memory_of(tensor) in buffers for tensor in tensors)
 
-    def forget_calls(self, keep: object = None) -> None:
-        """No backward of a call is expected to go on. keep: one who stays, if it is there."""
+    def forget_calls(self, keep: object) -> None:
+        """No backward of a call is expected to go on. keep: one that stays, if it is there."""
         self.calls_in_backward &= {keep}
 
     def state(self, cast: Cast = OWN) -> State:

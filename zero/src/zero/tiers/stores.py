@@ -37,9 +37,9 @@ class Stores:
     def __init__(
         self,
         accelerator: Accelerator,
-        folder: Path | None = None,
-        compact: bool = False,
-        visits: bool = False,
+        folder: Path | None,
+        compact: bool,
+        visits: bool,
     ) -> None:
         self.accelerator = accelerator
         self.relieve: Callable[[int], int] = lambda nbytes: 0
