@@ -62,8 +62,8 @@ class UnitDraft:
 
 @dataclass(frozen=True)
 class _Ways:
-    """In what form the parameters of a unit are gathered. codes: dtype that matrices are rounded to for the
-    way, in blocks with a scale each; None for none. Vectors never are: most are shorter than a block, and a
+    """What the parameters of a unit may become when it is gathered. codes: dtype that matrices are rounded
+    to, in blocks with a scale each; None for none. Vectors never are: most are shorter than a block, and a
     norm's weights do not stand the rounding. castable: parameters that autocast casts before each use, which
     may be cast before they are gathered."""
 
@@ -76,8 +76,8 @@ class _Ways:
         return Travel(self.codes if coded else None, narrows)
 
 
-_STILL = _Ways()
-"""Of units that every rank keeps whole, and that are never gathered for a forward."""
+_EXACT = _Ways()
+"""For units that every rank keeps whole: no forward gathers them."""
 
 
 def draft_units(
@@ -87,13 +87,15 @@ def draft_units(
     ranks: int,
     moments: Mapping[nn.Parameter, float],
 ) -> list[UnitDraft]:
-    """Cut units into groups, and decide where the state of each goes. ranks: that share a copy of the
-    model. moments: values that optimizers keep for an element of each parameter; empty where nobody asks.
-    Changes nothing."""
+    """Cut units into groups, and decide in which tier the state of each will be. Changes nothing.
+
+    ranks: that share a copy of the model. moments: how many values optimizers keep for an element of each
+    parameter; empty where no setting limits the memory of optimizer state.
+    """
     plans, whole = prepared.plans, [config.stage < 3 or plan.persistent for plan in prepared.plans]
     ways = _Ways(config.codes if ranks > 1 else None, prepared.castable)
     parts = [
-        _partition(plan, config, _STILL if resident else ways, prepared)
+        _partition(plan, config, _EXACT if resident else ways, prepared)
         for plan, resident in zip(plans, whole, strict=True)
     ]
     own_state = _OwnState(parts, moments, ranks if config.stage > 0 else 1)
@@ -132,7 +134,7 @@ def reserve_disk(
 
 
 def target_dtype(parameter: nn.Parameter, config: Config) -> torch.dtype:
-    """What the parameter is to have."""
+    """The dtype that the parameter will have in the engine."""
     return config.dtype if config.dtype and parameter.is_floating_point() else parameter.dtype
 
 
@@ -155,7 +157,8 @@ def _candidate(
 
 
 class _OwnState:
-    """What optimizers that no kernel serves keep. moments: as above. ranks: that have slices."""
+    """The state that the user's optimizer keeps of groups that no kernel serves. moments: as in
+    `draft_units`. ranks: that have slices of a group."""
 
     def __init__(
         self,
@@ -175,7 +178,7 @@ class _OwnState:
         self._rank_of = share_out(whole, ranks)
 
     def of(self, kind: GroupKind, named: Sequence[Named], shard_numel: int) -> tuple[int, ...]:
-        """Bytes of a group's, by rank; empty where there are none."""
+        """Bytes that each rank keeps of a group; empty where none keeps any, or nobody asks."""
         if kind.stepping.rule is not None or not kind.trainable or not self._moments:
             return ()
         wide = max(kind.dtype.itemsize, 4)
@@ -191,7 +194,7 @@ class _OwnState:
 def _partition(
     plan: UnitPlan, config: Config, ways: _Ways, prepared: Prepared
 ) -> dict[GroupKind, list[Named]]:
-    """Parameters by kind, each list ordered by param group so that runs are long."""
+    """A unit's parameters by kind, those of one param group side by side: one kernel call steps them then."""
     groups: dict[GroupKind, list[Named]] = {}
     param_group_of, stepping = prepared.param_group_of, prepared.stepping
     unknown = of_unknown(stepping)

@@ -1,4 +1,10 @@
-"""In what form a unit's parameters are gathered, and what of it applies to a group."""
+"""In what form values are gathered: in the parameters' own dtypes, cast, or rounded to 8 bits.
+
+cast        what a forward asks of a whole unit.
+travel      what the values of one group may become on their way between ranks.
+form        what of a cast applies to one group, as its travel allows: a Cast again. A group has one buffer
+            for each form, so two casts of a unit share a group's buffer where they want it in the same form.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +15,9 @@ import torch
 
 @dataclass(frozen=True)
 class Cast:
-    """dtype: of what were fp32 parameters, such as autocast's; None leaves every parameter its own. codes:
-    the 8-bit dtype that matrices travel in, which their values are rounded to; None sends exact values.
-    all: whether `dtype` is for every fp32 parameter, or for those that autocast casts before each use."""
+    """dtype: that fp32 parameters are cast to, such as autocast's; None leaves every parameter its own.
+    codes: the 8-bit dtype that matrices travel in, rounded; None sends exact values. all: whether `dtype` is
+    for every fp32 parameter, or for those alone that autocast casts before each use."""
 
     dtype: torch.dtype | None = None
     codes: torch.dtype | None = None
@@ -19,19 +25,19 @@ class Cast:
 
 
 OWN = Cast()
-"""As they are."""
+"""The parameters' own dtypes, exact."""
 
 
 @dataclass(frozen=True)
 class Travel:
-    """What the values of a group may become on their way. codes: the 8-bit dtype that they are rounded to;
-    None keeps them exact always. narrows: whether autocast casts them before each use."""
+    """codes: the 8-bit dtype that a group's values may be rounded to; None keeps them exact. narrows: whether
+    autocast casts them before each use, so that they may be cast before they travel."""
 
     codes: torch.dtype | None = None
     narrows: bool = False
 
     def form(self, cast: Cast, dtype: torch.dtype) -> Cast:
-        """What of a unit's cast applies to values in `dtype`; applied to that once more, it is the same."""
+        """What of a unit's cast applies to a group of values in `dtype`. The form of a form is itself."""
         narrow = dtype is torch.float32 and (self.narrows or cast.all)
         to = cast.dtype if narrow else None
         return Cast(to, cast.codes and self.codes, all=to is not None)

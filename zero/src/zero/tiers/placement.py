@@ -56,9 +56,8 @@ class Placement:
 
 
 class _Share:
-    """Lets a part of what comes leave the device, spread evenly. part: of 1.
-
-    limited: something else than the part has kept some of it there.
+    """Decides, group by group, which of them leave the device, so that at any point about `part` (of 1) of
+    the elements so far has left. limited: whether something else than the part has kept some of them there.
     """
 
     def __init__(self, part: float) -> None:
@@ -69,18 +68,18 @@ class _Share:
         self._largest = 0
 
     def see(self, numel: int) -> bool:
-        """Whether so many elements more may leave."""
+        """The next group has so many elements: whether it may leave."""
         self._seen += numel
         self._largest = max(self._largest, numel)
         return self._away + numel <= self._part * self._seen + 0.5
 
     def leave(self, numel: int) -> None:
-        """They do."""
+        """So many elements leave."""
         self._away += numel
 
     @property
     def rest(self) -> int:
-        """Elements that may leave yet."""
+        """Elements that may still leave."""
         return max(int(self._part * self._seen) - self._away, 0)
 
     def shortfall(self) -> str:
@@ -93,7 +92,7 @@ class _Share:
 
 
 class _HostRoom:
-    """Of one kind of state. budget: bytes of each rank."""
+    """What the host has room for of one kind of state. budget: bytes of each rank."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -104,7 +103,7 @@ class _HostRoom:
         return max(self._budget - max(self._taken), 0) // each
 
     def take(self, nbytes: int, own: Sequence[int] = ()) -> bool:
-        """Of every rank, and beside it `own` of each, if all of them have the room."""
+        """Take `nbytes` of every rank, and of each rank its `own` beside it, if all of them have the room."""
         before = self._taken if len(self._taken) >= len(own) else self._taken * len(own)
         beside = own or (0,) * len(before)
         after = tuple(taken + nbytes + mine for taken, mine in zip(before, beside, strict=True))
@@ -159,8 +158,8 @@ class Planner:
         return Placement(records, group.moments, params, gradients, self._visits)
 
     def _leaving(self, groups: Sequence[Candidate]) -> list[int]:
-        """How much optimizer state of each group leaves the device: of all but one or two all or nothing, so
-        that gradients go one way."""
+        """How many elements of each group have their optimizer state away from the device. For all but one or
+        two groups all or none, so that a group's gradients have one tier."""
         share = self._shares["optimizer"]
         sizes = [group.shard_numel if group.trainable else 0 for group in groups]
         if self._offload.optimizer == "device":
@@ -189,7 +188,7 @@ class Planner:
         yield group.shard_numel - host - disk, "device"
 
     def _cut(self, stretches: Iterator[tuple[int, Tier]], divisible: bool) -> Iterator[tuple[int, Tier]]:
-        """In sub-groups of the size that is asked for; what is on the device is one."""
+        """Cut stretches into sub-groups of the size in the settings; all that stays on the device is one."""
         near = 0
         for numel, tier in stretches:
             if tier == "device":
@@ -203,7 +202,8 @@ class Planner:
             yield near, "device"
 
     def _take_host(self, kind: Kind, numel: int, each: int, divisible: bool, own: Sequence[int] = ()) -> int:
-        """How many elements of `each` bytes the host takes; and `own` of each rank, which come with all."""
+        """How many of the elements, of `each` bytes, the host takes. own: bytes of each rank that come on top
+        if it takes all of them."""
         if kind not in self._host:
             return numel if getattr(self._offload, kind) == "host" else 0
         if not numel or self._host[kind].take(numel * each, own):
@@ -217,7 +217,7 @@ class Planner:
         return kind != "activations" and wanted is not None and self._resolve(wanted) != "device"
 
     def _tier(self, kind: Kind, wanted: Tier, numel: int, each: int) -> Tier:
-        """Of values that stay together, of `each` bytes."""
+        """The tier of values that stay together: elements of `each` bytes."""
         share = self._shares[kind]
         if wanted == "device" or not share.see(numel):
             return "device"
@@ -229,14 +229,14 @@ class Planner:
         return self._resolve("host" if on_host else "disk")
 
     def _gradient_tier(self, group: Candidate, stepped_there: bool) -> Tier:
-        """stepped_there: all of its optimizer state, on the device."""
+        """stepped_there: whether all of the group's optimizer state is stepped on the device."""
         wanted = self._offload.gradients
         if wanted is not None:
             return self._tier("gradients", wanted, group.shard_numel, group.gradient_bytes)
         return "device" if stepped_there else self._resolve("host")
 
     def _host_bytes(self, group: Candidate, params: Tier) -> int:
-        """What an element's optimizer state takes on the host; see `Twin`, and `FlatGroup.settle`."""
+        """Bytes of the host for an element's optimizer state, with that of its `Twin`; see `shard_serves`."""
         item_bytes = group.item_bytes
         record = (1 + group.moments) * max(item_bytes, 4)
         if self._visits and item_bytes >= 4 and params == "device":
