@@ -115,5 +115,5 @@ class MemoryTracer:
     def held(self) -> Held:
         """What the engine holds of the device now."""
         groups = sum((g.held() for unit in self._units for g in unit.groups), Held())
-        gradients = self._reducer.device_bytes() + self._optimizer.wide_bytes
+        gradients = self._reducer.device_bytes() + self._optimizer.gradient_bytes
         return groups + Held(gradients=gradients, optimizer=self._optimizer.own_state_bytes())

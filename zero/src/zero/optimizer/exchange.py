@@ -1,6 +1,6 @@
-"""Values of a group on their way between the ranks' slices and whole parameters.
+"""Values of a group on their way between the ranks' slices and whole parameters, as `routes` says.
 
-What may find no room is apart from what is collective, so that ranks can agree in between.
+What may run out of memory and what is collective are separate methods, so that ranks can agree in between.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from zero.tiers.values import Values, fetch
 
 
 class Exchange:
-    """It happens on the device, wherever values come from."""
+    """Through the device, wherever values come from and go to."""
 
     def __init__(self, stores: Stores, communicator: Communicator) -> None:
         self._device = stores.accelerator.device
         self._communicator = communicator
 
     def parts_of(self, routes: Routes, slice_: Values) -> Tensor:
-        """What this rank's slice has of what each rank steps. slice_: (shard_numel,)."""
+        """What this rank's slice, (shard_numel,), has of the parameters that each rank steps, rank by
+        rank."""
         near = fetch(slice_, self._device, self._communicator)
         return torch.cat([near[window] for window in routes.windows] or [near[:0]])
 
@@ -32,7 +33,7 @@ class Exchange:
         self._communicator.all_to_all(unit, whole, parts, routes.taken, routes.given, routes.total).wait()
 
     def way_back_bytes(self, routes: Routes, whole: Tensor) -> int:
-        """Of the device, that `take_apart` needs."""
+        """Bytes of the device that `take_apart` needs."""
         numel = sum(routes.given) + (0 if whole.device == self._device else routes.numel)
         return numel * whole.element_size()
 

@@ -76,7 +76,8 @@ class OwnStep:
         return each * (owned.numel if owned.routes is None else 2 * owned.numel + owned.sub.numel)
 
     def _arrive(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
-        """Where pieces are whole parameters, their values; and the gradients of all."""
+        """Bring what a sub-group is stepped with: its gradients, and whole parameters where these are
+        stepped."""
         master = owned.sub.kept.opened().master
         if owned.routes is not None:
             whole = self._assemble(owned, master, "for whole parameters of")
@@ -94,7 +95,7 @@ class OwnStep:
                 self._gradients[piece.parameter] = shaped(gradient, owned.group, piece.piece)
 
     def _of_pieces(self, owned: OwnedSubGroup, have: GroupGradients) -> Tensor:
-        """The gradients of a sub-group's pieces one after another, beside the master."""
+        """The gradients of a sub-group's pieces, one after another, in the memory of the master."""
         purpose, values = "for the fp32 gradients of", owned.sub.of(have.slice.get())
         if owned.routes is not None:
             return self._assemble(owned, values, purpose)
@@ -102,7 +103,7 @@ class OwnStep:
             return fetch(values, home_of(owned), self._communicator)
 
     def _assemble(self, owned: OwnedSubGroup, values: Values, purpose: str) -> Tensor:
-        """What all ranks have of whole parameters in `values`, put together beside the master."""
+        """Whole parameters out of what all ranks have of them in `values`, in the memory of the master."""
         assert owned.routes is not None
         with self._alone(), self._room(purpose, owned):
             parts = self._exchange.parts_of(owned.routes, values)
@@ -133,7 +134,8 @@ class OwnStep:
             raise
 
     def _meet(self) -> None:
-        """Before a collective, where there is any: every rank has come through what it does alone."""
+        """Before a collective, if the step has any: make sure that all ranks have come through what each does
+        alone. Raises OptimizerError where one has failed."""
         if self._meets and self._communicator.agree():
             raise OptimizerError(
                 f"the step of {self._names} has failed on another rank, whose error says why"
@@ -171,7 +173,7 @@ class OwnStep:
                 parameter.grad = gradient
 
     def _room_for_way_back(self) -> Tensor:
-        """Bytes of the device that all parameters go back through, one sub-group after another."""
+        """Memory of the device that whole parameters go back through, one sub-group after another."""
         sizes = [
             self._exchange.way_back_bytes(o.routes, whole) for o, whole in self._whole.items() if o.routes
         ]
@@ -182,7 +184,7 @@ class OwnStep:
         return room
 
     def _leave(self, owned: OwnedSubGroup, room: Tensor) -> None:
-        """Whole parameters to the ranks' masters."""
+        """Send stepped whole parameters back to the ranks' masters."""
         assert owned.routes is not None
         master = owned.sub.kept.opened().master
         self._exchange.take_apart(owned.group.unit, owned.routes, self._whole[owned], room, master)

@@ -18,9 +18,9 @@ from zero.sharding.sub_group import SubGroup
 
 @dataclass
 class OwnedPiece:
-    """A piece as the optimizer sees it. piece: its place is that in the sub-group, where a parameter may have
-    one piece of several, or among the whole parameters that this rank steps. history: equal for pieces that
-    missed the same steps."""
+    """What the optimizer has in the place of a parameter. piece: which part of the parameter, and where that
+    lies: in the sub-group, or where whole parameters are stepped among those of this rank. parameter: the
+    tensor in param_groups. history: a number that pieces have in common which missed the same steps."""
 
     piece: Piece
     param_group: int
@@ -73,7 +73,7 @@ class OwnedSubGroup:
         return [state.master, *state.moments, self.counted.steps, *views]
 
     def versions(self) -> list[int]:
-        """Of the originals: an in-place change of one is another version."""
+        """Counts of in-place changes, of each of the `originals`."""
         return [values._version for values in self.originals()]
 
     def piece_versions(self) -> list[int]:
@@ -91,7 +91,8 @@ class OwnedSubGroup:
             self.pieces[index].history = hash((self.pieces[index].history, self.counted.window))
 
     def runs(self, missed: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-        """Longest stretches of the sub-group that one kernel call can step: (first piece, elements)."""
+        """The longest stretches of the sub-group that one kernel call can step, with their first pieces:
+        alike in param group and history. missed: pieces without a gradient, which lie in none."""
         first: int | None = None
         key: tuple[int, int] | None = None
         for index, piece in enumerate(self.pieces):

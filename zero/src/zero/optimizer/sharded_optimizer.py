@@ -49,11 +49,13 @@ from zero.tiers.values import lasting
 class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
-    owned, subs: the sub-groups, by group and all in order. on_sub_group(unit): called when one is stepped, or
-    has the gradients that the user's optimizer steps it with, and with "" when that has. stepping: of each
-    group. held_back: whether optimizers that step themselves had no part in the
-    last step, whose gradients overflowed: what they keep may not be there yet. absent: what stands for the
-    gradients of pieces until the hooks in front of the step are over.
+    stepping: how each group is stepped.
+    owned, subs: the sub-groups, by group and all in order.
+    on_sub_group(unit): called when a kernel has stepped a sub-group; where the user's optimizer steps itself,
+        when a sub-group has its gradients for that, and with "" behind the optimizer's step.
+    held_back: whether optimizers that step themselves had no part in the last step, whose gradients
+        overflowed: the state that they keep may not be there yet.
+    absent: what stands for the gradients of pieces until the hooks in front of the step are over.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class ShardedOptimizer:
         self.deliver_changed()  # by hooks behind the step
 
     def settle(self) -> None:
-        """The weights are those of the masters as they are now."""
+        """Weights and masters have the same values now: `changed` tells of what is written from here on."""
         self._settled = {owned: owned.piece_versions() for owned in self.subs}
 
     def changed(self) -> dict[OwnedSubGroup, list[str]]:
@@ -127,7 +129,8 @@ class ShardedOptimizer:
         }
 
     def deliver_changed(self) -> None:
-        """Make the weights of what was `changed` those of the masters. A step has more that it delivers."""
+        """Send the masters of sub-groups that are `changed` on to the weights. Those that a step changes it
+        delivers itself."""
         for owned in self.changed():
             self.visits.part_with(owned.sub)
             self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
@@ -164,8 +167,8 @@ class ShardedOptimizer:
                 self.on_sub_group(owned.group.unit)
 
     def _in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
-        """The record of each in memory; those on disk come and go through the pipeline, and to the device as
-        visits."""
+        """Each sub-group's record in memory, in turn: from the disk through the pipeline, from the host to
+        the device as a visit, or where it is."""
         stored = self._stores.pipeline.through([o.sub.kept for o in subs if o.sub.kept.tier == "disk"])
         visiting = self.visits.in_turn([o for o in subs if o.sub in self.visits])
         with closing(stored) as read, closing(visiting) as visitors:
@@ -260,7 +263,7 @@ class ShardedOptimizer:
                 self.optimizer.state[parameter].update(state)
 
     def _show(self, owned: OwnedSubGroup) -> None:
-        """Make the optimizer's pieces and their state views of the record as it is now."""
+        """Make the optimizer's pieces, and their state, views of the record that the sub-group has now."""
         was_changed = self._settled[owned] != owned.piece_versions()
         for index, piece in enumerate(owned.pieces):
             show(owned, piece)
@@ -299,12 +302,12 @@ class ShardedOptimizer:
         return self.visits.device_bytes() + near + self._own_step.value_bytes
 
     @property
-    def wide_bytes(self) -> int:
+    def gradient_bytes(self) -> int:
         """Bytes of the device in use for fp32 gradients that the user's optimizer steps with."""
         return 0 if self._own_step is None else self._own_step.gradient_bytes
 
     def _install(self) -> None:
-        """Put the pieces in the places of the parameters they are parts of."""
+        """Put the pieces into param_groups, in the places of the parameters that they are parts of."""
         lists: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         initial = dict(self.optimizer.state)  # some optimizers have state before their first step
         self.optimizer.state.clear()

@@ -29,7 +29,8 @@ class Where(Enum):
 
 
 class Visitor:
-    """The record of one sub-group. outwards: carries what leaves, beside what `stores.carrier` brings."""
+    """The record of one sub-group. outwards: carries records back to the host, beside those that
+    `stores.carrier` brings."""
 
     def __init__(self, stores: Stores, owned: OwnedSubGroup, outwards: Carrier) -> None:
         self.where = Where.HOME
@@ -44,26 +45,27 @@ class Visitor:
 
     @property
     def nbytes(self) -> int:
-        """What the record takes of the device while it is there."""
+        """Bytes of the device that the record takes while it is there."""
         return sum(values.nbytes for values in self._apart())
 
     @property
     def may_stay(self) -> bool:
-        """Whether nobody misses it on the host when it is stepped: no shard is its master."""
-        master = self._rest.opened().master
+        """Whether it may stay on the device behind its step. Not where its master on the host is the shard,
+        which the next gather reads."""
+        master = self._host_record.opened().master
         return self.owned.sub.shard is not master or not self._is_away(master)
 
     @property
     def shown(self) -> bool:
         """Whether the sub-group's record is what is on the device."""
-        return self._rest is not self.owned.sub.kept
+        return self._host_record is not self.owned.sub.kept
 
     def come(self) -> None:
         """Begin to copy it to the device. Raises torch.OutOfMemoryError, having changed nothing."""
         assert self.where is Where.HOME
         device, home = self._accelerator.device, self._values()
         near = [torch.empty_like(v, device=device) if self._is_away(v) else v for v in home]
-        self._home, self._near, self._versions = self._rest, near, self.owned.versions()
+        self._home, self._near, self._versions = self._host_record, near, self.owned.versions()
         for there, here in zip(home, near, strict=True):
             if here is not there:
                 self._copied = self._stores.carrier.send(there, here)
@@ -103,23 +105,23 @@ class Visitor:
         self._forget()
 
     def turn_back(self) -> None:
-        """Give up the copy on the device, whatever was made of it."""
+        """Give up the copy on the device, stepped or not: the host's values are the true ones."""
         if self._copied is not None:
             self._accelerator.streams.current().wait(self._copied)
         self._forget()
 
     def _forget(self) -> None:
-        self.owned.sub.record = self._rest
+        self.owned.sub.record = self._host_record
         self.where, self._home, self._copied = Where.HOME, None, None
         self._near.clear()
 
     @property
-    def _rest(self) -> Record:
-        """The record on the host."""
+    def _host_record(self) -> Record:
+        """The record on the host, wherever its true values are."""
         return self._home or self.owned.sub.kept
 
     def _values(self) -> list[Tensor]:
-        home = self._rest.opened()
+        home = self._host_record.opened()
         return [home.master, *home.moments]
 
     def _apart(self) -> Iterator[Tensor]:

@@ -93,12 +93,12 @@ class Visits:
                 self._part_with(visitor)
 
     def part_with(self, sub: SubGroup) -> None:
-        """Have a record on the host, if it is a visitor's."""
+        """Have the sub-group's record on the host again, if it is one that visits the device."""
         if sub in self:
             self._part_with(self._visitors[sub])
 
     def rest(self) -> None:
-        """Have all records on the host."""
+        """Have all records on the host again."""
         for visitor in self._visitors.values():
             self._part_with(visitor)
 
@@ -117,7 +117,8 @@ class Visits:
                 visitor.turn_back()
 
     def relieve(self, nbytes: int) -> int:
-        """Let those go whose turn it is not, until `nbytes` are free; returns how many are."""
+        """Send those to the host that are not being stepped, until `nbytes` are free; returns how many
+        are."""
         freed = 0
         for visitor in self._visitors.values():
             waits = visitor.shown or visitor.where in (Where.ARRIVING, Where.LEAVING)
@@ -131,19 +132,20 @@ class Visits:
         return (self._visitors[sub] for sub in subs if sub in self._visitors)
 
     def _enter(self, visitor: Visitor) -> None:
-        """Its turn has come: if it has not been brought, make it one of those that pass."""
+        """Its turn to be stepped has come: if it is not on the device, it comes now and goes behind the
+        step."""
         if visitor.where is Where.HOME:
             self._make_room()
             self._passing.append(visitor)
 
     def _begin_next(self, following: Iterable[Visitor]) -> None:
-        """Let the next one come that is not there, as far as the window and the device have room."""
+        """Let the next one that is on the host come, as far as the window and the device have room."""
         visitor = next((v for v in following if v.where is Where.HOME), None)
         if visitor is not None and self._make_room() and self._try_to_come(visitor):
             self._passing.append(visitor)
 
     def _try_to_come(self, visitor: Visitor) -> bool:
-        """Who finds no room comes on its turn, when others have gone."""
+        """Whether there was room; else it comes on its turn, when others have gone."""
         try:
             visitor.come()
         except torch.OutOfMemoryError:
@@ -151,7 +153,7 @@ class Visits:
         return True
 
     def _leave(self, visitor: Visitor) -> None:
-        """It has been stepped: it goes if it came in this step, or is missed."""
+        """It has been stepped: it goes if it came in this step, or if it may not stay."""
         if visitor not in self._passing and visitor.may_stay:
             visitor.stay()
             self._show(visitor.owned)
@@ -161,7 +163,7 @@ class Visits:
             self._passing.append(visitor)
 
     def _make_room(self) -> bool:
-        """Wait for those that leave, the oldest first; returns whether there is room for one more."""
+        """Wait for those that leave, the oldest first; returns whether the window has room for one more."""
         while len(self._passing) >= WINDOW and self._passing[0].where is Where.LEAVING:
             self._part_with(self._passing[0])
         return len(self._passing) < WINDOW
@@ -172,7 +174,7 @@ class Visits:
             self._part_with(self._passing[0])
 
     def _part_with(self, visitor: Visitor) -> None:
-        """Have it on the host, with what was made of it if its step is over."""
+        """Have it on the host again: stepped, if its step is over, else as it was."""
         shown = visitor.shown
         if shown and visitor.where is Where.NEAR:
             visitor.go()
