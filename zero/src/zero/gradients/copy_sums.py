@@ -22,7 +22,8 @@ BETWEEN_COPIES = 2  # units whose slices stay on their way; with one more, the o
 
 @dataclass
 class _Sum:
-    """slice_: what is to be added to the gradients when it is the sum; None where it is in them."""
+    """slice_: is added to the gradients when it is the sum over copies; None where the gradients' own slice
+    is summed in its place."""
 
     gradients: GroupGradients
     slice_: Tensor | None
@@ -66,7 +67,8 @@ class CopySums:
         return sum(sum_.slice_.nbytes for sum_ in self._flying if sum_.slice_ is not None)
 
     def of_all(self, gradients: GroupGradients) -> Tensor | None:
-        """Collective. A slice summed over the copies, apart from itself; None where it is that sum."""
+        """Collective. A copy of the slice, summed over the copies of the model; None where the slice itself
+        is that sum already."""
         if not gradients.two_hops or gradients.total:
             return None
         value = gradients.slice.near.clone()

@@ -62,10 +62,13 @@ class GroupGradients:
     """The gradients of one trainable group. slice: what is left of them when they are reduced.
 
     fired: parameters whose gradient came in this backward. closed: no more will come in this backward.
-    filled: parameters that have a value in `whole`. two_hops: over several copies of the model the slice is
-    added up once per optimizer step, else whatever a micro-batch leaves; the same on all ranks. total: the
-    slice is the sum over all copies of the model; set by who adds them up. have: parameters with a gradient
-    on this rank since the last agreement; used: on any rank since the last step.
+    whole: the buffer that is being filled. filled: parameters that have a value in it.
+    reduced: it has been handed to a reduction in this backward.
+    have: parameters with a gradient on this rank since the last agreement; used: on any rank since the last
+        step.
+    two_hops: with several copies of the model, slices are added up over the copies once per optimizer step;
+        else each time that a micro-batch leaves one. The same on all ranks. total: whether the slice is the
+        sum over all copies by now, as `CopySums` sets it.
     """
 
     def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
@@ -152,7 +155,7 @@ class GroupGradients:
             self.take_back(whole)
 
     def detach_whole(self) -> FlatBuffer:
-        """Hand the sealed buffer over to a reduction, in the dtype that it travels in; further gradients
+        """Hand the sealed buffer to a reduction, in the dtype that it travels in. Gradients that come later
         start a new one."""
         assert self.whole is not None
         whole, self.whole = self._narrowed(self.whole), None
@@ -205,7 +208,7 @@ class GroupGradients:
         self._buffers.setdefault(whole.data.dtype, whole)
 
     def _computed_dtype(self) -> torch.dtype:
-        """What the parameters were computed with, and so their gradients have."""
+        """The dtype that the parameters were computed with, which their gradients have."""
         cast = None if self.unit.resident else self.group.form(self.unit.computed_in).dtype
         return cast or self.group.dtype
 

@@ -86,9 +86,8 @@ class FlatGroup:
         self._cast_buffers: dict[Cast, FlatBuffer] = {}
         self._travelling: dict[Cast, Quantised] = {}
         self._private: FlatBuffer | None = None
-        self._bound: FlatBuffer | None = (
-            None  # whose views the parameters are; None: `home`, never bound again
-        )
+        # Whose views the parameters are; None for `home`, before they are bound for the first time.
+        self._bound: FlatBuffer | None = None
         # Masters start from the values as they were given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
@@ -103,7 +102,7 @@ class FlatGroup:
 
     @property
     def on_disk(self) -> bool:
-        """Whether anything of it is."""
+        """Whether parameters, gradients or optimizer state of the group are on disk."""
         tiers = (self.placement.params, self.placement.gradients, *(sub.tier for sub in self.subs))
         return "disk" in tiers
 
@@ -119,12 +118,12 @@ class FlatGroup:
 
     @property
     def master(self) -> Values | None:
-        """None of a frozen group; where the shard serves as it, the shard, in parts that count changes."""
+        """The masters of all sub-groups as one; None of a frozen group."""
         return joined([sub.kept.master for sub in self.subs]) if self.subs else None
 
     @property
     def overwritten(self) -> bool:
-        """Whether a step makes the shard, or a part of it, of a master that is elsewhere."""
+        """Whether a step overwrites the shard, or a part of it, from a master in other memory."""
         return not all(sub.shard_serves for sub in self.subs)
 
     @property
@@ -139,8 +138,8 @@ class FlatGroup:
         return room_for(self._accelerator, "for whole values of", self.unit, nbytes)
 
     def settle(self, whole: bool, ranks: Group) -> None:
-        """After the values are final: make the master, take on `dtype`, keep the whole buffer or part with
-        it. ranks: those that the shards are spread over."""
+        """Once the values are final: make masters, take on `dtype`, and leave the shard alone unless the
+        whole buffer stays. ranks: those that the shards are spread over."""
         for sub in self.subs:
             if not self.placement.shard_serves(self.dtype.itemsize, sub.tier):
                 self._make_record(sub)
@@ -167,7 +166,8 @@ class FlatGroup:
             self.home.release()
 
     def unpark(self, whole: bool) -> None:
-        """Back to where the placement says. whole: into the whole buffer, of which the rest is stale then."""
+        """End `park`: the shard is where the placement says. whole: in the whole buffer, whose other slices
+        have to be gathered then."""
         shard = self.shard
         if self.placement.params != "device" or self.source.resting is not None or isinstance(shard, Stored):
             return
@@ -183,7 +183,7 @@ class FlatGroup:
         return self.home.data[self.window]
 
     def _part_with_whole(self, ranks: Group) -> None:
-        """Leave the whole buffer to all ranks in common, or nothing of it but the shard."""
+        """Make the whole buffer memory that all ranks have in common, or release it and keep the shard."""
         tier = self.placement.params
         here = tier == "device" and self.travel.codes is None  # codes are not what the shards hold
         common = self._accelerator.flat_buffers.share(self.home, ranks) if here else None
@@ -223,8 +223,9 @@ class FlatGroup:
         return Held(parameters=shard.nbytes, gathered=whole, optimizer=record)
 
     def isolate(self, beside: Cast) -> None:
-        """Let the gathered parameters be this rank's own: no write to them reaches another rank, and what is
-        computed with them beside a forward in another form does not go with `home` before its backward."""
+        """Make the gathered parameters a `private` copy where they may not be views of `home`: no write to
+        them reaches another rank then, and what is computed with them outlives `home` up to its backward.
+        beside: the cast that a forward under way computes in."""
         if self._private is None and (self.home.common or self.form(beside) != OWN):
             self._private = allocate(self._stores, "to show", self.unit, self.home.nbytes, self._copy)
             self._bind_to(self._private)
@@ -236,33 +237,34 @@ class FlatGroup:
         return copy
 
     def rejoin(self, bound: Cast) -> None:
-        """End isolate(), where the parameters are bound to what `bound` is gathered in."""
+        """End isolate(): bind the parameters to the buffer of `bound`, if they were a copy's views."""
         if self._private is not None:
             self._private = None
             self.bind(bound)
 
     def rebound(self) -> list[int]:
-        """Indices of parameters that are no views any more of what they were bound to."""
+        """Indices of parameters that a program has given other memory than what they were bound to."""
         return elsewhere(self.parameters, self._views)
 
     def check_fits(self, index: int) -> None:
-        """Raise ModelError where a parameter's values cannot be those of the group."""
+        """Raise ModelError where the values that a parameter was given have another shape, dtype or
+        device."""
         if not _fits(self.parameters[index].data, self._views[index]):
             raise replaced([self.names[index]])
 
     def take_in(self, index: int) -> None:
-        """Values that a parameter was given with other memory become the group's own, in whole."""
+        """Copy the values that a parameter was given with other memory to the group's, and bind it again."""
         view = self._views[index]
         view.copy_(self.parameters[index].data)
         rebind(self.parameters[index], view)
 
     def differs(self, index: int) -> bool:
-        """Whether what a parameter shows is not what it was bound to."""
+        """Whether a parameter has other values than the group's."""
         values, view = self.parameters[index].data, self._views[index]
         return not (_fits(values, view) and torch.equal(values, view))
 
     def bind_again(self) -> None:
-        """What is `rebound` shows the group's values again."""
+        """Bind parameters that are `rebound` to the group's memory again."""
         for index in self.rebound():
             rebind(self.parameters[index], self._views[index])
 
@@ -286,8 +288,7 @@ class FlatGroup:
         return self.layout.numel * (self.form(cast).dtype or self.dtype).itemsize
 
     def release(self, cast: Cast) -> None:
-        """Drop the bytes of `buffer`. One that there has never been is not made for it: out of memory may be
-        why."""
+        """Drop the bytes of `buffer`, if it was ever made: memory may have run out before."""
         form = self.form(cast)
         self._travelling.pop(form, None)
         buffer = self.home if form == OWN else self._cast_buffers.get(form)
@@ -330,7 +331,7 @@ class FlatGroup:
         return whole
 
     def finish_gather(self, cast: Cast) -> None:
-        """Values out of what has travelled in codes. The gather has been waited for."""
+        """Unpack values that have travelled in codes, once the gather has been waited for."""
         form = self.form(cast)
         if form in self._travelling:
             self._travelling[form].unpack(self._accelerator.kernels, self._open(form).data)

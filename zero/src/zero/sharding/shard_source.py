@@ -17,7 +17,8 @@ from zero.tiers.values import Values
 
 
 class ShardSource:
-    """shard: the values, wherever they are. unit: whose they are, for errors."""
+    """The rank's shard of a group, for gathers. shard: the values, wherever they are. unit: named in
+    errors."""
 
     def __init__(self, stores: Stores, unit: str, shard: Values) -> None:
         self.shard = shard
@@ -30,13 +31,13 @@ class ShardSource:
 
     @property
     def resting(self) -> Tensor | None:
-        """The shard where it rests on the device; None elsewhere."""
+        """The shard if it stays on the device; None if it is on the host or on disk."""
         at_home = isinstance(self.shard, Tensor) and self.shard.device == self._device
         return self.shard if at_home and isinstance(self.shard, Tensor) else None
 
     @property
     def brought_bytes(self) -> int:
-        """Of the device, for a shard that rests elsewhere."""
+        """Bytes of the device for a shard that stays elsewhere and has been brought for a gather."""
         return 0 if self._brought is None else self._brought[0].nbytes
 
     @contextmanager
