@@ -173,44 +173,28 @@ class PlannedUnit:
         return self.name == ROOT or other.name.startswith(f"{self.name}.")
 
 
-def planned(
-    model: nn.Module,
-    drafts: Sequence[UnitDraft],
-    config: Config,
-    policy: GradientPolicy,
-    ranks: int,
-    autocast: Dtype,
-    moments: Mapping[nn.Parameter, float],
-) -> list[PlannedUnit]:
-    """Of each draft. ranks: that share a copy of the model. autocast: dtype that forwards run under, None for
-    none. moments: values that optimizers keep for an element of each parameter."""
-    shards = ranks if config.stage > 0 else 1
-    planner = _UnitPlanner(_Order.of(model, drafts), policy, ranks, shards, autocast, moments, drafts)
-    return [planner.unit(draft) for draft in drafts]
-
-
-class _UnitPlanner:
-    """Units and groups out of drafts. order: of the model's parameters. shards: slices that a buffer is cut
-    in. The other arguments: as in `planned`."""
+class UnitPlanner:
+    """Plans the units of drafts. ranks: that share a copy of the model. autocast: dtype that forwards run
+    under, None for none. moments: values that optimizers keep for an element of each parameter."""
 
     def __init__(
         self,
-        order: _Order,
+        model: nn.Module,
+        drafts: Sequence[UnitDraft],
+        config: Config,
         policy: GradientPolicy,
         ranks: int,
-        shards: int,
         autocast: Dtype,
         moments: Mapping[nn.Parameter, float],
-        drafts: Sequence[UnitDraft],
     ) -> None:
-        self._order = order
+        self._order = _Order.of(model, drafts)
         self._policy = policy
         self._ranks = ranks
-        self._shards = shards
+        self._shards = ranks if config.stage > 0 else 1  # slices that a buffer is cut in
         self._autocast = autocast
         self._moments = moments
         whole = [(p, group) for draft in drafts for group in draft.groups for p in self._whole_of(group)]
-        self._rank_of = share_out([(p, p.numel()) for p, _ in whole], shards)
+        self._rank_of = share_out([(p, p.numel()) for p, _ in whole], self._shards)
         loads: dict[Tier, dict[int, float]] = defaultdict(lambda: defaultdict(float))
         for p, group in whole:
             loads[_record_tier(group)][self._rank_of[p]] += p.numel() * (IN_A_STEP + moments[p])

@@ -14,14 +14,14 @@ from zero.config import Config
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.state_size import moments_of
-from zero.planning.groups import PlannedUnit, planned
+from zero.planning.groups import PlannedUnit, UnitPlanner
 from zero.planning.memory import MemoryPlan, plan_memory
 from zero.planning.text import describe
 from zero.planning.traffic import TrafficPlan, plan_traffic
 from zero.setup.checks import check_model
 from zero.setup.drafts import draft_units
 from zero.setup.preparation import prepare, settings
-from zero.tiers.placement import Planner
+from zero.tiers.placement import Placer
 
 ANY_DEVICE = torch.device("meta")
 """One with memory of its own."""
@@ -85,10 +85,11 @@ def plan(
     _check_dtypes(model, config)
     prepared = prepare(model, optimizer, config, ANY_DEVICE, for_graphs=False)
     moments = moments_of(prepared.optimizer, config.dtype)
-    planner = Planner(config.tiers, lambda tier: tier)
-    drafts = draft_units(prepared, config, planner, sharing, moments)
+    placer = Placer(config.tiers, lambda tier: tier)
+    drafts = draft_units(prepared, config, placer, sharing, moments)
     policy = GradientPolicy.of(config, ranks)
-    units = tuple(planned(model, drafts, config, policy, sharing, autocast, moments))
+    planner = UnitPlanner(model, drafts, config, policy, sharing, autocast, moments)
+    units = tuple(map(planner.unit, drafts))
     scaled = ranks > 1 or config.clip_norm is not None or config.scaling is not None
     memory = plan_memory(units, config, policy, scaled, ranks // sharing)
     traffic = plan_traffic(units, config, policy, sharing, ranks // sharing)

@@ -20,7 +20,7 @@ from zero.sharding import layout
 from zero.sharding.cast import Travel
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.units import UnitPlan
-from zero.tiers.placement import Candidate, Placement, Planner
+from zero.tiers.placement import Candidate, Placement, Placer
 from zero.tiers.stores import Stores
 
 Named = tuple[str, nn.Parameter]
@@ -83,7 +83,7 @@ _EXACT = _Ways()
 def draft_units(
     prepared: Prepared,
     config: Config,
-    planner: Planner,
+    placer: Placer,
     ranks: int,
     moments: Mapping[nn.Parameter, float],
 ) -> list[UnitDraft]:
@@ -105,7 +105,7 @@ def draft_units(
         for groups, resident in zip(parts, whole, strict=True)
         for kind, named in groups.items()
     ]
-    placed = zip(candidates, planner.place(candidates), strict=True)
+    placed = zip(candidates, placer.place(candidates), strict=True)
     return [
         UnitDraft(plan, resident, tuple(_draft(*group, *next(placed)) for group in groups.items()))
         for plan, resident, groups in zip(plans, whole, parts, strict=True)

@@ -22,7 +22,7 @@ from zero.setup.drafts import draft_units, reserve_disk
 from zero.setup.preparation import prepare, settings
 from zero.sharding.guard import ANEW, abandon
 from zero.sharding.whole import spread_buffer
-from zero.tiers.placement import Planner
+from zero.tiers.placement import Placer
 from zero.tiers.room import OutOfMemoryError, room_for
 from zero.tiers.stores import Stores
 
@@ -62,9 +62,9 @@ def initialize(
     communicator.split(split(accelerator, group, config.shard_ranks))
     tiers, ranks = config.tiers, communicator.shards.size
     stores = Stores(accelerator, tiers.folder, tiers.compact, visits=tiers.step == "device")
-    planner = Planner(tiers, stores.resolve)
-    drafts = draft_units(prepared, config, planner, ranks, moments)
-    planner.warn_of_shortfalls()
+    placer = Placer(tiers, stores.resolve)
+    drafts = draft_units(prepared, config, placer, ranks, moments)
+    placer.warn_of_shortfalls()
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)
     with _taking_over(model):

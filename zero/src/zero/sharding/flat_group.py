@@ -118,7 +118,8 @@ class FlatGroup:
 
     @property
     def master(self) -> Values | None:
-        """The masters of all sub-groups as one; None of a frozen group."""
+        """The masters of all sub-groups as one: the shard itself where it serves as it. None of a frozen
+        group."""
         return joined([sub.kept.master for sub in self.subs]) if self.subs else None
 
     @property

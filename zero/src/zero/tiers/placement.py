@@ -113,7 +113,7 @@ class _HostRoom:
         return True
 
 
-class Planner:
+class Placer:
     """Places groups, the same on every rank: shards are of equal sizes, and each knows what the others keep.
 
     resolve: what a tier is on this device; where the host is the device, nothing has a second copy.
