@@ -429,3 +429,25 @@ def test_growth_moves_state_away_on_every_rank(cluster: Clusters, device: str, t
     assert probe == 1
     assert planned == same > fewer == after
     assert first["predicted"] <= first["limit"]
+
+
+def foreseen_body(context: Context, dtype: torch.dtype, **settings: Any) -> None:
+    model = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+    engine = zero.initialize(model, torch.optim.AdamW(model.parameters()), zero.Config(**settings))
+    for _ in range(settings["gradient_accumulation_steps"]):
+        inputs = torch.ones(2, WIDTH, dtype=dtype, device=engine.accelerator.device)
+        engine.backward(engine(inputs).square().mean())
+    for gradients in engine._passes.reducer.all:
+        values = gradients.slice.get()
+        assert gradients.slice_bytes == values.numel() * values.element_size()
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, "bf16"])
+@pytest.mark.parametrize("accumulate", ["sharded", "local"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_slices_take_the_bytes_that_are_foreseen(
+    cluster: Clusters, dtype: torch.dtype, micro_batches: int, accumulate: str, reduce_dtype: str | None
+) -> None:
+    settings = {"accumulate": accumulate, "reduce_dtype": reduce_dtype}
+    cluster(2).run(foreseen_body, dtype=dtype, gradient_accumulation_steps=micro_batches, **settings)

@@ -181,8 +181,9 @@ class GroupGradients:
     @property
     def slice_bytes(self) -> int:
         """Bytes that the reduced slice takes."""
-        whole = self._policy.whole_dtype(self._gradient_dtype)
-        return self.group.layout.shard_numel * (torch.float32 if self._policy.widen else whole).itemsize
+        sent = self._policy.reduce_dtype or self._policy.whole_dtype(self._gradient_dtype)
+        dtype = torch.promote_types(sent, torch.float32) if self._policy.widen else sent
+        return self.group.layout.shard_numel * dtype.itemsize
 
     def begin_backward(self) -> None:
         self.fired.clear()
