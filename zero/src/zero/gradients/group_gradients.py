@@ -49,13 +49,9 @@ class GradientPolicy:
         return self.reduce_dtype or dtype
 
     def slice_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What the reduced slice of gradients in `dtype` has."""
-        return torch.promote_types(dtype, torch.float32) if self.steps > 1 else self.reduce_dtype or dtype
-
-    @property
-    def widen(self) -> bool:
-        """Whether slices are fp32 whatever they travel in: those of several micro-batches are added up."""
-        return self.steps > 1 and (not self.local or self.reduce_dtype is not None)
+        """What the reduced slice of gradients in `dtype` has: sums of micro-batches are fp32 at least."""
+        sent = self.reduce_dtype or self.whole_dtype(dtype)
+        return torch.promote_types(sent, torch.float32) if self.steps > 1 else sent
 
 
 class GroupGradients:
@@ -74,7 +70,7 @@ class GroupGradients:
     def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
         self.group = group
         self.unit = unit
-        self.slice = ReducedSlice(group, stores, policy.widen, policy.slice_dtype(group.dtype))
+        self.slice = ReducedSlice(group, stores, policy.steps > 1, policy.slice_dtype(group.dtype))
         self.fired: set[int] = set()
         self.closed = False
         self.filled: set[int] = set()
@@ -181,9 +177,7 @@ class GroupGradients:
     @property
     def slice_bytes(self) -> int:
         """Bytes that the reduced slice takes."""
-        sent = self._policy.reduce_dtype or self._policy.whole_dtype(self._gradient_dtype)
-        dtype = torch.promote_types(sent, torch.float32) if self._policy.widen else sent
-        return self.group.layout.shard_numel * dtype.itemsize
+        return self.group.layout.shard_numel * self._policy.slice_dtype(self._gradient_dtype).itemsize
 
     def begin_backward(self) -> None:
         self.fired.clear()

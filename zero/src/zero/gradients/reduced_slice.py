@@ -21,7 +21,8 @@ from zero.tiers.values import Values
 class ReducedSlice:
     """(shard_numel,), 16-bit or fp32. Another thread may ask for it at any time.
 
-    widen: sums are kept in fp32. dtype: that it has at the widest; on disk its place is taken at once.
+    widen: 16-bit values are kept in fp32, to be added to. dtype: that it has at the widest; on disk its place
+    is taken at once.
     """
 
     def __init__(self, group: FlatGroup, stores: Stores, widen: bool, dtype: torch.dtype) -> None:

@@ -237,7 +237,7 @@ class UnitPlanner:
             resident=resident,
             reduced=reduced,
             sent=policy.reduce_dtype or reduced,
-            slice=torch.promote_types(reduced, torch.float32) if policy.steps > 1 else reduced,
+            slice=policy.slice_dtype(gathered),
             early=any(map(order.is_early, parameters)),
             complete_early=self._ranks == 1 and all(map(order.is_early, parameters)),
             held=sum(p.numel() for p in parameters if order.is_held(p)) * gathered.itemsize,
