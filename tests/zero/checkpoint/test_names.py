@@ -15,16 +15,16 @@ from torch import Tensor
 import zero
 from zero.checkpoint import user_state
 from zero.checkpoint.manifest import escape, unescape
-from zero.checkpoint.names import Rename, Stored, Target, match
+from zero.checkpoint.names import Rename, Saved, Target, match
 from zero.checkpoint.rank_file import Part
 
 
 def stored(
     *names: str, aliases: dict[str, tuple[str, ...]] | None = None, **other: tuple[int, ...]
-) -> list[Stored]:
+) -> list[Saved]:
     """Parameters of shape (4,), and buffers of the given shapes."""
-    parameters = [Stored(n, (4,), "F32", (aliases or {}).get(n, ())) for n in names]
-    return parameters + [Stored(name, shape, "F32") for name, shape in other.items()]
+    parameters = [Saved(n, (4,), "F32", (aliases or {}).get(n, ())) for n in names]
+    return parameters + [Saved(name, shape, "F32") for name, shape in other.items()]
 
 
 def wanted(*names: str, **aliases: tuple[str, ...]) -> list[Target]:
@@ -32,7 +32,7 @@ def wanted(*names: str, **aliases: tuple[str, ...]) -> list[Target]:
 
 
 def matched(
-    found: list[Stored],
+    found: list[Saved],
     targets: list[Target],
     rename: Rename | None = None,
     strict: bool = True,
@@ -57,7 +57,7 @@ def test_names_match_themselves() -> None:
         (stored("a", aliases={"a": ("b",)}), wanted("b"), {"b": "a"}),  # the model has one of the names
     ],
 )
-def test_tied_names(found: list[Stored], targets: list[Target], expected: dict[str, str]) -> None:
+def test_tied_names(found: list[Saved], targets: list[Target], expected: dict[str, str]) -> None:
     assert matched(found, targets, None, True) == expected
 
 

@@ -18,7 +18,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.offload.test_auto import BATCH, LAYERS, WIDTH, build, one_step
 from tests.zero.training import collected
-from zero.tiers.trace import MemoryReport, Sample
+from zero.offload.memory_report import MemoryReport, Sample
 
 NUMBER = 4  # bytes of the loss
 
@@ -138,7 +138,7 @@ def test_gradients_made_for_the_step_are_counted(cluster: Clusters) -> None:
 
 def test_the_picture_is_over_seconds_and_adds_up() -> None:
     """Three samples, at 0, 1 and 4 seconds."""
-    from zero.tiers.trace import Held
+    from zero.tiers.held import Held
 
     held = Held(parameters=50)
     samples = (

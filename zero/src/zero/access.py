@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from zero.deferred import deferred_init
 from zero.errors import UsageError
-from zero.sharding.copies import Uncopied
 from zero.sharding.guard import NAME_ATTRIBUTE, ShardedParameter
+from zero.sharding.uncopied import Uncopied
 from zero.sharding.whole import WholeValues
 
 WHOLE_ATTRIBUTE = "_zero_whole"

@@ -25,6 +25,7 @@ from zero.gradients.absent import AbsentGradients
 from zero.gradients.factor import GradientFactor
 from zero.gradients.loss_scale import LossScale
 from zero.offload.balance import Balancer
+from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.parking import Parking
 from zero.optimizer.optimizer_state import OptimizerState
@@ -39,7 +40,6 @@ from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.whole import WholeValues
 from zero.tiers.room import OutOfMemoryError
 from zero.tiers.stores import Stores
-from zero.tiers.trace import MemoryReport
 
 if TYPE_CHECKING:
     from zero.compiled.explain import Explanation

@@ -20,11 +20,11 @@ from zero.offload.parking import Parking
 from zero.offload.second_try import SecondTry
 from zero.optimizer.visits import Visits
 from zero.sharding.autocast import AutocastWatch
-from zero.sharding.copies import Uncopied
 from zero.sharding.progress import Progress
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, ShardedUnit
 from zero.sharding.tensors import map_tensors
+from zero.sharding.uncopied import Uncopied
 from zero.sharding.under_way import calls_under_way
 from zero.sharding.unit_hooks import Phase, UnitHooks
 from zero.tiers.stores import Stores

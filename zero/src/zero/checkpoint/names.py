@@ -12,7 +12,7 @@ Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
 
 @dataclass(frozen=True)
-class Stored:
+class Saved:
     """A parameter or buffer in files. dtype: named as in safetensors. aliases: further names of the same."""
 
     name: str
@@ -31,15 +31,15 @@ class Target:
     aliases: tuple[str, ...] = ()
 
 
-def stored_in(manifest: Manifest) -> list[Stored]:
+def stored_in(manifest: Manifest) -> list[Saved]:
     """The parameters and buffers of a checkpoint."""
     named = [(p.name, p.aliases) for p in manifest.parameters] + [(b, ()) for b in manifest.buffers]
     entries = [(name, manifest.tensors[model_key(name)], aliases) for name, aliases in named]
-    return [Stored(name, entry.shape, entry.dtype, aliases) for name, entry, aliases in entries]
+    return [Saved(name, entry.shape, entry.dtype, aliases) for name, entry, aliases in entries]
 
 
 def match(
-    stored: Iterable[Stored],
+    stored: Iterable[Saved],
     targets: Iterable[Target],
     rename: Rename | None,
     strict: bool,
@@ -98,7 +98,7 @@ def _renamer(rename: Rename | None, names: set[str]) -> Callable[[str], str | No
     return lambda name: mapping.get(name, name)
 
 
-def _misfit(target: Target, source: Stored) -> list[str]:
+def _misfit(target: Target, source: Saved) -> list[str]:
     if source.shape != target.shape:
         return [f"{target.name} (shape {source.shape} instead of {target.shape})"]
     if _is_floating(source.dtype) != target.floating:

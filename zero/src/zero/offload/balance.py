@@ -18,6 +18,7 @@ from accelz.accelerator import Accelerator
 from zero.communication.communicator import Communicator
 from zero.gradients.reducer import GradientReducer
 from zero.offload.forecast import Forecast
+from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.second_try import SecondTry
 from zero.optimizer.owned import OwnedSubGroup
@@ -25,7 +26,6 @@ from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.settings.offload import Tier
 from zero.settings.sizes import human
 from zero.tiers.stores import Stores
-from zero.tiers.trace import MemoryReport
 
 WARM_UP = 2  # steps measured: the second is the first to gather ahead, and steps one record of each kind near
 SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted to the byte

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.offload.memory_report import MemoryReport
 from zero.offload.temporaries import Temporaries
 from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.tiers.trace import MemoryReport
 
 Subs = Sequence[OwnedSubGroup]
 

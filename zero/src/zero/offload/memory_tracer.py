@@ -10,9 +10,10 @@ import torch
 from accelz.accelerator import Accelerator
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.offload.memory_report import MemoryReport, PhaseName, Sample
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.tiers.trace import Held, MemoryReport, PhaseName, Sample
+from zero.tiers.held import Held
 
 
 class MemoryTracer:

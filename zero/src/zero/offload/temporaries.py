@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+from zero.offload.memory_report import MemoryReport
 from zero.optimizer.group_step import SCRATCH
-from zero.tiers.trace import MemoryReport
 
 GUESS = 4 * SCRATCH  # bytes for each element, before any was stepped on the device
 

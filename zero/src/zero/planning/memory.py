@@ -12,9 +12,9 @@ from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.peaks import Sums, backward, building, forward, step
 from zero.settings.offload import Tier
+from zero.tiers.held import Held
 from zero.tiers.pipeline import BUFFERS
 from zero.tiers.record import section_bytes
-from zero.tiers.trace import Held
 
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 

@@ -19,7 +19,7 @@ from zero.optimizer.visits import WINDOW
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.order import backward_uses, end
 from zero.tiers.carrier import LEAVING
-from zero.tiers.trace import Held
+from zero.tiers.held import Held
 
 TRAVELLING = LEAVING + 1
 """Units whose gradients may be on their way to the host, one of them just setting out."""

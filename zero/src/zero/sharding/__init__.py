@@ -15,5 +15,5 @@ progress, tensors, under_way
 unit_hooks              when a unit is gathered and released
 whole, model_state      whole values by name; the model's state dict
 late_parameters         parameters that came, or changed, after the engine was made
-copies                  what belongs to an engine cannot be copied
+uncopied                what belongs to an engine cannot be copied
 """

@@ -36,6 +36,7 @@ from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
 from zero.sharding.sub_group import SubGroup, sub_groups
 from zero.tiers.carrier import Journey
+from zero.tiers.held import Held
 from zero.tiers.joined import joined
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
@@ -43,7 +44,6 @@ from zero.tiers.room import allocate, room_for
 from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
-from zero.tiers.trace import Held
 from zero.tiers.values import Values, lasting
 
 Pending = NamedHandle | Journey

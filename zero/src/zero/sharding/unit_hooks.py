@@ -27,11 +27,11 @@ from accelz.flat_buffer import HOST
 from zero.errors import UsageError
 from zero.sharding import autocast
 from zero.sharding.cast import Cast
-from zero.sharding.copies import Uncopied
 from zero.sharding.progress import Progress, next_number, number_of
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors, map_tensors
+from zero.sharding.uncopied import Uncopied
 
 
 @dataclass

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from zero.communication.communicator import Communicator
 from zero.errors import StateError, UsageError, some
 from zero.sharding.alterations import replaced
-from zero.sharding.copies import Uncopied
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.sharding.uncopied import Uncopied
 from zero.tiers.values import Values, fetch, put
 
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group

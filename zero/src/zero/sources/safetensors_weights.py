@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero.checkpoint.names import Stored
+from zero.checkpoint.names import Saved
 from zero.checkpoint.storage import DISK, File, Storage
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.sources.safetensors_header import SafeTensor, describe
@@ -24,9 +24,9 @@ class SafetensorsWeights:
         self._files: dict[Path, File] = {}
 
     @property
-    def stored(self) -> list[Stored]:
+    def stored(self) -> list[Saved]:
         """Names, shapes and dtypes of all tensors."""
-        return [Stored(t.name, t.shape, t.dtype, t.aliases) for t in self._tensors.values()]
+        return [Saved(t.name, t.shape, t.dtype, t.aliases) for t in self._tensors.values()]
 
     def tensor(self, key: str) -> SafeTensor:
         """What is known of a tensor. key: its name."""

@@ -11,5 +11,5 @@ read_ahead              parameters on disk, read before their gather asks for th
 carrier, outlet         copies between device and host beside the computation; where stepped weights go
 stores                  one for each engine: makes and finds all of these
 room                    running out of device memory, told with the unit that found no room
-trace                   device memory over a step, as it is reported
+held                    what the engine holds of the device, by kind
 """

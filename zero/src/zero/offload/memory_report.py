@@ -5,10 +5,11 @@ from __future__ import annotations
 import html
 import itertools
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from zero.settings.sizes import human
+from zero.tiers.held import Held
 
 PhaseName = Literal["forward", "backward", "step"]
 COLOURS = {
@@ -20,24 +21,6 @@ COLOURS = {
     "other": "#bab0ac",
     "temporary": "#e7ddd6",
 }
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes of the device that the engine holds. parameters: shards, and whole buffers that stay. gathered:
-    whole buffers in use. gradients: whole buffers and slices. optimizer: masters and moments."""
-
-    parameters: int = 0
-    gathered: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gathered + self.gradients + self.optimizer
-
-    def __add__(self, other: Held) -> Held:
-        return Held(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)

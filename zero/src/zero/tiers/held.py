@@ -1,0 +1,23 @@
+"""What the engine holds of the device, by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of the device that the engine holds. parameters: shards, and whole buffers that stay. gathered:
+    whole buffers in use. gradients: whole buffers and slices. optimizer: masters and moments."""
+
+    parameters: int = 0
+    gathered: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gathered + self.gradients + self.optimizer
+
+    def __add__(self, other: Held) -> Held:
+        return Held(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
