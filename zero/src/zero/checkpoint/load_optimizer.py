@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import in_memory_order, moved
 from zero.optimizer.pieces import home_of
+from zero.sharding.layout import ParameterSpec
 from zero.tiers.values import changing
 
 
@@ -60,18 +60,14 @@ class OptimizerLoad:
             )
         missing: dict[str, None] = {}  # a parameter may have several pieces
         other: dict[str, None] = {}
-        for owned in self._engine.shards.subs:
-            for piece in owned.pieces:
-                spec = owned.group.layout.specs[piece.piece.index]
-                entry = self._with_state(spec.name)
-                if entry is None:
-                    if strict:
-                        missing[spec.name] = None
-                elif not self._state_fits(entry, piece, spec.numel, owned.count is not None):
-                    other[f"{spec.name} ({', '.join(entry.state)})"] = None
+        for owned, piece, spec, entry in self._pieces():
+            if entry is None:
+                missing[spec.name] = None
+            elif not self._state_fits(entry, piece, spec.numel, owned.count is not None):
+                other[f"{spec.name} ({', '.join(entry.state)})"] = None
         raise_for(
             {
-                "without optimizer state (strict=False begins without it)": list(missing),
+                "without optimizer state (strict=False begins without it)": list(missing) if strict else [],
                 "with other optimizer state": list(other),
                 "in another param_group than in the checkpoint": self._elsewhere if strict else [],
             }
@@ -108,15 +104,19 @@ class OptimizerLoad:
 
     def fill(self) -> None:
         """The state of this rank's pieces, and the options of the param_groups."""
+        for owned, piece, _, entry in self._pieces():
+            if entry is not None:
+                self._fill_piece(owned, piece, entry)
+            if owned.count is not None:
+                self._note_steps(piece)
+        self._restore_options()
+
+    def _pieces(self) -> Iterator[tuple[OwnedSubGroup, OwnedPiece, ParameterSpec, ParameterEntry | None]]:
+        """This rank's pieces, their parameters, and these in the checkpoint; None where it has no state."""
         for owned in self._engine.shards.subs:
             for piece in owned.pieces:
                 spec = owned.group.layout.specs[piece.piece.index]
-                entry = self._with_state(spec.name)
-                if entry is not None:
-                    self._fill_piece(owned, piece, entry, stride_of(spec))
-                if owned.count is not None:
-                    self._note_steps(piece)
-        self._restore_options()
+                yield owned, piece, spec, self._with_state(spec.name)
 
     def _note_steps(self, piece: OwnedPiece) -> None:
         """Pieces of equal steps go in one kernel call, those that were not loaded among them."""
@@ -124,9 +124,7 @@ class OptimizerLoad:
         if "step" in state:
             piece.history = hash(("loaded", float(state["step"])))
 
-    def _fill_piece(
-        self, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry, stride: tuple[int, ...] | None
-    ) -> None:
+    def _fill_piece(self, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry) -> None:
         state = self._engine.shards.optimizer.state[piece.parameter]
         if owned.count is None:
             state.clear()  # what the checkpoint does not have was not there yet
@@ -135,26 +133,19 @@ class OptimizerLoad:
                 with changing(value) as values:
                     values.zero_()
         for key in entry.state:
-            self._fill_state(state, key, entry, owned, piece, stride)
+            self._fill_state(key, owned, piece, entry)
         for key, value in entry.values.items():
             state[key] = moved(key, self._reader.decode(value), piece.parameter, home_of(owned))
 
-    def _fill_state(
-        self,
-        state: dict[str, Any],
-        key: str,
-        entry: ParameterEntry,
-        owned: OwnedSubGroup,
-        piece: OwnedPiece,
-        stride: tuple[int, ...] | None,
-    ) -> None:
+    def _fill_state(self, key: str, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry) -> None:
         name, parameter = state_key(key, entry.name), piece.parameter
-        tensor = self._manifest.tensors[name]
+        tensor, state = self._manifest.tensors[name], self._engine.shards.optimizer.state[parameter]
         if self._sharded(key, entry, tensor):
             if key not in state:
                 dtype, device = TORCH[tensor.dtype], home_of(owned)
                 shape, strides = parameter.shape, parameter.stride()
                 state[key] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            stride = stride_of(owned.group.layout.specs[piece.piece.index])
             with changing(in_memory_order(state[key], parameter)) as target:
                 self._reader.fill(name, target, piece.piece.start, stride)
         elif key in state:
