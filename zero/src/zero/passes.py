@@ -139,14 +139,14 @@ class Passes(Uncopied):
             hooks.reset()
 
     def in_use(self, own_calls: int = 0) -> bool:
-        """Whether a forward is under way, or a `zero.gathered` block. own_calls: of modules, by which whoever
-        asks has come here."""
+        """Whether a forward is under way, or a `zero.gathered` block. own_calls: calls of modules on the
+        stack that are the caller's own, and count as none."""
         self._forget_interrupted(own_calls)
         return any(unit.holds for unit in self._units)
 
     def _forget_interrupted(self, own_calls: int = 0) -> None:
-        """A forward that a KeyboardInterrupt has ended had no hooks to let go of its units. They would keep
-        the values they have, whatever changes the weights."""
+        """Let go of units that a forward still holds which a KeyboardInterrupt has ended: no hook did. They
+        would keep the values they have, whatever changes the weights."""
         held = any(unit.holds and unit.in_forward for unit in self._units)
         if held and calls_under_way(self._called) <= own_calls:
             self._communicator.in_pass = self.phase.in_backward
@@ -160,7 +160,8 @@ class Passes(Uncopied):
             unit.release()
 
     def drop_forward(self) -> None:
-        """After an exception in a forward, whose hooks have let go of its units: drop what it prefetched."""
+        """After an exception in a forward: release what it gathered ahead. Its hooks have let go of the
+        rest."""
         for unit in self._units:
             unit.release()
 
@@ -176,8 +177,8 @@ class Passes(Uncopied):
             pass  # the original error says more
 
     def _drop_accumulated(self) -> None:
-        """What autograd has accumulated and `receive` has not taken, as a hook before it has raised: the next
-        backward would add to it."""
+        """Drop gradients that autograd has accumulated and `receive` has not taken, because a hook before it
+        raised: the next backward would add to them."""
         for gradients in self.reducer.all:
             for parameter in gradients.group.parameters:
                 parameter.grad = None
@@ -213,7 +214,8 @@ class Passes(Uncopied):
         self._communicator.in_pass = self.phase.in_backward
 
     def _agree_on_forward(self, *_: Any) -> None:
-        """What the forward has read of parameters on disk is what it should be, on every rank."""
+        """Raise OffloadError on every rank where one could not read its parameters from disk in this
+        forward."""
         if not (self.phase.in_backward or self.phase.in_graph):
             self._communicator.agree()
 

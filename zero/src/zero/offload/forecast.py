@@ -29,7 +29,7 @@ class Forecast:
         self._temporaries = Temporaries()
 
     def learn(self, report: MemoryReport, now: Subs) -> None:
-        """What the update of a measured step took beside state and gradients."""
+        """Learn from a measured step what its update took beside state and gradients."""
         own = _unserved(now)
         self._temporaries.learn_own(_numel(own), self._together(own), report)
         served = [owned for owned in now if owned.rule is not None]
@@ -56,7 +56,7 @@ class Forecast:
         )
 
     def peak_above(self, peak: int, now: Subs, then: Subs) -> int:
-        """At most this, of steps that took `peak`. now and then: the one begins with the other."""
+        """An upper bound for steps that took `peak` with `now`. One of now and then begins with the other."""
         come = then[len(now) :]
         groups = dict.fromkeys(owned.group for owned in come)
         slices = sum(self._gradients[group].slice_bytes for group in groups)
@@ -71,7 +71,7 @@ class Forecast:
         return max(kernels, self._own_bytes(own) + max(map(self._coming_bytes, own), default=0))
 
     def records_bytes(self, subs: Subs) -> int:
-        """What their records take of the device; an fp32 master is the shard itself."""
+        """Bytes of the device for their records there, without masters that are the shard itself."""
         return sum(map(self._record_bytes, subs))
 
     def _record_bytes(self, owned: OwnedSubGroup) -> int:
@@ -85,7 +85,8 @@ class Forecast:
         return all(owned in near for owned in self._optimizer.owned[have.group])
 
     def _growth(self, now: Subs, then: Subs) -> int:
-        """What the update takes more of the device."""
+        """How many more bytes of the device the update takes with the records of `then` there than of
+        `now`."""
 
         def more(bytes_of: Callable[[OwnedSubGroup], int], served: bool) -> int:
             return max(0, _most(bytes_of, then, served) - _most(bytes_of, now, served))
@@ -95,7 +96,7 @@ class Forecast:
         return own + came + more(self._scratch_bytes, served=True)
 
     def _own_bytes(self, own: Subs) -> int:
-        """What optimizers that step themselves take, all of their records at once."""
+        """Bytes that optimizers which step themselves take: for all of their records at once."""
         step_bytes = sum(map(self._optimizer.step_bytes, own))
         return step_bytes + self._temporaries.own(_numel(own), self._together(own))
 
@@ -109,7 +110,8 @@ class Forecast:
         return sizes
 
     def _coming_bytes(self, owned: OwnedSubGroup) -> int:
-        """Of a gradient that comes for the step from the host."""
+        """Bytes of a gradient that is copied from the host for the step of a record on the device: of a group
+        that is in several tiers."""
         have = self._gradients[owned.group]
         parts = len(self._optimizer.owned[owned.group]) > 1
         return have.slice_bytes * owned.sub.numel // owned.group.layout.shard_numel if parts else 0
@@ -123,7 +125,8 @@ class Forecast:
 
 
 def _levels(report: MemoryReport, scratch: int) -> dict[int, int]:
-    """The highest points of a step by which gradients were away. scratch: what the optimizer takes more."""
+    """The highest points of a step, by which of the gradients were away then. scratch: bytes that the update
+    takes more."""
     levels: dict[int, int] = {}
     for sample in report.samples:
         peak = sample.peak + (scratch if sample.phase == "step" else 0)

@@ -31,7 +31,8 @@ class Temporaries:
         return round(self._rate * numel)
 
     def learn_kernels(self, numel: int, came: int, report: MemoryReport) -> None:
-        """One record alone was stepped on the device by kernels. came: bytes of its gradient that did."""
+        """Kernels stepped one record alone on the device. came: bytes of its gradient that were copied
+        there."""
         if found := _kernel_turns(report):
             self._rate = max(0, max(found) - came) / numel
 
@@ -48,7 +49,7 @@ class Temporaries:
         return max(grown, GUESS * unseen)
 
     def learn_own(self, numel: int, together: Mapping[int, int], report: MemoryReport) -> None:
-        """A step of so many elements."""
+        """Optimizers stepped `numel` elements themselves in a measured step."""
         if (found := _own_step(report)) is not None:
             self._seen.pop(numel, None)
             self._seen[numel] = found
@@ -56,20 +57,21 @@ class Temporaries:
 
 
 def _own_step(report: MemoryReport) -> int | None:
-    """What optimizers took that step themselves, if they did."""
+    """Bytes that optimizers which step themselves took; None where none did."""
     return next((nbytes for unit, nbytes in _turns(report) if not unit), None)
 
 
 def _kernel_turns(report: MemoryReport) -> list[int]:
-    """What each sub-group took that kernels have stepped: behind all others."""
+    """Bytes that each sub-group took which kernels stepped: these come behind all others."""
     turns = _turns(report)
     behind = next((n + 1 for n, (unit, _) in enumerate(turns) if not unit), 0)
     return [nbytes for _, nbytes in turns[behind:]]
 
 
 def _turns(report: MemoryReport) -> list[tuple[str, int]]:
-    """Unit and bytes taken for a while, of each point of the update between its begin and its end. What
-    others give back meanwhile, as Python's collector may, makes them no fewer."""
+    """For each point of the update, between its begin and its end: the unit, and the bytes that were taken
+    and given back since the point before. Memory that others give back meanwhile, as Python's collector may,
+    makes them no fewer."""
     step = [sample for sample in report.samples if sample.phase == "step"]
     return [
         (now.unit, now.peak - min(before.allocated, now.allocated)) for before, now in pairwise(step[:-1])

@@ -148,7 +148,8 @@ class _Moment:
     adding: PlannedGroup | None = None
 
     def bytes_of(self, group: PlannedGroup, position: int, early: bool, sums: Sums) -> int:
-        """Of the gradients of a group at `position`. early: its first gradient comes with the very first."""
+        """Bytes of the gradients of a group whose turn is at `position`. early: its first gradient comes with
+        the very first of all. Their age is counted in turns since they are complete."""
         near, age = group.placement.gradients == "device", self.index - position
         awaited = group is self.adding and not group.begun
         begun = early or sums == "whole" or age > 0 or (age == 0 and not awaited)
@@ -165,7 +166,8 @@ class _Moment:
         return whole + (group.slice_bytes if stays or travels else 0) + added
 
     def _narrowed(self, group: PlannedGroup, age: int, near: bool, begun: bool) -> int:
-        """Of a group that is narrowed to be sent: the wide buffer goes at once, and the sum is wide again."""
+        """Of a group whose gradients are narrowed to be sent: the wide buffer goes at once; the sum is
+        wide."""
         if age < 0 or (age == 0 and not self.reduced):
             return group.gradient_bytes if begun else 0
         if age == 0:

@@ -72,10 +72,10 @@ class UnitHooks(Uncopied):
         self._device_type = device_type
         self._depth = 0  # anchors being called, one inside another
         self._call: _Call | None = None
-        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # of outputs that are there yet
+        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # whose outputs still exist
         self._ahead: set[_Call] = set()  # whose backward is to come or under way
-        self._over: list[_Call] = []  # in the backward under way
-        self._open_ended = False  # a call has been whose end nothing tells
+        self._over: list[_Call] = []  # whose backward is over, in the backward under way
+        self._open_ended = False  # there was a call whose backward ends with the whole one only
         own = {parameter for group in unit.groups for parameter in group.parameters}
         within = dict.fromkeys(p for anchor in unit.anchors for p in anchor.parameters())
         self._own, self._others = own, [parameter for parameter in within if parameter not in own]
@@ -117,8 +117,8 @@ class UnitHooks(Uncopied):
         self._progress.expect(call)
 
     def gradient_arrived(self) -> None:
-        """A parameter has a gradient. In a backward that runs in another (reentrant checkpointing) that says
-        nothing of calls that the outer one has begun: more may follow from there."""
+        """A parameter has a gradient. Calls that an outer backward has begun do not end with gradients of one
+        that runs in it (reentrant checkpointing): more may come from the outer one."""
         task = torch._C._current_graph_task_id()
         for call in self._unit.calls_in_backward:
             if isinstance(call, _Call) and call.task < task:
@@ -165,8 +165,8 @@ class UnitHooks(Uncopied):
         return inputs
 
     def _acquire(self, cast: Cast) -> None:
-        """Gather; what is recomputed while its backward goes on is there, and nothing to learn an order from:
-        ranks that have used nothing of the unit do not recompute it."""
+        """Gather the unit. What is recomputed while its backward goes on is gathered already, and is no part
+        of the order that `schedule` learns: ranks that have used nothing of the unit do not recompute it."""
         if self._unit.calls_in_backward and self._unit.state(cast) is State.GATHERED:
             self._unit.gather(cast)
         else:
@@ -263,7 +263,7 @@ class _Call:
         return self.start if self._passes_on and not self._recomputed else -1
 
     def is_in_graph(self) -> bool:
-        """Whether autograd, which runs, comes by: to its inputs, and not only from elsewhere."""
+        """Whether the task that runs goes through this call: from its outputs to its inputs."""
         outputs = [output() for output in self.outputs]
         known = [tensor.grad_fn for tensor in outputs if tensor is not None and tensor.grad_fn is not None]
         if len(known) == len(outputs) and not any(map(torch._C._will_engine_execute_node, known)):
@@ -271,7 +271,7 @@ class _Call:
         return any(map(torch._C._will_engine_execute_node, self.inputs))
 
     def has_made(self, tensor: Tensor) -> bool:
-        """Whether a tensor comes out of the call; else it was there before, and has nothing of it."""
+        """Whether the call has made a tensor; else that was there before, and is merely passed on."""
         if tensor.grad_fn is None:
             return False
         if any(tensor.grad_fn is producer for producer in self.inputs):
