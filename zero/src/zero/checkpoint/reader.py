@@ -309,8 +309,9 @@ def _hint(path: Path, storage: Storage) -> str:
     return ""
 
 
-def _listed(names: list[str], limit: int = 8) -> str:
-    return ", ".join(names[-limit:]) or "none"
+def _listed(names: list[str]) -> str:
+    """The last few names."""
+    return ", ".join(names[-8:]) or "none"
 
 
 def _short(error: ValueError) -> str:

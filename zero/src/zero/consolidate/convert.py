@@ -18,7 +18,7 @@ from zero.checkpoint.assembly import assemble
 from zero.checkpoint.manifest import BLOCK, ITEM_BYTES, MANIFEST, model_key
 from zero.checkpoint.rank_layout import RankLayout, Stretch
 from zero.checkpoint.storage import File, write_whole
-from zero.consolidate.files import WEIGHTS, WeightStorage
+from zero.consolidate.files import WEIGHTS
 from zero.consolidate.plan import Plan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.workers import Buffers, chunk_bytes, run
@@ -33,7 +33,6 @@ def convert(
     out: str | Path,
     options: Options | None = None,
     progress: Progress = lambda *_: None,
-    storage: WeightStorage = WEIGHTS,
 ) -> Result:
     """Write the checkpoint `out`; it appears in one step, as consolidate() does it, and raises the same.
 
@@ -48,20 +47,20 @@ def convert(
 
     def complete(directory: Path) -> None:
         path = directory / NAME
-        table = _checksums(storage, path, layout, options)
-        _append(storage, path, layout.checksums_at, table)
+        table = _checksums(path, layout, options)
+        _append(path, layout.checksums_at, table)
         report = {**layout.report(NAME, table), "values": {}, "rng": {}, "state": {}}
-        storage.remove(directory / MANIFEST)
-        write_whole(storage, directory / MANIFEST, assemble(_described(source, file), [report]))
+        WEIGHTS.remove(directory / MANIFEST)
+        write_whole(WEIGHTS, directory / MANIFEST, assemble(_described(source, file), [report]))
 
-    return publish(source, Plan((file,), {}), Path(out), options, progress, storage, complete)
+    return publish(source, Plan((file,), {}), Path(out), options, progress, WEIGHTS, complete)
 
 
-def _checksums(storage: WeightStorage, path: Path, layout: RankLayout, options: Options) -> bytes:
+def _checksums(path: Path, layout: RankLayout, options: Options) -> bytes:
     """The CRC-32 of every block of every tensor, as the table has them."""
     limit = chunk_bytes(options.memory, options.workers)
     table = bytearray(layout.size - layout.checksums_at)
-    opened = storage.open(path, direct=True)
+    opened = WEIGHTS.open(path, direct=True)
 
     def chunks() -> Iterator[Chunk]:
         block = 0
@@ -93,8 +92,8 @@ def _sum(file: File, offset: int, nbytes: int, table: bytearray, block: int, pag
     return values
 
 
-def _append(storage: WeightStorage, path: Path, offset: int, data: bytes) -> None:
-    file = storage.reopen(path)
+def _append(path: Path, offset: int, data: bytes) -> None:
+    file = WEIGHTS.reopen(path)
     try:
         file.write(offset, [memoryview(data)])
         file.sync()

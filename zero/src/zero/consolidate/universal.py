@@ -27,7 +27,7 @@ from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.manifest import Manifest, ParameterEntry, model_key, state_key
 from zero.checkpoint.storage import write_whole
 from zero.checkpoint.tensor_reader import TensorReader
-from zero.consolidate.files import WEIGHTS, WeightStorage
+from zero.consolidate.files import WEIGHTS
 from zero.consolidate.plan import Chosen, Plan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.torch_plan import plan_file
@@ -50,7 +50,6 @@ def export_universal(
     out: str | Path,
     options: Options | None = None,
     progress: Progress = lambda *_: None,
-    storage: WeightStorage = WEIGHTS,
 ) -> Result:
     """Write the directory `out`; it appears in one step, as consolidate() does it, and raises the same.
 
@@ -61,13 +60,13 @@ def export_universal(
 
     def complete(directory: Path) -> None:
         for name, content in export.small_files():
-            storage.remove(directory / name)
-            write_whole(storage, directory / name, content)
+            WEIGHTS.remove(directory / name)
+            write_whole(WEIGHTS, directory / name, content)
         for path in sorted(directory.rglob("*")):
             if path.is_dir():
-                storage.sync_directory(path)
+                WEIGHTS.sync_directory(path)
 
-    return publish(source, Plan(tuple(export.files()), {}), Path(out), options, progress, storage, complete)
+    return publish(source, Plan(tuple(export.files()), {}), Path(out), options, progress, WEIGHTS, complete)
 
 
 def _chosen(source: ZeroSource, options: Options) -> dict[str, Chosen]:

@@ -43,8 +43,8 @@ class ReadAhead:
     in_time: reads so far that had begun when they were asked for. late: that had not.
     """
 
-    def __init__(self, accelerator: Accelerator, limit: int = LIMIT) -> None:
-        self.limit = limit
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.limit = LIMIT
         self.in_time = 0
         self.late = 0
         self._accelerator = accelerator
