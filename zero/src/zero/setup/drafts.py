@@ -61,6 +61,15 @@ class UnitDraft:
 
 
 @dataclass(frozen=True)
+class _Cut:
+    """A unit cut into groups, by kind, before anything is placed."""
+
+    plan: UnitPlan
+    whole: bool
+    groups: Mapping[GroupKind, list[Named]]
+
+
+@dataclass(frozen=True)
 class _Ways:
     """What the parameters of a unit may become when it is gathered. codes: dtype that matrices are rounded
     to, in blocks with a scale each; None for none. Vectors never are: most are shorter than a block, and a
@@ -92,23 +101,22 @@ def draft_units(
     ranks: that share a copy of the model. moments: how many values optimizers keep for an element of each
     parameter; empty where no setting limits the memory of optimizer state.
     """
-    plans, whole = prepared.plans, [config.stage < 3 or plan.persistent for plan in prepared.plans]
     ways = _Ways(config.codes if ranks > 1 else None, prepared.castable)
-    parts = [
-        _partition(plan, config, _EXACT if resident else ways, prepared)
-        for plan, resident in zip(plans, whole, strict=True)
-    ]
-    own_state = _OwnState(parts, moments, ranks if config.stage > 0 else 1)
+    cuts = []
+    for plan in prepared.plans:
+        whole = config.stage < 3 or plan.persistent
+        cuts.append(_Cut(plan, whole, _partition(plan, config, _EXACT if whole else ways, prepared)))
+    own_state = _OwnState(cuts, moments, ranks if config.stage > 0 else 1)
     policy = GradientPolicy.of(config, ranks)
     candidates = [
-        _candidate(kind, named, policy, own_state, resident)
-        for groups, resident in zip(parts, whole, strict=True)
-        for kind, named in groups.items()
+        _candidate(kind, named, policy, own_state, cut.whole)
+        for cut in cuts
+        for kind, named in cut.groups.items()
     ]
-    placed = zip(candidates, placer.place(candidates), strict=True)
+    placed = zip(candidates, placer.place(candidates), strict=True)  # in the order of units and groups
     return [
-        UnitDraft(plan, resident, tuple(_draft(*group, *next(placed)) for group in groups.items()))
-        for plan, resident, groups in zip(plans, whole, parts, strict=True)
+        UnitDraft(cut.plan, cut.whole, tuple(_draft(*group, *next(placed)) for group in cut.groups.items()))
+        for cut in cuts
     ]
 
 
@@ -160,16 +168,11 @@ class _OwnState:
     """The state that the user's optimizer keeps of groups that no kernel serves. moments: as in
     `draft_units`. ranks: that have slices of a group."""
 
-    def __init__(
-        self,
-        parts: Sequence[Mapping[GroupKind, list[Named]]],
-        moments: Mapping[nn.Parameter, float],
-        ranks: int,
-    ) -> None:
+    def __init__(self, cuts: Sequence[_Cut], moments: Mapping[nn.Parameter, float], ranks: int) -> None:
         whole = (
             (parameter, parameter.numel())
-            for groups in parts
-            for kind, named in groups.items()
+            for cut in cuts
+            for kind, named in cut.groups.items()
             for _, parameter in named
             if kind.stepping.whole
         )
