@@ -86,7 +86,7 @@ def course(
             state = engine.full_optimizer_state(name)
             run.values |= {f"{name} {key}": value for key, value in state.items()}
     if overlap:
-        ahead = engine._shards._ahead
+        ahead = engine._sharded_optimizer._ahead
         assert ahead is not None
         run.taken, run.wasted = ahead.taken, ahead.wasted
     return run
@@ -198,7 +198,7 @@ def confidence_body(context: Context) -> list[int]:
     offload = zero.Offload(optimizer="host", overlap=True)
     config = zero.Config(offload=offload, clip_norm=50.0, timeout=20)
     engine = zero.initialize(model := fresh(), adamw(model), config)
-    ahead, begun = engine._shards._ahead, []
+    ahead, begun = engine._sharded_optimizer._ahead, []
     for step in range(STEPS):
         engine.backward(bursts(model, step, context.rank))
         engine.step()
@@ -257,7 +257,7 @@ class Onlooker:
         return [value.clone() for value in seen]
 
     def before(self, engine: zero.Engine, step: int) -> None:
-        ahead = engine._shards._ahead
+        ahead = engine._sharded_optimizer._ahead
         if ahead is not None:
             assert not wait([attempt.done for attempt in ahead._attempts.values()], 10).not_done
         if step:
@@ -364,7 +364,7 @@ def resumed_body(context: Context, path: str) -> bool:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        assert engine._shards._ahead.taken
+        assert engine._sharded_optimizer._ahead.taken
         engine.save_checkpoint(Path(path, f"part-{part}"), async_=True)
         engine.offload_states()
         engine.reload_states()
@@ -424,7 +424,8 @@ def during_body(context: Context) -> dict[str, Any]:
     offload = zero.Offload(optimizer="host", overlap=True)
     config = zero.Config(offload=offload, precision="bf16", clip_norm=1e6, timeout=20)
     engine = zero.initialize(model := straight(), adamw(model), config)
-    kernels, seen, made = engine._shards._stores.kernels(torch.device("cpu")), [], threading.Event()
+    kernels = engine._sharded_optimizer._stores.kernels(torch.device("cpu"))
+    seen, made = [], threading.Event()
     sound = kernels.adamw
 
     def adamw_watched(*arguments: Any, **options: Any) -> None:

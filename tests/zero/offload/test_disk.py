@@ -295,18 +295,18 @@ def kernel_error_body(context: Context, path: str) -> tuple[bool, bool]:
     x = torch.ones(2, WIDTH, device=engine.accelerator.device)
     engine.backward(engine(x).float().square().mean())
     records = iter(range(LAYERS))
-    sound = engine._shards._step_sub_group
+    sound = engine._sharded_optimizer._step_sub_group
 
     def fail(*arguments: Any) -> None:
         if next(records) == 2:
             raise RuntimeError("a kernel that fails")
         sound(*arguments)
 
-    engine._shards._step_sub_group = fail  # type: ignore[method-assign]
+    engine._sharded_optimizer._step_sub_group = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="a kernel that fails"):
         engine.step()
     quiet = not any(engine._stores.pipeline._writes)
-    engine._shards._step_sub_group = sound  # type: ignore[method-assign]
+    engine._sharded_optimizer._step_sub_group = sound  # type: ignore[method-assign]
     engine.load_checkpoint(path)
     after = engine.state_dict(master=True)
     return quiet, all(torch.equal(value, after[name]) for name, value in before.items())
@@ -367,7 +367,7 @@ def stages_body(context: Context, path: str) -> tuple[list[str], list[tuple[str,
         each.backward(each(x).float().square().mean())
     groups = [g for u in engine.units for g in u.groups]
     subs = [s for g in groups for s in g.subs]
-    gates, wrong, sound = Gates([s.kept for s in subs]), [], engine._shards._step_sub_group
+    gates, wrong, sound = Gates([s.kept for s in subs]), [], engine._sharded_optimizer._step_sub_group
 
     def step(owned: Any, *arguments: Any) -> None:
         now = subs.index(owned.sub)
@@ -378,7 +378,7 @@ def stages_body(context: Context, path: str) -> tuple[list[str], list[tuple[str,
         gates.open("read", now + 1)
         gates.open("write", now - 1)
 
-    engine._shards._step_sub_group = step  # type: ignore[method-assign]
+    engine._sharded_optimizer._step_sub_group = step  # type: ignore[method-assign]
     gates.open("read", 0)
     gates.open("write", LAYERS - 1)
     with gates.around_the_disk():

@@ -145,7 +145,7 @@ def journeys_body(context: Context, params: str) -> tuple[int, int]:
     engine = build(offload)
     with patch.object(Visitor, "come", autospec=True, side_effect=Visitor.come) as come:
         one_step(engine, 0)
-    return len(engine._shards.subs), come.call_count
+    return len(engine._sharded_optimizer.subs), come.call_count
 
 
 @pytest.mark.parametrize("params", ["device", "host"])
@@ -161,7 +161,7 @@ def mixed_body(context: Context) -> tuple[int, int]:
     offload = zero.Offload(optimizer="host", params="host", fraction=0.5, overlap=True, sub_group_size=SUB)
     engine = build(offload)
     one_step(engine, 0)
-    ahead = engine._shards._ahead
+    ahead = engine._sharded_optimizer._ahead
     assert ahead is not None
     return ahead.taken, ahead.wasted
 

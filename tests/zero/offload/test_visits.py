@@ -227,7 +227,7 @@ def attempt(nth: int) -> Attempt:
         found.told = str(error)
     else:
         found.loss = backward(engine, 1)
-    found.held = engine._shards.visits.device_bytes()
+    found.held = engine._sharded_optimizer.visits.device_bytes()
     return found
 
 

@@ -74,21 +74,22 @@ class Engine:
         self._micro_steps = 0
         self._interrupted = False  # in the middle of an optimizer step or a load
         trainable = [g for u in units for g in u.groups if g.trainable]
-        self._shards = ShardedOptimizer(optimizer, trainable, param_group_of, stores, communicator, stepping)
-        visits = self._shards.visits
-        self._parking = Parking(self.units, self._shards, communicator)
+        self._sharded_optimizer = sharded = ShardedOptimizer(
+            optimizer, trainable, param_group_of, stores, communicator, stepping
+        )
+        self._parking = Parking(self.units, sharded, communicator)
         self._loss_scale = LossScale.of(config, accelerator)
         self._whole = WholeValues(
             module, units, communicator, self._check_showable, self._interrupt, self._settle
         )
-        self._optimizer_state = OptimizerState(self._whole, self._shards)
+        self._optimizer_state = OptimizerState(self._whole, sharded)
         parts = EngineParts(
             module,
             config,
             accelerator,
             communicator,
             self.units,
-            self._shards,
+            sharded,
             param_group_of,
             self._loss_scale,
             self._parking,
@@ -97,19 +98,19 @@ class Engine:
         self._late = LateParameters(module, units)
         self._absent = AbsentGradients()
         own(module, self._whole)
-        self._passes = Passes(module, config, stores, communicator, self.units, self._parking, visits)
+        self._passes = Passes(module, config, stores, communicator, self.units, self._parking, sharded.visits)
         self._reducer = reducer = self._passes.reducer
         self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator)
         overlap = config.tiers.overlap
-        reducer.follower = self._shards.step_ahead(self._factor.expected) if overlap else visits
-        self._tracer = MemoryTracer(accelerator, units, reducer, self._shards)
+        reducer.follower = sharded.step_ahead(self._factor.expected) if overlap else sharded.visits
+        self._tracer = MemoryTracer(accelerator, units, reducer, sharded)
         self._balancer: Balancer | None = None
         if config.offload == "auto":
-            self._balancer = Balancer(stores, communicator, self._tracer, self._shards, reducer)
+            self._balancer = Balancer(stores, communicator, self._tracer, sharded, reducer)
             self._passes.try_twice(self._balancer.second_try)
         self._passes.phase.on_unit = self._trace
         self._passes.on_forward = self._begin_forward
-        self._shards.on_sub_group = partial(self._tracer.mark, "step")
+        sharded.on_sub_group = partial(self._tracer.mark, "step")
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class Engine:
         if not self.is_boundary:
             return False
         self._check_not_in_use("step")
-        self._shards.check_groups()
+        self._sharded_optimizer.check_groups()
         self._late.warn_of_changes()
         self._check_gradients()
         if self._balancer is not None:
@@ -266,7 +267,7 @@ class Engine:
         self._check_not_in_use("refresh_weights")
         with self._changing_weights():
             try:
-                self._shards.deliver_changed()
+                self._sharded_optimizer.deliver_changed()
             finally:
                 self._stores.join()
 
@@ -507,14 +508,14 @@ class Engine:
     def _check_refreshed(self) -> None:
         """Raise UsageError where the optimizer's values were changed in place, and the weights do not have
         them. An interrupted step or load says by itself that some values are old."""
-        if not self._interrupted and (changed := self._shards.changed()):
+        if not self._interrupted and (changed := self._sharded_optimizer.changed()):
             names = dict.fromkeys(name for written in changed.values() for name in written)
             raise UsageError(_LEFT_BEHIND.format(some(list(names))))
 
     def _settle(self) -> None:
         """Weights and masters have the same values now: changes are told from here on."""
         self._late.settle()
-        self._shards.settle()
+        self._sharded_optimizer.settle()
 
     @contextmanager
     def _changing_weights(self) -> Iterator[None]:
@@ -535,7 +536,7 @@ class Engine:
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
         try:
             with self._communicator.postponing_disk_errors():
-                self._shards.step(self._reducer.all, scale, skip)
+                self._sharded_optimizer.step(self._reducer.all, scale, skip)
         finally:
             self._stores.join()  # weights are under way to shards, also where a later group failed
         self._raise_disk_errors()
@@ -590,7 +591,7 @@ class Engine:
     def _check_gradients(self) -> None:
         """What stands for the gradients since backward is what stands there still."""
         changed = self._absent.changed()
-        if changed or self._shards.absent.changed():
+        if changed or self._sharded_optimizer.absent.changed():
             names = {parameter: name for name, parameter in self.module.named_parameters()}
             which = [names[parameter] for parameter in changed if parameter in names]
             raise UsageError(_NOT_HEEDED.format(some(which) or "of what is in optimizer.param_groups"))
@@ -599,11 +600,11 @@ class Engine:
         """Where gradients would be between backward and step, there is what says that they are not."""
         if self.is_boundary:
             self._absent.show(self._reducer.used())
-            self._shards.absent.show(self._shards.first_pieces_of(self._reducer.all))
+            self._sharded_optimizer.absent.show(self._sharded_optimizer.first_pieces_of(self._reducer.all))
 
     def _hide_gradients(self) -> None:
         self._absent.hide()
-        self._shards.absent.hide()
+        self._sharded_optimizer.absent.hide()
 
     def _recover(self) -> None:
         """After an exception: drop gradients, gathers and calls under way."""

@@ -51,7 +51,7 @@ class EngineParts:
     accelerator: Accelerator
     communicator: Communicator
     units: tuple[ShardedUnit, ...]
-    shards: ShardedOptimizer
+    sharded_optimizer: ShardedOptimizer
     param_group_of: dict[nn.Parameter, int]
     loss_scale: LossScale | None
     parking: Parking
@@ -106,9 +106,9 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
         "precision": engine.config.precision,
         "loss_scale": scale and {"scale": scale.scale.item(), "good_steps": scale.good_steps.item()},
         "optimizer": {
-            "kind": kind_of(engine.shards.optimizer),
-            "of_groups": kinds_of_groups(engine.shards.optimizer),
-            "param_groups": _param_groups(engine.shards.optimizer, parts),
+            "kind": kind_of(engine.sharded_optimizer.optimizer),
+            "of_groups": kinds_of_groups(engine.sharded_optimizer.optimizer),
+            "param_groups": _param_groups(engine.sharded_optimizer.optimizer, parts),
         },
         "parameters": [
             {
@@ -145,7 +145,7 @@ def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> N
             Part(model_key(spec.name), spec.shape, flat[place : place + length], start, stride_of(spec))
         )
     pieces: dict[int, list[OwnedPiece]] = {}
-    for owned in engine.shards.owned.get(group, ()):
+    for owned in engine.sharded_optimizer.owned.get(group, ()):
         for piece in owned.pieces:
             pieces.setdefault(piece.piece.index, []).append(piece)
     stretches = {index: (start, length) for index, start, _, length in written}
@@ -175,7 +175,7 @@ def _collect_state(
     found: RankState,
 ) -> None:
     """pieces: of one parameter, in its order; what is not element-wise is the same for all."""
-    state, first = engine.shards.optimizer.state, pieces[0]
+    state, first = engine.sharded_optimizer.optimizer.state, pieces[0]
     for name, value in state.get(first.parameter, {}).items():
         key = state_key(name, spec.name)
         if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, first.parameter):

@@ -30,6 +30,7 @@ class OptimizerLoad:
         self, engine: EngineParts, manifest: Manifest, reader: TensorReader, sources: Mapping[str, str]
     ) -> None:
         self._engine = engine
+        self._optimizer = engine.sharded_optimizer.optimizer
         self._manifest = manifest
         self._reader = reader
         self._sources = sources
@@ -41,7 +42,7 @@ class OptimizerLoad:
 
         strict: also for parameters whose state it does not have.
         """
-        optimizer, saved = self._engine.shards.optimizer, self._manifest.optimizer
+        optimizer, saved = self._optimizer, self._manifest.optimizer
         if kind_of(optimizer) != saved.kind:
             raise StateError(
                 f"the checkpoint's optimizer is {saved.kind} and this one {kind_of(optimizer)}; "
@@ -87,15 +88,15 @@ class OptimizerLoad:
                 entry = self._with_state(name)
                 if entry is not None and entry.group is not None and parameter in self._engine.param_group_of:
                     own[name], saved[name] = self._engine.param_group_of[parameter], entry.group
-        return match_groups(own, saved, len(self._engine.shards.optimizer.param_groups))
+        return match_groups(own, saved, len(self._optimizer.param_groups))
 
     def _state_fits(self, entry: ParameterEntry, piece: OwnedPiece, numel: int, kernel: bool) -> bool:
         assert entry.group is not None
-        kinds = kinds_of_groups(self._engine.shards.optimizer)
+        kinds = kinds_of_groups(self._optimizer)
         if self._saved_kinds[entry.group] != kinds[piece.param_group]:
             return False
         if kernel:
-            mine = set(self._engine.shards.optimizer.state[piece.parameter])
+            mine = set(self._optimizer.state[piece.parameter])
             return not entry.state or set(entry.state) == mine
         tensors = {key: self._manifest.tensors[state_key(key, entry.name)] for key in entry.state}
         return piece.piece.length == numel or all(
@@ -113,19 +114,19 @@ class OptimizerLoad:
 
     def _pieces(self) -> Iterator[tuple[OwnedSubGroup, OwnedPiece, ParameterSpec, ParameterEntry | None]]:
         """This rank's pieces, their parameters, and these in the checkpoint; None where it has no state."""
-        for owned in self._engine.shards.subs:
+        for owned in self._engine.sharded_optimizer.subs:
             for piece in owned.pieces:
                 spec = owned.group.layout.specs[piece.piece.index]
                 yield owned, piece, spec, self._with_state(spec.name)
 
     def _note_steps(self, piece: OwnedPiece) -> None:
         """Pieces of equal steps go in one kernel call, those that were not loaded among them."""
-        state = self._engine.shards.optimizer.state[piece.parameter]
+        state = self._optimizer.state[piece.parameter]
         if "step" in state:
             piece.history = hash(("loaded", float(state["step"])))
 
     def _fill_piece(self, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry) -> None:
-        state = self._engine.shards.optimizer.state[piece.parameter]
+        state = self._optimizer.state[piece.parameter]
         if owned.count is None:
             state.clear()  # what the checkpoint does not have was not there yet
         elif not entry.state:  # never stepped: a kernel's state is zero then
@@ -139,7 +140,7 @@ class OptimizerLoad:
 
     def _fill_state(self, key: str, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry) -> None:
         name, parameter = state_key(key, entry.name), piece.parameter
-        tensor, state = self._manifest.tensors[name], self._engine.shards.optimizer.state[parameter]
+        tensor, state = self._manifest.tensors[name], self._optimizer.state[parameter]
         if self._sharded(key, entry, tensor):
             if key not in state:
                 dtype, device = TORCH[tensor.dtype], home_of(owned)
@@ -151,7 +152,7 @@ class OptimizerLoad:
         elif key in state:
             state[key].copy_(self._reader.whole(name))
         else:
-            options = self._engine.shards.optimizer.param_groups[piece.param_group]
+            options = self._optimizer.param_groups[piece.param_group]
             host = key == "step" and not (options.get("capturable") or options.get("fused"))
             state[key] = self._reader.whole(name).to(HOST if host else home_of(owned))
 
@@ -161,7 +162,7 @@ class OptimizerLoad:
 
     def _restore_options(self) -> None:
         """The param_groups' options, such as learning rates."""
-        groups = self._engine.shards.optimizer.param_groups
+        groups = self._optimizer.param_groups
         for own, saved in self._saved_group.items():
             group = groups[own]
             for name, value in self._reader.decode(self._manifest.optimizer.param_groups[saved]).items():
