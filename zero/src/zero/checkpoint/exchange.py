@@ -6,7 +6,8 @@ Collectives would not do: a save in the background must not interleave with thos
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -29,7 +30,8 @@ class Exchange:
 
     def publish(self, topic: str, value: Any) -> None:
         """Leave a JSON value that any rank can collect."""
-        self._call(lambda: self._store.set(self._name(topic, self.rank), json.dumps(value)), topic, [])
+        with self._answering(topic, []):
+            self._store.set(self._name(topic, self.rank), json.dumps(value))
 
     def collect(self, topic: str, ranks: Iterable[int], patience: float = 1.0) -> dict[int, Any]:
         """What these ranks published, by rank. patience: how many timeouts to wait.
@@ -39,38 +41,37 @@ class Exchange:
         names = {rank: self._name(topic, rank) for rank in ranks}
         if not self._arrived(topic, names, patience * self._timeout):
             raise CommunicationError(self._silence(topic, self._missing(topic, names)))
-        return {
-            rank: json.loads(self._call(lambda: self._store.get(name), topic, [rank]))  # noqa: B023
-            for rank, name in names.items()
-        }
+        with self._answering(topic, names):
+            return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
 
     def forget(self, topic: str, ranks: Iterable[int]) -> None:
         """Remove messages that everybody has read."""
-        for rank in ranks:
-            self._call(lambda: self._store.delete_key(self._name(topic, rank)), topic, [])  # noqa: B023
+        with self._answering(topic, []):
+            for rank in ranks:
+                self._store.delete_key(self._name(topic, rank))
 
     def _arrived(self, topic: str, names: Mapping[int, str], seconds: float) -> bool:
         """Wait for all of them, for so long at most."""
-
-        def wait() -> bool:
+        with self._answering(topic, names):
             try:
                 wait_for(self._store, list(names.values()), seconds)
             except DistStoreError:  # not yet
                 return False
             return True
 
-        return bool(self._call(wait, topic, names))
-
     def _missing(self, topic: str, names: Mapping[int, str]) -> list[int]:
         """The ranks that have published nothing."""
-        return [r for r, n in names.items() if not self._call(lambda: self._store.check([n]), topic, names)]  # noqa: B023
+        with self._answering(topic, names):
+            return [rank for rank, name in names.items() if not self._store.check([name])]
 
     def _name(self, topic: str, rank: int) -> str:
         return f"{self._key}/{topic}/{rank}"
 
-    def _call(self, operation: Any, topic: str, waiting: Iterable[int]) -> Any:
+    @contextmanager
+    def _answering(self, topic: str, waiting: Iterable[int]) -> Iterator[None]:
+        """Raise CommunicationError where the store fails in the block."""
         try:
-            return operation()
+            yield
         except RuntimeError as error:
             raise CommunicationError(
                 f"{self._silence(topic, waiting)}: the job's store does not answer: {error}"

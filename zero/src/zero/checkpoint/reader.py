@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 from zlib import crc32
 
 from pydantic import ValidationError
@@ -23,8 +22,6 @@ from zero.checkpoint import manifest as form
 from zero.checkpoint.manifest import LATEST, MANIFEST, FileEntry, Latest, Manifest, Slice, TensorEntry, hidden
 from zero.checkpoint.storage import DISK, File, Storage, read_whole
 from zero.errors import CheckpointError, CorruptCheckpointError, StateError
-
-T = TypeVar("T")
 
 
 def find(path: Path, storage: Storage = DISK) -> Path:
@@ -161,7 +158,8 @@ class Checkpoint:
             self.read(key, start, pages[:nbytes])
             return pages[:nbytes]
         file, _ = self._file(piece.file)
-        values = _translated(file, lambda: file.read_around(piece.offset + begin, nbytes, pages))
+        with _translated(file):
+            values = file.read_around(piece.offset + begin, nbytes, pages)
         self._check(key, piece, begin, values, nbytes)
         return values
 
@@ -209,7 +207,8 @@ class Checkpoint:
     def _read_blocks(self, key: str, piece: Slice, begin: int, into: memoryview) -> None:
         """Fill `into` with whole blocks of a slice, from its byte `begin` on, and check them."""
         file, _ = self._file(piece.file)
-        count = _translated(file, lambda: file.read(piece.offset + begin, into))
+        with _translated(file):
+            count = file.read(piece.offset + begin, into)
         self._check(key, piece, begin, into[:count], into.nbytes)
 
     def _check(self, key: str, piece: Slice, begin: int, values: memoryview, wanted: int) -> None:
@@ -264,23 +263,23 @@ _VERIFY_ELEMENTS = 1 << 17  # a multiple of the block size for every item size
 
 def _checksums(file: File, entry: FileEntry) -> bytes:
     """The table of a file's block checksums, once it and the file's header are found intact."""
-    length = bytearray(8)
-    _translated(file, lambda: file.read(0, memoryview(length)))
-    header = bytearray(min(8 + int.from_bytes(length, "little"), entry.bytes))
-    table = bytearray(entry.bytes - entry.checksums_at)
-    for what, at, buffer, expected in (
-        ("header", 0, header, entry.header),
-        ("table of checksums", entry.checksums_at, table, entry.checksums),
-    ):
-        _translated(file, lambda: file.read(at, memoryview(buffer)))  # noqa: B023
+    length, table = bytearray(8), bytearray(entry.bytes - entry.checksums_at)
+    with _translated(file):
+        file.read(0, memoryview(length))
+        header = bytearray(min(8 + int.from_bytes(length, "little"), entry.bytes))
+        file.read(0, memoryview(header))
+        file.read(entry.checksums_at, memoryview(table))
+    sums = (("header", header, entry.header), ("table of checksums", table, entry.checksums))
+    for what, buffer, expected in sums:
         if crc32(buffer) != expected:
             raise CorruptCheckpointError(f"{file.path} is damaged: the checksum of its {what} does not match")
     return bytes(table)
 
 
-def _translated(file: File, read: Callable[[], T]) -> T:
+@contextlib.contextmanager
+def _translated(file: File) -> Iterator[None]:
     try:
-        return read()
+        yield
     except OSError as error:
         raise CheckpointError(f"{file.path} cannot be read: {error}") from error
 
