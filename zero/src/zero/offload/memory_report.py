@@ -90,11 +90,6 @@ class MemoryReport:
         """Most bytes of the device in use at one time."""
         return max(sample.peak for sample in self.samples)
 
-    @property
-    def peak_other(self) -> int:
-        """Most bytes in use at one time for what is not model state."""
-        return max(use.activations + use.other + use.temporary for use in self.uses())
-
     def uses(self) -> list[Use]:
         """For each sample, what the peak since the one before was for: what there was at that of the two at
         which there was more, and on top what was temporary."""
