@@ -181,7 +181,7 @@ def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, WholeV
 
 
 def _fate(name: str, whole: WholeValues) -> str:
-    """Of a change that is not written back."""
+    """What becomes of a change that is not written back."""
     if whole.locate(name)[0].resident:
         return "this rank has the change, and masters and other ranks may not"
     return "the change is lost"

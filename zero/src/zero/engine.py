@@ -486,7 +486,7 @@ class Engine:
         self._whole.take_in_frozen()
 
     def _check_not_in_use(self, call: str) -> None:
-        """Who computes with whole values, or looks at them, would go on with old ones."""
+        """Raise UsageError inside a forward or `zero.gathered`, which would go on with old values."""
         if self._passes.in_use():
             shown = any(unit.shown for unit in self.units)
             where = "zero.gathered: leave the block" if shown else "a forward: let it return"
@@ -597,7 +597,8 @@ class Engine:
             raise UsageError(_NOT_HEEDED.format(some(which) or "of what is in optimizer.param_groups"))
 
     def _show_absent(self) -> None:
-        """Where gradients would be between backward and step, there is what says that they are not."""
+        """Behind the last backward of a step: put what raises on use where gradients would be, see
+        `absent`."""
         if self.is_boundary:
             self._absent.show(self._reducer.used())
             self._sharded_optimizer.absent.show(self._sharded_optimizer.first_pieces_of(self._reducer.all))

@@ -223,7 +223,7 @@ def _param_groups(optimizer: torch.optim.Optimizer, parts: list[Part]) -> list[d
 
 
 def _options(group: dict[str, Any], prefix: str, parts: list[Part]) -> Iterator[tuple[str, Any]]:
-    """Those that no file can hold belong to the program: functions, and whatever is warned of."""
+    """A param group's options. Functions belong to the program; of others that no file can hold it warns."""
     for name, value in group.items():
         if name == "params" or callable(value):
             continue

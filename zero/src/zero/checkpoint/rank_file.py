@@ -208,7 +208,7 @@ class Staging:
 
 
 def _copy(values: Values, out: Tensor) -> None:
-    """To the host; what comes from the device is there after `streams.synchronize`."""
+    """Copy to the host; what comes from the device is there after `streams.synchronize`."""
     if isinstance(values, Stored):
         values.read_into(out)
     else:

@@ -85,7 +85,7 @@ def _cut(accelerator: Accelerator, group: Group, each: int) -> Split:
 
 
 def _new_group(accelerator: Accelerator, ranks: Sequence[int] | None, timeout: float) -> Group:
-    """Of these ranks, for those who are among them: the others must call this too, and may not use it."""
+    """A group of these ranks. All ranks must call this; those that are not among them may not use it."""
     return cast(Group, accelerator.collectives.new_group(ranks, timeout))
 
 

@@ -42,7 +42,7 @@ class Report:
 
 
 class Reports:
-    """Of all ranks of a group, about one engine. key: the engine's, in the store."""
+    """The reports of all ranks of a group about one engine. key: the engine's, in the store."""
 
     def __init__(self, group: Group, key: str) -> None:
         self._group = group

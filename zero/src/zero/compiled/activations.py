@@ -18,7 +18,7 @@ from accelz.streams import Event, Stream
 
 
 class Activations:
-    """Of one engine's graphs. moved: bytes that have begun to leave the device so far."""
+    """The activations of one engine's graphs. moved: bytes that have begun to leave the device so far."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.moved = 0

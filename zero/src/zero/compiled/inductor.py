@@ -46,5 +46,6 @@ class _Partitioner(CustomPartitionerFn):  # type: ignore[misc,unused-ignore]
         return self._partition(gm, joint_inputs, **options)
 
     def uuid(self) -> bytes:
-        """Of inductor's cache: what the passes did is in the graph, which is part of the key."""
+        """For the key of inductor's cache: what the passes did is in the graph, which is part of it
+        anyway."""
         return b"zero"

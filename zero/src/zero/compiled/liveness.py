@@ -35,7 +35,7 @@ def peak_of(graph: ShardedGraph, inputs_go: bool) -> int:
 
 
 class Liveness:
-    """Of one graph, as it is; in any order of its nodes."""
+    """The memory that one graph takes, in any order of its nodes."""
 
     def __init__(self, graph: ShardedGraph, inputs_go: bool) -> None:
         self._inputs = graph.graph.find_nodes(op="placeholder")
@@ -127,7 +127,8 @@ def _counted(inputs: Iterable[fx.Node]) -> set[str]:
 
 
 def bytes_of(node: fx.Node, device_types: Container[str] = ()) -> int:
-    """Of a node's tensor, with the sizes that a dynamic shape had when it was traced; 0 for anything else.
+    """Bytes of a node's tensor, with the sizes that a dynamic shape had when it was traced; 0 for anything
+    else.
 
     device_types: where it counts; empty: everywhere.
     """

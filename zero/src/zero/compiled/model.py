@@ -176,7 +176,7 @@ _HOOKS = (
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Of others: the engine's own waits for what is accumulated."""
+    """Whether a parameter has hooks besides the engine's own, which waits for what is accumulated."""
     hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
     return bool(parameter._backward_hooks) or len(hooks) > 1
 

@@ -101,7 +101,7 @@ class Persistence:
             memory.reset_peak()
 
     def _give_up(self, nbytes: int) -> None:
-        """Those worth least, until so many bytes are free."""
+        """Let units go that are worth least, until so many bytes are free."""
         assert self.room is not None
         while self.chosen and nbytes > 0:
             *stay, last = self.chosen

@@ -82,7 +82,7 @@ class Runtime:
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """By number."""
+        """The parameters, by number."""
         return [group.parameters[slot] for _, group, slot in self._slots]
 
     def unit(self, what: Gathered) -> ShardedUnit:
@@ -100,7 +100,7 @@ class Runtime:
         return sum(g.nbytes(cast) for g in unit.groups if not (g.home.common and g.form(cast) == OWN))
 
     def begin_gather(self, unit: int, dtype: torch.dtype) -> None:
-        """Nothing waits. dtype: what fp32 parameters travel in."""
+        """Begin to gather a unit; nothing waits. dtype: what fp32 parameters travel in."""
         cast = self.units[unit].cast_for(dtype, all=True)
         self._count(self.units[unit], cast)
         self.units[unit].start_gather(cast)
@@ -154,7 +154,7 @@ class Runtime:
             self._visits.send(self.units[unit])
 
     def wait_offload_optimizer(self, units: Sequence[int]) -> None:
-        """It is back on the host; its memory is free."""
+        """Wait until units' optimizer state is back on the host; its memory is free then."""
         for unit in units:
             self._visits.land(self.units[unit])
 

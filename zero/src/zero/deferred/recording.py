@@ -55,7 +55,7 @@ class Recording:
     numbers: dict[int, int] = field(default_factory=dict)  # storage address -> number
 
     def number(self, tensor: Tensor) -> int | None:
-        """Of a tensor's storage, None if that is not hollow or there is none."""
+        """The number of a tensor's storage; None if that is not hollow or there is none."""
         with torch._C.DisableTorchFunction():
             strided = tensor.layout is torch.strided
         return self.numbers.get(storage_of(tensor)._cdata) if strided else None
@@ -74,7 +74,7 @@ class Recording:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """Behind the back of function modes: for them, who asks for a storage wants what is in it."""
+    """A tensor's storage, without function modes, which take that for reading what is in it."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()
 

@@ -68,14 +68,14 @@ class AbsentGradients:
         self._shown: list[nn.Parameter] = []
 
     def show(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Of parameters that have a gradient."""
+        """Put them in the places of the gradients of these parameters."""
         with torch._C.DisableTorchFunctionSubclass():  # `grad` of a sharded parameter, without its guard
             for parameter in parameters:
                 parameter.grad = self._of(parameter)
                 self._shown.append(parameter)
 
     def changed(self) -> list[nn.Parameter]:
-        """Those whose gradient somebody has removed or replaced since."""
+        """Parameters whose gradient somebody has removed or replaced since."""
         with torch._C.DisableTorchFunctionSubclass():
             return [parameter for parameter in self._shown if parameter.grad is not self._made[parameter]]
 

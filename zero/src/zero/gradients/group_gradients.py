@@ -34,7 +34,8 @@ class GradientPolicy:
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> GradientPolicy:
-        """As the settings say."""
+        """The policy that the settings ask for. world_size: of the job or of a copy; what counts is whether
+        a rank is alone."""
         return cls(
             steps=config.gradient_accumulation_steps,
             local=config.accumulate == "local" or config.stage == 1 or world_size == 1,

@@ -30,7 +30,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: Config, accelerator: Accelerator) -> LossScale | None:
-        """As the settings say; None without."""
+        """The loss scale that the settings ask for; None for none."""
         scale = config.scaling
         if scale is None:
             return None

@@ -149,7 +149,8 @@ class GradientReducer:
             self._communicator.agree()
 
     def norm_and_nonfinite(self) -> Tensor:
-        """Of this rank's slices: (2,) fp32 on the device, sum of squares and whether one is not finite.
+        """(2,) fp32 on the device: the sum of squares of this rank's slices, and whether a value is not
+        finite.
 
         Raises OutOfMemoryError, having changed nothing.
         """

@@ -85,7 +85,7 @@ class StepsAhead:
                 self._attempts[owned.sub] = _Attempt(step, owned.versions(), job)
 
     def dropped(self) -> None:
-        """Nothing that was begun is of use any more; what runs may run on, unseen."""
+        """Forget what was begun: it is of no use any more. What runs may run on, unseen."""
         for sub in tuple(self._attempts):
             self._give_up(sub)
         self._factors = None

@@ -124,7 +124,7 @@ class OwnStep:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Around what a rank does by itself. Where it fails the others hear of it when they meet next, and
+        """Around what a rank does by itself. If it fails, the others hear of it when they meet next, and
         wait for nothing else of this one."""
         try:
             yield

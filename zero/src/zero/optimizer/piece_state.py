@@ -33,7 +33,7 @@ def in_memory_order(value: Values, parameter: nn.Parameter) -> Values:
 
 
 def kept_tensors(state: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:
-    """What of a state is kept beside a parameter, in lists and dicts too."""
+    """The tensors of a state that are kept beside a parameter, those in lists and dicts too."""
     leaves = ((key, leaf) for key, value in state.items() for leaf in tree_leaves(value))
     return [leaf for key, leaf in leaves if isinstance(leaf, Tensor) and _is_beside(key, leaf, parameter)]
 

@@ -23,8 +23,8 @@ from zero.tiers.stored import Stored
 def route_groups(
     groups: Sequence[FlatGroup], stepping: Mapping[FlatGroup, Stepping], rank: int
 ) -> dict[FlatGroup, Routes]:
-    """Of groups that ranks have slices of and whose parameters are stepped whole, each by one rank, which all
-    agree on."""
+    """The routes of groups that ranks have slices of and whose parameters are stepped whole, each by one
+    rank: all ranks find the same. rank: this one."""
     split = [group for group in groups if group.shards > 1 and stepping[group].whole]
     sizes = [(parameter, parameter.numel()) for group in split for parameter in group.parameters]
     rank_of = share_out(sizes, max((group.shards for group in split), default=1))
@@ -94,7 +94,7 @@ _ELSEWHERE = (
 
 
 def home_of(owned: OwnedSubGroup) -> torch.device:
-    """Where a record in memory is, and the state of its pieces."""
+    """The device of a record in memory, and of the state of its pieces."""
     return owned.sub.kept.opened().master.device
 
 

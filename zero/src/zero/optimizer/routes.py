@@ -17,10 +17,10 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Routes:
-    """Of one group and rank. pieces: the parameters that this rank steps, each with its place among them.
-    windows: of this rank's slice, in the order of the ranks that step them. given[r], taken[r]: elements
-    that this rank's slice has of what rank r steps, and rank r's slice of what this rank steps. total: of
-    all ranks together."""
+    """The routes of one group, for one rank. pieces: the parameters that this rank steps, each with its place
+    among them. windows: of this rank's slice, in the order of the ranks that step them. given[r], taken[r]:
+    elements that this rank's slice has of what rank r steps, and rank r's slice of what this rank steps.
+    total: of all ranks together."""
 
     pieces: tuple[Piece, ...]
     windows: tuple[slice, ...]

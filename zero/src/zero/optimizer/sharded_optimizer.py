@@ -189,7 +189,7 @@ class ShardedOptimizer:
         return room_for(self._accelerator, purpose, owned.group.unit, 4 * owned.sub.numel)
 
     def first_pieces_of(self, gradients: Sequence[GroupGradients]) -> Iterable[nn.Parameter]:
-        """Of parameters that have a gradient, one for each param_group."""
+        """One piece in each param_group, of a parameter that has a gradient."""
         found: dict[int, nn.Parameter] = {}
         for each in gradients:
             for owned in self.owned[each.group]:
@@ -369,7 +369,7 @@ class ShardedOptimizer:
 
 
 def _between_hooks(optimizers: Sequence[Optimizer], step: Callable[[], None]) -> None:
-    """In torch's own wrapper, which runs step hooks and the profiler's range around it, of each."""
+    """Run `step` inside torch's own wrapper of each optimizer's step: with its hooks and profiler range."""
     if not optimizers:
         step()
         return

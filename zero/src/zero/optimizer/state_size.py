@@ -69,7 +69,7 @@ def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> di
 
 
 def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Of a parameter's master: small, of as many dimensions, on the host, with a gradient."""
+    """A stand-in for a parameter's master: small, of as many dimensions, on the host, with a gradient."""
     wide = torch.promote_types(dtype, torch.float32)
     small = nn.Parameter(torch.zeros(_sides(parameter.shape), dtype=wide, device=HOST))
     small.grad = torch.zeros_like(small)
@@ -77,7 +77,8 @@ def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _sides(shape: Sequence[int]) -> list[int]:
-    """In the order of the sizes, so that what goes by the shorter one does here too; what is 1 stays."""
+    """The sides of a stand-in, in the order of the sizes: what looks at the shorter one does so here too. A
+    size of 1 stays."""
     real = tuple(shape) or (2,)
     found = [1] * len(real)
     long = sorted((place for place, size in enumerate(real) if size != 1), key=lambda place: real[place])

@@ -17,15 +17,15 @@ LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
 
 @dataclass(frozen=True)
 class Stepping:
-    """Of a parameter. rule: of the kernel; None where its optimizer steps it. whole: the whole parameter is
-    stepped, even where ranks have slices of it."""
+    """How a parameter is stepped. rule: of the kernel; None where its optimizer steps it. whole: the whole
+    parameter is stepped, even where ranks have slices of it."""
 
     rule: Rule | None = None
     whole: bool = False
 
 
 def steppings(optimizer: Optimizer, config: Config) -> dict[nn.Parameter, Stepping]:
-    """Of the parameters that the optimizer, or each of several, knows."""
+    """How the parameters are stepped that the optimizer, or one of several, knows."""
     ways = zip(optimizer.param_groups, of_param_groups(optimizer, config), strict=True)
     return {parameter: way for group, way in ways for parameter in group["params"]}
 
@@ -37,7 +37,7 @@ def of_param_groups(optimizer: Optimizer, config: Config) -> list[Stepping]:
 
 
 def of_unknown(known: dict[nn.Parameter, Stepping]) -> Stepping:
-    """Of parameters that no optimizer knows: as others, so that they need no buffers of their own."""
+    """How parameters count that no optimizer knows: as others, so that they need no buffers of their own."""
     return next((stepping for stepping in known.values() if not stepping.whole), Stepping())
 
 

@@ -15,8 +15,8 @@ from zero.tiers.values import put
 
 
 class Twin:
-    """Of a sub-group that a kernel serves and whose record is on the host. It takes as much memory as the
-    record, and where the master is not the shard as the weights."""
+    """The twin of a sub-group that a kernel serves and whose record is on the host. It takes as much memory
+    as the record, and where the master is not the shard as the weights."""
 
     def __init__(self, stores: Stores, owned: OwnedSubGroup) -> None:
         sub, state = owned.sub, owned.sub.kept.opened()
@@ -56,7 +56,8 @@ class Twin:
         return None if wide else weights
 
     def take_the_place(self) -> None:
-        """Of the record, which becomes the twin; the weights begin to go where the shard is."""
+        """Change places with the record, which becomes the twin; the weights begin to go where the shard
+        is."""
         group, sub, count = self._owned.group, self._owned.sub, self._owned.counted
         before, after = sub.kept.opened(), self._state
         is_all = sub.shard is group.shard  # a part of the shard has to stay where it is

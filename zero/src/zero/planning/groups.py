@@ -87,12 +87,12 @@ class PlannedGroup:
 
     @property
     def whole_bytes(self) -> int:
-        """Of the buffer that is computed with."""
+        """Bytes of the buffer that is computed with."""
         return self.numel * self.gathered.itemsize
 
     @property
     def own_bytes(self) -> int:
-        """Of the whole buffer in the parameters' own dtype."""
+        """Bytes of the whole buffer in the parameters' own dtype."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -106,22 +106,22 @@ class PlannedGroup:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the whole buffer of gradients."""
+        """Bytes of the whole buffer of gradients."""
         return self.numel * self.reduced.itemsize
 
     @property
     def sent_bytes(self) -> int:
-        """Of the whole buffer as it travels."""
+        """Bytes of the whole buffer of gradients as it travels."""
         return self.numel * self.sent.itemsize
 
     @property
     def slice_bytes(self) -> int:
-        """Of the reduced sum that is left of it, from backward to step."""
+        """Bytes of the reduced sum that is left of the gradients, from backward to step."""
         return self.shard_numel * self.slice.itemsize
 
     @property
     def wide(self) -> torch.dtype:
-        """Of masters and moments."""
+        """The dtype of masters and moments."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def is_master(self, tier: Tier) -> bool:
@@ -135,12 +135,12 @@ class PlannedGroup:
         return self if self.kernel else replace(self, moments=0, whole=whole)
 
     def record_bytes(self, numel: int, tier: Tier) -> int:
-        """Of master and moments in memory, for `numel` elements in `tier`."""
+        """Bytes of master and moments in memory, for `numel` elements in `tier`."""
         state = math.ceil(numel * self.moments) if self.whole is None else self.whole.state
         return self.wide.itemsize * (state + numel * (not self.is_master(tier)))
 
     def disk_sections(self, compact: bool) -> list[torch.dtype]:
-        """Of master and moments on disk: the dtype of each value that is there for an element."""
+        """The dtype of each value that is on disk for an element: of its master and moments."""
         return DiskFormat(self.placement.moments, compact).record(self.wide, self.dtype is torch.bfloat16)
 
 
@@ -276,7 +276,7 @@ class UnitPlanner:
 
 
 def _record_tier(draft: GroupDraft) -> Tier:
-    """Where the record of a group is that is stepped whole: it has one."""
+    """The tier of the one record of a group that is stepped whole."""
     return draft.placement.optimizer[0][1]
 
 
@@ -323,6 +323,6 @@ class _Order:
         return max(within) >= self.trained
 
     def largest_tied(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:
-        """Of those that are used more than once."""
+        """The largest of those that are used more than once; None for none."""
         tied = (p for p in parameters if self.first[p] < self.last[p])
         return max(tied, key=lambda parameter: parameter.numel(), default=None)

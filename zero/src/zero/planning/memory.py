@@ -73,7 +73,7 @@ def plan_memory(
 
 
 def _rest(group: PlannedGroup, tier: Tier, config: Config) -> Held:
-    """Of a group, in one tier."""
+    """What a group keeps in one tier between steps."""
     parameters = group.own_bytes if group.resident else group.shard_bytes
     records = [numel for numel, where in group.placement.optimizer if where == tier]
     if tier == "disk":

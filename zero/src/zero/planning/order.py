@@ -12,7 +12,7 @@ def forward_uses(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
 
 
 def backward_uses(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
-    """Of those that a backward comes to."""
+    """The units that a backward comes to."""
     forward = forward_uses(units)
     ends = {unit.name: end(unit, forward) for unit in forward}
     return sorted((unit for unit in forward if unit.reached), key=lambda unit: -ends[unit.name])

@@ -116,9 +116,9 @@ def _turns(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
 def _moments(
     unit: PlannedUnit, index: int, turns: Sequence[PlannedUnit], travelling: int
 ) -> Iterator[tuple[int, _Moment]]:
-    """Of a unit's turn, each with the bytes that autograd has then: while the gradient of its largest
-    parameter is put into the whole buffer; when that is reduced, with the gradient that came last; and before
-    both, as gradients of one parameter are added up."""
+    """The moments of a unit's turn, each with the bytes that autograd has then: while the gradient of its
+    largest parameter is put into the whole buffer; when that is reduced, with the gradient that came last;
+    and before both, as gradients of one parameter are added up."""
     around = [group for other in turns if other.is_root for group in other.groups if group.trainable]
     held = 0 if unit.is_root else sum(group.held for group in around)
     yield held + unit.largest, _Moment(index, False, travelling)
@@ -138,9 +138,9 @@ def _place(group: PlannedGroup, position: int, unit: PlannedUnit) -> tuple[int, 
 
 @dataclass(frozen=True)
 class _Moment:
-    """In the turn of the unit at `index`, before or after its gradients are reduced. travelling: units whose
-    gradients may be on their way off the device. adding: the group of a parameter whose gradients autograd is
-    adding up."""
+    """A moment in the turn of the unit at `index`, before or after its gradients are reduced. travelling:
+    units whose gradients may be on their way off the device. adding: the group of a parameter whose gradients
+    autograd is adding up."""
 
     index: int
     reduced: bool
@@ -166,8 +166,8 @@ class _Moment:
         return whole + (group.slice_bytes if stays or travels else 0) + added
 
     def _narrowed(self, group: PlannedGroup, age: int, near: bool, begun: bool) -> int:
-        """Of a group whose gradients are narrowed to be sent: the wide buffer goes at once; the sum is
-        wide."""
+        """As `bytes_of`, of a group whose gradients are narrowed to be sent: the wide buffer goes at once;
+        the sum is wide."""
         if age < 0 or (age == 0 and not self.reduced):
             return group.gradient_bytes if begun else 0
         if age == 0:
@@ -177,7 +177,7 @@ class _Moment:
         return group.slice_bytes if near or age <= self.travelling else 0
 
     def _in_place(self, group: PlannedGroup, age: int, near: bool, begun: bool, sums: Sums) -> int:
-        """Of a group whose reduced gradient is the whole buffer itself."""
+        """As `bytes_of`, of a group whose reduced gradient is the whole buffer itself."""
         if near and sums == "slices":  # there is the sum, and what comes to it
             return group.gradient_bytes * (2 if begun and age <= UNDER_REDUCTION else 1)
         return group.gradient_bytes if begun and (near or age <= self.travelling) else 0

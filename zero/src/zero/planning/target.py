@@ -86,7 +86,7 @@ def is_guessed(target: str) -> bool:
 
 
 class _Names(dict[str, Any]):
-    """Of a module, those that it makes when they are asked for among them."""
+    """The names of a module, those that it makes when they are asked for among them."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(vars(module))
@@ -180,7 +180,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def offload_of(pairs: list[str]) -> Offload | str:
-    """Of "optimizer=host", "params=disk", "path=/local", "fraction=0.5"; or "auto"."""
+    """Settings out of "optimizer=host", "params=disk", "path=/local", "fraction=0.5"; or "auto"."""
     if pairs == ["auto"]:
         return "auto"
     found: dict[str, Any] = {}
@@ -200,7 +200,7 @@ def _value_of(text: str, number: type[int] | type[float]) -> Any:
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """Of an optimizer, in JSON. Raises UsageError."""
+    """An optimizer's options out of JSON. Raises UsageError."""
     try:
         options = json.loads(text)
     except ValueError as error:

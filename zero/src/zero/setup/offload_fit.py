@@ -33,7 +33,8 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device
 
 
 def _check_own_steps(optimizer: Optimizer, config: Config) -> None:
-    """Where state would be stepped from a disk or ahead, and the optimizer cannot be."""
+    """Raise ConfigError where state is to be stepped from the disk, on a visit or ahead, by an optimizer that
+    steps itself."""
     serves = f"serves what kernels step: Adam, AdamW, SGD, Lion. This {name_of(optimizer)} steps its own"
     if config.tiers.optimizer == "disk":
         raise ConfigError(

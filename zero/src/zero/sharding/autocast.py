@@ -29,7 +29,7 @@ _CAST: dict[Callable[..., Any], tuple[str, ...]] = {
     **{kind.forward: ("weight",) for kind in (nn.Linear, *_CONVOLUTIONS)},
     nn.MultiheadAttention.forward: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
-"""By the forward that computes with them, which a subclass may have for its own: names of parameters."""
+"""Names of parameters, by the forward that casts them; a subclass may have a forward of its own."""
 _TOLD_FROM = 0.1  # of a model's elements, in matrices of unknown use
 
 
@@ -83,7 +83,7 @@ class AutocastWatch:
 
 
 def _tell_of_unknown(model: nn.Module, config: Config) -> str:
-    """Nothing where matrices of unknown use are few."""
+    """The warning of matrices of unknown use; "" where they are few."""
     known = cast_before_use(model, config)
     unknown = {p: type(m).__name__ for m, p in _of_unknown_use(model) if p not in known}
     elements, wide = (sum(p.numel() for p in of) for of in (model.parameters(), unknown))

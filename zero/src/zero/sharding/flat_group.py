@@ -297,7 +297,7 @@ class FlatGroup:
             buffer.release()
 
     def form(self, cast: Cast) -> Cast:
-        """What of a unit's cast applies to this group; each form has its buffer."""
+        """The form in which the group is gathered for a unit's cast; each form has its buffer."""
         return self.travel.form(cast, self.dtype)
 
     def start_gather(self, communicator: Communicator, cast: Cast) -> list[Pending]:

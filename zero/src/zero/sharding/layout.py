@@ -44,7 +44,7 @@ class Piece:
         return slice(self.shard_start, self.shard_start + self.length)
 
     def within(self, window: slice) -> Piece | None:
-        """What of it is in a stretch of the shard, with its place there; None for nothing."""
+        """The part of the piece that is in a stretch of the shard, with its place there; None for nothing."""
         low = max(self.shard_start, window.start)
         high = min(self.shard_start + self.length, window.stop)
         if low >= high:

@@ -49,8 +49,8 @@ class Passed(Protocol):
 
 
 class Progress:
-    """Of the backwards of one engine. on_entry: called in each task, before anything else of it, to `expect`
-    the calls that are to come in it."""
+    """How far the backwards of one engine are. on_entry: called in each task, before anything else of it, to
+    `expect` the calls that are to come in it."""
 
     def __init__(self, device_type: str, on_entry: Callable[[], None]) -> None:
         self._device_type = device_type
@@ -99,12 +99,12 @@ class Progress:
         return call.newest_input == number if self._mixed else call.start > number
 
     def reset(self) -> None:
-        """Nothing is ahead: before and after a backward, or after an exception."""
+        """Expect no call any more: before and after a backward, or after an exception."""
         with self._lock:
             self._ahead.clear()
 
     def look_at(self, tensor: Tensor) -> None:
-        """Where a tensor of the graph is."""
+        """Note where a tensor of the graph is."""
         self._mixed |= tensor.device.type != self._device_type
 
     def watch(self, tensor: Tensor, then: Callable[[], None] | None = None, at: int = -1) -> None:
@@ -142,5 +142,5 @@ def number_of(tensor: Tensor) -> int:
 
 
 def next_number() -> int:
-    """That of the next node that this thread makes."""
+    """The number of the next node that this thread makes."""
     return torch.autograd._get_sequence_nr()

@@ -115,7 +115,7 @@ class ShardedUnit:
 
     @property
     def idle(self) -> bool:
-        """Nothing gathered or on its way."""
+        """Whether nothing is gathered or on its way."""
         return not (self._pending or self._gathered)
 
     def cast_for(self, dtype: torch.dtype | None, all: bool = False) -> Cast:
@@ -367,7 +367,7 @@ def refill(units: Iterable[ShardedUnit], frozen: bool) -> None:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """Where its storage begins; -1 for tensors of torch.func, subclasses and layouts that have none."""
+    """The address of a tensor's storage; -1 for tensors of torch.func, subclasses and layouts without one."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

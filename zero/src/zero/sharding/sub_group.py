@@ -58,7 +58,7 @@ class SubGroup:
 
 
 def sub_groups(placement: Placement) -> Iterator[SubGroup]:
-    """Of a trainable group, in the order of the shard."""
+    """The sub-groups of a trainable group, in the order of the shard; of a frozen one none."""
     begin = 0
     for numel, tier in placement.optimizer:
         yield SubGroup(slice(begin, begin + numel), tier, placement.visits and tier == "host")

@@ -62,7 +62,7 @@ class WholeValues(Uncopied):
 
     @property
     def device(self) -> torch.device:
-        """Where whole values are."""
+        """The device that whole values are on."""
         return self.units[0].groups[0].home.data.device
 
     def locate(self, name: str) -> Place:

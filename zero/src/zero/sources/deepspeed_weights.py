@@ -127,7 +127,8 @@ class DeepSpeedWeights(RecordSource):
 
 
 def refuse_strangers(path: Path, content: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Where weights and their names are looked for. Of the module's state only what holds tensors is missed:
+    """Raise CheckpointError where objects that are not read stand in the place of weights and their names, at
+    `keys`. Of the module's state only what holds tensors is missed:
     the rest, extra state of modules, is left out anyway."""
     for key in keys:
         value = content.get(key)

@@ -126,7 +126,7 @@ def strangers_in(value: Any) -> Iterator[Stranger]:
 
 
 def refusal(path: Path, name: str) -> CheckpointError:
-    """Of a file where an object of that name is what is looked for."""
+    """The error for a file that has an object of that name in the place of what is looked for."""
     return CheckpointError(f"{path} holds objects that are not read, since that would run their code: {name}")
 
 
@@ -160,7 +160,7 @@ def _subclass(rebuild: Any, kind: Any, arguments: Any, *_: Any) -> Any:
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """As pickles of the second protocol write bytes."""
+    """Bytes, out of what pickles of the second protocol write for them."""
     return text.encode(encoding)
 
 

@@ -36,7 +36,7 @@ class Record:
     moments: tuple[Values, ...] = ()
 
     def opened(self) -> Opened:
-        """Of a record that is in memory."""
+        """Master and moments of a record that is in memory."""
         assert isinstance(self.master, Tensor)
         moments = [m for m in self.moments if isinstance(m, Tensor)]
         return Opened(self.master, tuple(moments))
@@ -48,7 +48,7 @@ class Record:
 
     @property
     def sections(self) -> list[Section]:
-        """Of a record on disk, as they lie there one after another."""
+        """The sections of a record on disk, as they lie there one after another."""
         first = self.master.lower if isinstance(self.master, SplitMaster) else self.master
         return [v for v in (first, *self.moments) if isinstance(v, Section)]
 
@@ -80,11 +80,11 @@ class DiskFormat:
     compact: bool = False
 
     def record(self, dtype: torch.dtype, splits: bool) -> list[torch.dtype]:
-        """Of a record, section by section. splits: the weights may be the master's upper half."""
+        """The dtypes of a record, section by section. splits: the weights may be the master's upper half."""
         return [LOWER if self.compact and splits else dtype, *([dtype] * self.moments)]
 
     def nbytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
-        """Of a group of `numel` elements in `dtype`. gradient: dtype of its reduced slice."""
+        """Bytes that a group of `numel` elements in `dtype` takes. gradient: dtype of its reduced slice."""
         wide = torch.promote_types(dtype, torch.float32)
         of_record = self.record(wide, dtype is torch.bfloat16)
         sections = [(n, d) for n, tier in placement.optimizer if tier == "disk" for d in of_record]

@@ -55,7 +55,7 @@ class Stores:
 
     @cached_property
     def read_ahead(self) -> ReadAhead:
-        """Of parameters on disk."""
+        """Reads parameters on disk before their gathers."""
         return ReadAhead(self.accelerator)
 
     @cached_property
@@ -130,7 +130,7 @@ class Stores:
         return Record(tier, master, tuple(m.to(device) for m in old.moments))
 
     def outlet(self, shard: Values, master: Tensor) -> Outlet:
-        """Where a step of `master` writes the weights of `shard`."""
+        """What sends the weights of a stepped `master` to `shard`."""
         return Outlet(self, shard, master)
 
     def join(self) -> None:

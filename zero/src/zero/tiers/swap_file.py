@@ -206,8 +206,9 @@ def whole_pages(memory: Memory, nbytes: int) -> Tensor:
 
 
 def _close(threads: ThreadPoolExecutor, descriptors: set[int]) -> None:
-    """Nothing is under way: that would keep the file. The collector may call this from anywhere, also while a
-    thread is being started, where waiting for another one to end would never end."""
+    """Give threads and descriptors back. No transfer is under way: that would keep the file. The collector
+    may call this from anywhere, also while a thread is being started, where waiting for another one to end
+    would never end."""
     threads.shutdown(wait=False)
     for descriptor in descriptors:
         os.close(descriptor)

@@ -37,7 +37,7 @@ def schedule_optimizer(forward: ShardedGraph, backward: ShardedGraph) -> int:
 
 
 def send_optimizer(graph: ShardedGraph) -> None:
-    """In a forward that no backward follows no state is there: what has stayed goes first."""
+    """For a forward that no backward follows: optimizer state that has stayed on the device goes first."""
     _send(graph, [], {}, 0)
 
 
