@@ -144,9 +144,9 @@ def plan(
         "stage": stage,
         "shard_ranks": shard_ranks,
         "precision": precision,
-        "offload": targets.offload_of(offload or []),
+        "offload": targets.offload_of(offload) if offload else None,
     }
-    changes = {k: v for k, v in named.items() if v is not None and (k != "offload" or offload)}
+    changes = {name: value for name, value in named.items() if value is not None}
     settings = targets.settings(config, changes, ranks)
     options = targets.options_of(optimizer_options)
     dtype = None if autocast is None else DTYPES[autocast.value]
