@@ -31,7 +31,7 @@ from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding import layout
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.layout import ParameterSpec
+from zero.sharding.layout import ParameterSpec, Piece
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
 from zero.tiers.joined import joined
@@ -136,58 +136,56 @@ def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
 
 
 def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> None:
-    flat = group.widest
-    shards = engine.communicator.shards
-    written = list(_written_by(group, shards.rank, shards.size))
-    for index, start, place, length in written:
-        spec = group.layout.specs[index]
-        found.parts.append(
-            Part(model_key(spec.name), spec.shape, flat[place : place + length], start, stride_of(spec))
-        )
+    shards, flat = engine.communicator.shards, group.widest
+    written: dict[int, slice] = {}  # elements of each parameter
+    for piece in _written_by(group, shards.rank, shards.size):
+        spec, values = group.layout.specs[piece.index], flat[piece.shard_slice]
+        found.parts.append(Part(model_key(spec.name), spec.shape, values, piece.start, stride_of(spec)))
+        written[piece.index] = slice(piece.start, piece.start + piece.length)
     pieces: dict[int, list[OwnedPiece]] = {}
     for owned in engine.sharded_optimizer.owned.get(group, ()):
-        for piece in owned.pieces:
-            pieces.setdefault(piece.piece.index, []).append(piece)
-    stretches = {index: (start, length) for index, start, _, length in written}
-    for index, mine in pieces.items():
-        begin, end = mine[0].piece.start, mine[-1].piece.start + mine[-1].piece.length
-        start, length = stretches.get(index, (0, 0)) if group.shards == 1 else (begin, end - begin)
-        if length:
-            _collect_state(engine, group.layout.specs[index], mine, start, length, found)
+        for mine in owned.pieces:
+            pieces.setdefault(mine.piece.index, []).append(mine)
+    for index, of_parameter in pieces.items():
+        first, last = of_parameter[0].piece, of_parameter[-1].piece
+        window: slice | None = slice(first.start, last.start + last.length)
+        if group.shards == 1:  # every rank has all of the state, and writes as much of it as of the values
+            window = written.get(index)
+        if window is not None:
+            _collect_state(engine, group.layout.specs[index], of_parameter, window, found)
 
 
-def _written_by(group: FlatGroup, rank: int, ranks: int) -> Iterator[tuple[int, int, int, int]]:
-    """What a rank writes of a group: parameter, first element, its place in the shard, elements."""
+def _written_by(group: FlatGroup, rank: int, ranks: int) -> Sequence[Piece]:
+    """What a rank writes of a group's parameters: the pieces of its shard; of a replicated group those that
+    its shard would have, where they lie in the buffer."""
     if group.shards == ranks:
-        for piece in group.pieces:
-            yield piece.index, piece.start, piece.shard_start, piece.length
-        return
-    for piece in layout.plan(group.layout.specs, ranks, group.dtype.itemsize).pieces(rank):
-        yield piece.index, piece.start, group.layout.slots[piece.index].offset + piece.start, piece.length
+        return group.pieces
+    cut = layout.plan(group.layout.specs, ranks, group.dtype.itemsize)
+    offsets = [slot.offset for slot in group.layout.slots]
+    return [Piece(p.index, p.start, offsets[p.index] + p.start, p.length) for p in cut.pieces(rank)]
 
 
 def _collect_state(
     engine: EngineParts,
     spec: ParameterSpec,
     pieces: Sequence[OwnedPiece],
-    start: int,
-    length: int,
+    window: slice,
     found: RankState,
 ) -> None:
-    """pieces: of one parameter, in its order; what is not element-wise is the same for all."""
+    """The optimizer's state of a parameter, for the elements in `window`. pieces: of the parameter, in its
+    order; what is not element-wise is the same for all, and written with the parameter's first element."""
     state, first = engine.sharded_optimizer.optimizer.state, pieces[0]
     for name, value in state.get(first.parameter, {}).items():
         key = state_key(name, spec.name)
         if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, first.parameter):
             flat = joined([in_memory_order(state[p.parameter][name], p.parameter) for p in pieces])
-            begin = start - first.piece.start
-            values = flat[begin : begin + length]
-            found.parts.append(Part(key, spec.shape, values, start, stride_of(spec)))
+            values = flat[window.start - first.piece.start : window.stop - first.piece.start]
+            found.parts.append(Part(key, spec.shape, values, window.start, stride_of(spec)))
         elif isinstance(value, Tensor):
             _check_whole(name, value, spec, first)
-            if start == 0:
+            if window.start == 0:
                 found.parts.append(Part(key, tuple(value.shape), value.detach().contiguous().view(-1)))
-        elif start == 0:
+        elif window.start == 0:
             what = f"optimizer state {name!r} of {spec.name!r}"
             found.values.setdefault(spec.name, {})[name] = user_state.encode(value, key, found.parts, what)
 
