@@ -4,6 +4,10 @@ Autograd runs the nodes of a graph newest first. So when one runs that is older 
 node of that call has run, whatever the module does inside: frozen weights, side losses, outputs that nobody
 used. Hooks on tensors say where autograd is; the same on all ranks, whatever each has used within a call.
 
+For example, the call of a first unit makes nodes 0 to 4, and that of a second one, which takes the output of
+node 4, makes 5 to 9. A backward runs node 9 first: the second call begins. When the gradient of its input is
+ready, node 4 is next. So nothing from 5 on is left to run: the second call is over and the first one begins.
+
 Glossary
 --------
 call        one forward of a unit: `unit_hooks._Call`.
