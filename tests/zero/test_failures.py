@@ -131,6 +131,32 @@ def test_ranks_with_different_settings(cluster: Clusters) -> None:
             assert f"disagree about Config({name}=...): these" in message
 
 
+def other_rates_body(context: Context) -> tuple[str, bool, bool]:
+    """A scheduler that follows each rank's own loss."""
+    model = fresh(None)
+    optimizer = decaying(model)
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=TIMEOUT))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    before = engine.full_master("blocks.0.up.weight").flatten().tolist()
+    for loss in (1.0, 2.0 if context.rank else 0.5):
+        scheduler.step(loss)
+    with pytest.raises(zero.RankMismatchError) as caught:
+        engine.backward(model(features(0, context.rank, model), STRAIGHT).loss)
+    unchanged = engine.full_master("blocks.0.up.weight").flatten().tolist() == before
+    optimizer.param_groups[0]["lr"] = 1e-3
+    engine.backward(model(features(0, context.rank, model), STRAIGHT).loss)
+    return str(caught.value), unchanged, engine.step()
+
+
+def test_ranks_with_different_learning_rates(cluster: Clusters) -> None:
+    """Each slice of the model would be stepped with its rank's own. Set right, training goes on."""
+    for message, unchanged, stepped in cluster(2).run(other_rates_body):
+        assert "param_groups[0]['lr'] is 0.01 on rank 0 and 0.001 on rank 1" in message
+        assert "ReduceLROnPlateau" in message
+        assert unchanged
+        assert stepped
+
+
 @pytest.fixture
 def disposable(cluster: Clusters) -> Iterator[Ranks]:
     """Ranks that are of no use to later tests: a failed collective ends a job."""

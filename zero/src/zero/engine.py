@@ -28,6 +28,7 @@ from zero.offload.balance import Balancer
 from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.parking import Parking
+from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.optimizer_state import OptimizerState
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepping import Stepping
@@ -100,6 +101,7 @@ class Engine:
         own(module, self._whole)
         self._passes = Passes(module, config, stores, communicator, self.units, self._parking, sharded.visits)
         self._reducer = reducer = self._passes.reducer
+        reducer.settings = partial(scheduled, optimizer)
         self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator)
         overlap = config.tiers.overlap
         reducer.follower = sharded.step_ahead(self._factor.expected) if overlap else sharded.visits

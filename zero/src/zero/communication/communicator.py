@@ -186,23 +186,28 @@ class Communicator:
                 raise RankMismatchError(f"{difference}. {_ADVICE}") from error
             raise CommunicationError(f"rank {self.group.rank}: {error}. {_WORTHLESS}") from error
 
-    def agree(self, flag: bool = False) -> bool:
+    def agree(self, flag: bool = False, settings: Callable[[], Mapping[str, Any]] = dict) -> bool:
         """Check that all ranks issued the same collectives so far, and whether any rank raises `flag`.
 
-        Blocks the host until every rank is here; the device is not involved. Raises RankMismatchError, and
-        on every rank the OffloadError that one has postponed.
+        settings(): JSON values by name that all ranks must have the same of. Blocks the host until every rank
+        is here; the device is not involved. Raises RankMismatchError, and on every rank the OffloadError that
+        one has postponed.
         """
         if self.group.size == 1:
             return flag
-        mine = list(self._hashes.values())
+        own = settings()
+        mine = [*self._hashes.values(), crc32(repr(own).encode())]
         votes = [flag, bool(self._disk_error), *mine, *(-h for h in mine)]
         ballot = torch.tensor(votes, dtype=torch.int64, device=HOST)
         self._exchange("agreement", ballot)
         flagged, failed, *hashes = ballot.tolist()
-        if any(highest != -lowest for highest, lowest in zip(hashes[:2], hashes[2:], strict=True)):
+        *issued, same_settings = (high == -low for high, low in zip(hashes[:3], hashes[3:], strict=True))
+        if not all(issued):
             self._explain_mismatch()
         if failed:
             self._raise_disk_error()
+        if not same_settings:
+            self._explain_settings(own)
         return bool(flagged)
 
     @contextmanager
@@ -340,6 +345,17 @@ class Communicator:
         self.failed = "the ranks issued different collectives"
         raise RankMismatchError(f"{self._difference() or self.failed}. {_ADVICE}")
 
+    def _explain_settings(self, own: Mapping[str, Any]) -> NoReturn:
+        every = self.share_all(dict(own))
+        name, rank = next(
+            (name, rank)
+            for rank, theirs in enumerate(every)
+            for name in {**every[0], **theirs}
+            if repr(every[0].get(name)) != repr(theirs.get(name))  # repr: NaN is the same as NaN
+        )
+        values = f"{every[0].get(name)} on rank 0 and {every[rank].get(name)} on rank {rank}"
+        raise RankMismatchError(f"{name} is {values}. {_SETTINGS_ADVICE}")
+
     def _difference(self) -> str:
         """Where the ranks' collectives part, in words; "" where they agree."""
         log = dict(self._log)
@@ -360,4 +376,8 @@ _WORTHLESS = (
 _ADVICE = (
     "Every rank must run the same modules in the same order; a branch that depends on the rank's data is "
     "the usual cause"
+)
+_SETTINGS_ADVICE = (
+    "Every rank steps its part of one model and must do it the same way: where a scheduler follows a loss, "
+    "as ReduceLROnPlateau does, give it the mean over the ranks"
 )

@@ -14,9 +14,9 @@ over host memory: a parameter that no rank used has no gradient and is not stepp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
     on_complete(unit): called when every trainable parameter of a unit has its gradient. follower: None where
-    nobody follows.
+    nobody follows. settings(): see `Communicator.agree`; asked at the end of a backward.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class GradientReducer:
         self._communicate = True
         self._last = True
         self.follower: Follower | None = None
+        self.settings: Callable[[], Mapping[str, Any]] = dict
         self._reductions: list[_Reduction] = []
         self._alone = communicator.group.size == 1
         self._copies = None if communicator.copies is None else CopySums(communicator, self._arrived)
@@ -273,7 +274,7 @@ class GradientReducer:
         to which some rank had gradients come after their reduction."""
         counts = [len(g.group.parameters) for g in self.all]
         late: list[int] = []
-        if self._communicator.agree(any(g.partial or g.filled for g in self.all)):
+        if self._communicator.agree(any(g.partial or g.filled for g in self.all), self.settings):
             mine = torch.cat([_flags(g.have, n) for g, n in zip(self.all, counts, strict=True)])
             after = torch.tensor([bool(g.filled) for g in self._order], dtype=torch.uint8, device=HOST)
             *flags, after = self._communicator.any_of(torch.cat([mine, after])).split([*counts, len(after)])

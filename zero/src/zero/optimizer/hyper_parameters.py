@@ -1,0 +1,34 @@
+"""The hyper-parameters that schedulers change, which must be the same on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accelz.flat_buffer import HOST
+
+SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+
+
+def scheduled(optimizer: Optimizer) -> dict[str, Any]:
+    """Their values by where they are, as JSON. Those on a device are left out: reading them would wait."""
+    return {
+        f"param_groups[{index}][{name!r}]": _plain(group[name])
+        for index, group in enumerate(optimizer.param_groups)
+        for name in SCHEDULED
+        if name in group and not _on_device(group[name])
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return float(value) if hasattr(value, "__float__") else None
+
+
+def _on_device(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_on_device, value))
+    return isinstance(value, Tensor) and value.device != HOST
