@@ -98,6 +98,27 @@ def test_ranks_that_gather_other_units_are_told_so(disposable: Ranks, path: tupl
         assert seconds < 4 * TIMEOUT
 
 
+def other_writer_body(context: Context) -> tuple[str, float]:
+    model = fresh(None)
+    zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
+    start = time.monotonic()
+    try:
+        with zero.gathered(model.blocks[0].up.weight, write_rank=context.rank), torch.no_grad():
+            model.blocks[0].up.weight.zero_()
+    except zero.ZeroError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", 0.0
+
+
+def test_ranks_that_all_want_to_write(disposable: Ranks) -> None:
+    """`write_rank=rank` where a number that all ranks agree on was meant."""
+    for message, seconds in disposable(2).run(other_writer_body, limit=40):
+        assert message.startswith("RankMismatchError"), message
+        assert "from rank 0 on rank 0" in message
+        assert "from rank 1 on rank 1" in message
+        assert seconds < 4 * TIMEOUT
+
+
 def other_model_body(context: Context) -> str:
     torch.manual_seed(0)
     model = Stack(layers=4 + context.rank)

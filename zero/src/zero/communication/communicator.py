@@ -167,6 +167,7 @@ class Communicator:
             tensor.dtype,
             self.group,
             lambda: self._collectives.broadcast(tensor, source, self.group, async_op=True),
+            f" from rank {source}",
         ).wait()
 
     def check(self) -> None:
@@ -299,12 +300,19 @@ class Communicator:
             self._explain(error, self._count, text, began, self._control)
 
     def _issue(
-        self, op: str, unit: str, numel: int, dtype: torch.dtype, group: Group, call: Callable[[], Handle]
+        self,
+        op: str,
+        unit: str,
+        numel: int,
+        dtype: torch.dtype,
+        group: Group,
+        call: Callable[[], Handle],
+        origin: str = "",
     ) -> NamedHandle:
         """numel: of the whole buffer, equal on all ranks."""
         if self.failed:
             raise CommunicationError(f"no collective is possible after an earlier failure: {self.failed}")
-        text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')})"
+        text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')}){origin}"
         self._count += 1
         kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
         self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
