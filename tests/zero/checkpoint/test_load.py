@@ -102,6 +102,37 @@ def test_another_device(cluster: Clusters, device: str, tmp_path: Path) -> None:
     assert cluster(2).run(load_body, path=path, stage=3)[0] == before
 
 
+def own_path_body(context: Context, runs: str, names: tuple[str, str]) -> Fingerprint | str:
+    job = Job(context, "adamw", fresh=False, stage=3)
+    try:
+        job.load(str(Path(runs, names[context.rank])))
+    except zero.CheckpointError as error:
+        return str(error)
+    return fingerprint(job.engine)
+
+
+def test_ranks_that_are_given_different_checkpoints(cluster: Clusters, tmp_path: Path) -> None:
+    """Each rank's best one, say. Rank 0's alone would be loaded, in silence."""
+    for name in ("a", "b"):
+        cluster(2).run(save_body, path=str(tmp_path / name / "step-3"), stage=3)
+    for told in cluster(2).run(own_path_body, runs=str(tmp_path), names=("a", "b")):
+        assert f"rank 0 in {tmp_path}/a/step-3, rank 1 in {tmp_path}/b/step-3" in told
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_machines_may_know_a_checkpoint_by_other_names(
+    cluster: Clusters, tmp_path: Path, interrupted: bool
+) -> None:
+    saved = cluster(2).run(save_body, path=str(tmp_path / "mounted" / "step-3"), stage=3)[0]
+    (tmp_path / "elsewhere").symlink_to("mounted")
+    if interrupted:  # a save of the same name was killed before its own took the place
+        (tmp_path / "mounted" / "step-3").rename(tmp_path / "mounted" / ".step-3.zero-old")
+    for place in ("", "/step-3"):
+        names = (f"mounted{place}", f"elsewhere{place}")
+        for loaded in cluster(2).run(own_path_body, runs=str(tmp_path), names=names):
+            assert loaded == saved
+
+
 def large(context: Context) -> tuple[zero.Engine, nn.Module]:
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2)))

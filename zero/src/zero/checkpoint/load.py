@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,13 @@ def load(
 ) -> Loaded:
     """Collective. before_change: called when everything has been checked and values begin to change."""
     together = Together(engine.communicator, "the checkpoint")
-    where = together(lambda: str(find(path, storage)) if engine.rank == 0 else None)[0]
+    found = together(lambda: os.path.relpath(find(path, storage), path) if engine.rank == 0 else None)[0]
+    where = path / found  # machines may know it by other names
+    if found.startswith(".."):  # what a killed save has left in its place
+        where = Path(os.path.abspath(where))
     opened: list[Checkpoint] = []
     try:
-        digests = together(lambda: _open(engine, storage, Path(where), opened))
-        if len(set(digests)) > 1:
-            raise CheckpointError(
-                f"the ranks see different files in {where}: it was replaced, or is not shared"
-            )
+        _check_same(together(lambda: [str(where), _open(engine, storage, where, opened)]))
         load = _Load(engine, opened[0], options)
         together(load.check)
         before_change()
@@ -78,6 +78,16 @@ def _open(engine: EngineParts, storage: Storage, path: Path, opened: list[Checkp
     if engine.rank == 0:
         checkpoint.check_files()
     return checkpoint.digest
+
+
+def _check_same(seen: Sequence[tuple[str, int]]) -> None:
+    """seen: path and digest of what each rank has opened."""
+    for rank, (path, digest) in enumerate(seen):
+        if digest != seen[0][1]:
+            raise CheckpointError(
+                f"the ranks see different checkpoints: rank 0 in {seen[0][0]}, rank {rank} in {path}. It was "
+                "replaced meanwhile, or is not the same file system, or they were given different paths"
+            )
 
 
 class _Load:
