@@ -157,6 +157,27 @@ def test_an_engine_that_nobody_holds_is_freed(cluster: Clusters, settings: dict[
         assert nbytes == 0
 
 
+def told_body(context: Context) -> list[int]:
+    """Keys of the job's store after each of some engines whose state is read and loaded some times."""
+    counts = []
+    for times in (1, 2, 4):
+        model = language_model()
+        engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
+        for _ in range(times):
+            engine.load_state_dict(engine.state_dict())
+            engine.full_optimizer_state(next(name for name, _ in model.named_parameters()))
+        context.accelerator.collectives.barrier(context.group)
+        counts.append(context.group.store.num_keys())
+        context.accelerator.collectives.barrier(context.group)
+    return counts
+
+
+def test_what_ranks_have_told_each_other_does_not_pile_up(cluster: Clusters) -> None:
+    """An engine leaves each rank's last word, however often they talked and however many units it has."""
+    for first, second, third in cluster(2).run(told_body):
+        assert third - second == second - first == 2
+
+
 def test_nothing_grows_over_steps(cluster: Clusters) -> None:
     for tensors, hooks, tensors_later, hooks_later in cluster(2).run(leak_body):
         assert tensors_later == tensors

@@ -17,13 +17,15 @@ import warnings
 import weakref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, StorageSwap
 from accelz.gloo_lanes import unused_key
 from accelz.polled_store import wait_for
-from accelz_cpu.hosts import Hosts, exchange, find_hosts
+from accelz_cpu.hosts import Hosts, find_hosts
 
 
 class CommonMemory(StorageSwap):
@@ -33,6 +35,7 @@ class CommonMemory(StorageSwap):
         super().__init__(device)
         self._apart: set[str] = set()  # groups known to have no memory in common
         self._groups: dict[int, str] = {}  # address of each common buffer -> the group that has it in common
+        self._meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meeting] = weakref.WeakKeyDictionary()
 
     def has_in_place(self, whole: Tensor, shard: Tensor, group: Group) -> bool:
         """Whether `whole` is memory that all of `group` see, and `shard` this rank's slice of it."""
@@ -43,7 +46,7 @@ class CommonMemory(StorageSwap):
         name = group.process_group.group_name
         if group.size == 1 or not buffer.nbytes or name in self._apart:
             return None
-        meeting = _Meeting(group, unused_key(group, "accelz_cpu/common"))
+        meeting = self._meeting(group)
         memory = _map_together(buffer.nbytes, meeting)
         if memory is None:
             self._apart.add(name)
@@ -60,35 +63,61 @@ class CommonMemory(StorageSwap):
         buffer.release()
         return common
 
+    def _meeting(self, group: Group) -> _Meeting:
+        """Where the ranks of `group` meet for the next buffer."""
+        meeting = self._meetings.get(group.process_group)
+        if meeting is None:
+            meeting = self._meetings[group.process_group] = _Meeting(group)
+        meeting.turn += 1
+        return meeting
+
 
 class _Meeting:
-    """One exchange of a few words between the ranks of a group, through its store.
+    """Where the ranks of a group exchange a few words for each buffer, through the group's store.
 
-    rank, size: among the ranks of this node.
+    A word is taken back when all have heard it, so that the store does not grow with buffers and engines.
+    Keeps no group: it ends with it. rank, size: among the ranks of this node. turn: number of the buffer.
     """
 
-    def __init__(self, group: Group, prefix: str) -> None:
+    def __init__(self, group: Group) -> None:
+        prefix = unused_key(group, "accelz_cpu/common")
         self.hosts = find_hosts(group, prefix)
         self.rank = self.hosts.place
         self.size = len(self.hosts.here)
-        self._group = group
-        self._prefix = prefix
+        self.turn = 0
+        self._store = PrefixStore(prefix, group.store)
+        self._place, self._ranks = group.rank, range(group.size)
+        self._timeout = group.timeout
+        self._said: list[str] = []  # keys of this rank's words that are still there
 
     def tell(self, what: str, word: str) -> None:
         """To the ranks of this node."""
-        self._group.store.set(self._key(what), word)
+        self._say(self._key(what), word)
 
     def hear(self, what: str) -> str:
         """Wait for a word of this node's ranks; raises RuntimeError when the group's timeout passes."""
-        wait_for(self._group.store, [self._key(what)], self._group.timeout)
-        return str(self._group.store.get(self._key(what)).decode())
+        return self._hear([self._key(what)])[0]
 
     def exchange(self, what: str, word: str) -> list[str]:
-        """Every rank's word, by rank of the group."""
-        return [str(word) for word in exchange(self._group, f"{self._prefix}/{what}", word)]
+        """Every rank's word, by rank of the group. Who comes here has heard all that was said before."""
+        before, self._said = self._said, []
+        keys = [f"{self.turn}/{what}/{rank}" for rank in self._ranks]
+        self._say(keys[self._place], word)
+        words = self._hear(keys)
+        for key in before:
+            self._store.delete_key(key)
+        return words
+
+    def _say(self, key: str, word: str) -> None:
+        self._said.append(key)
+        self._store.set(key, word)
+
+    def _hear(self, keys: list[str]) -> list[str]:
+        wait_for(self._store, keys, self._timeout)
+        return [str(self._store.get(key).decode()) for key in keys]
 
     def _key(self, what: str) -> str:
-        return f"{self._prefix}/{self.hosts.index}/{what}"
+        return f"{self.turn}/{self.hosts.index}/{what}"
 
 
 def _map_together(nbytes: int, meeting: _Meeting) -> mmap.mmap | None:

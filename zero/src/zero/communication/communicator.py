@@ -275,13 +275,16 @@ class Communicator:
             return [json.loads(json.dumps(value))]  # what other world sizes would see
         self.check()
         self._shared += 1
-        prefix = f"{self._key}/share{self._shared}"
-        keys = [f"{prefix}/{rank}" for rank in range(self.group.size)]
+        before, keys = (
+            [f"{self._key}/share{turn}/{rank}" for rank in range(self.group.size)]
+            for turn in (self._shared - 1, self._shared)
+        )
         store = self.group.store
         try:
             store.set(keys[self.group.rank], json.dumps(value))
             store.wait(keys, timedelta(seconds=self.group.timeout))
             values = [json.loads(store.get(key)) for key in keys]
+            store.delete_key(before[self.group.rank])  # all who are here have read it: the store stays small
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.group.rank} waited {self.group.timeout:.0f} s for the other ranks' state"
