@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.compiled.models import FAULTS, WIDTH, Watched, Writing, fresh, tokens
 from tests.zero.models import device_of
-from tests.zero.training import adamw
+from tests.zero.training import adamw, collect_all, collected
 
 AOT = zero.Compile(inner="aot_eager")
 
@@ -177,11 +177,12 @@ def test_engines_beside_each_other(cluster: Clusters) -> None:
     assert all(cluster(2).run(two_engines_body))
 
 
+@collected()
 def leak_body(context: Context) -> tuple[int, int]:
     engine = build()
 
     def live() -> int:
-        gc.collect()
+        collect_all()
         return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
     for number in range(10):
@@ -208,6 +209,23 @@ def freed_body(context: Context) -> bool:
 
 def test_engines_are_freed(cluster: Clusters) -> None:
     assert all(cluster(2).run(freed_body))
+
+
+@collected()
+def graphs_body(context: Context) -> list[int]:
+    """Graphs that are there after each of some engines that nobody holds."""
+    counts = []
+    for _ in range(3):
+        step(build(), 0)
+        collect_all()
+        counts.append(sum(issubclass(type(o), fx.GraphModule) for o in gc.get_objects()))
+    return counts
+
+
+def test_graphs_go_with_their_engine(cluster: Clusters) -> None:
+    """Dynamo would keep them, and what they hold, for as long as the process runs."""
+    for first, second, third in cluster(2).run(graphs_body):
+        assert first == second == third
 
 
 def writing_body(context: Context) -> str:

@@ -8,12 +8,14 @@ the hooks gather it, as in the eager engine; graph breaks inside a unit are dyna
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -104,11 +106,11 @@ class CompiledModel:
                 raise UsageError(_HOOKS)
         frame = self._frames.get(thawed)
         if frame is None:
+            call = _frame(self._module, len(self._frames))
+            # Dynamo holds graphs in this file's globals for as long as the code has them, and code for ever.
+            weakref.finalize(self, reset_code, call.__code__).atexit = False
             frame = self._frames[thawed] = torch.compile(
-                _frame(self._module, len(self._frames)),
-                backend=self._backend,
-                fullgraph=True,
-                dynamic=self._settings.dynamic,
+                call, backend=self._backend, fullgraph=True, dynamic=self._settings.dynamic
             )
         return frame
 
