@@ -130,7 +130,7 @@ class Collectives:
         """
         members = None if ranks is None else list(ranks)
         made = _translated(
-            lambda: dist.new_group(members, timeout=timedelta(seconds=timeout), backend=self.spec)
+            lambda: dist.new_group(members, timeout=timedelta(seconds=timeout), backend=self._group_spec())
         )
         return None if made is dist.GroupMember.NON_GROUP_MEMBER else self._wrap(made, timeout)
 
@@ -205,6 +205,10 @@ class Collectives:
         """Leave the job: destroy every process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _group_spec(self) -> str:
+        """The spec of further groups."""
+        return self.spec
 
     # What a backend overrides: each begins one collective and returns torch's handle of it.
 

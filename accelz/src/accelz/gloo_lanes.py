@@ -58,11 +58,7 @@ class Lanes:
 
     def _open(self, store: Store) -> dist.ProcessGroupGloo:
         _check_descriptors(self._size, len(self._lanes))
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = self._timeout
-        options._threads = 1
-        options._devices = list(_devices())
-        return dist.ProcessGroupGloo(store, self._rank, self._size, options)
+        return dist.ProcessGroupGloo(store, self._rank, self._size, _options(self._timeout))
 
 
 def _check_descriptors(ranks: int, lanes: int) -> None:
@@ -89,6 +85,9 @@ class GlooLanes(Collectives):
         super().__init__("gloo")
         self._lanes: dict[dist.ProcessGroup, Lanes] = {}
         self._lanes_lock = Lock()
+
+    def _group_spec(self) -> str:
+        return _registered()
 
     def destroy(self) -> None:
         self._close_lanes()
@@ -165,8 +164,29 @@ def unused_key(group: Group, purpose: str) -> str:
 
 
 @cache
+def _registered() -> str:
+    """The name under which torch makes gloo groups that share the process's transport thread. Groups of
+    torch's own have a thread each, which wakes a hundred times a second as long as the group is there."""
+    name = "accelz_gloo"
+    dist.Backend.register_backend(name, _make_group, extended_api=True, devices=["cpu"])
+    return name
+
+
+def _make_group(place: Any, _: Any) -> dist.ProcessGroupGloo:
+    options = _options(place.timeout)
+    options.group_name, options.global_ranks_in_group = place.group_id, place.global_ranks_in_group
+    return dist.ProcessGroupGloo(place.store, place.group_rank, place.group_size, options)
+
+
+def _options(timeout: timedelta) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout, options._threads, options._devices = timeout, 1, list(_devices())
+    return options
+
+
+@cache
 def _devices() -> tuple[Any, ...]:
-    """One transport thread for all lanes of the process. Interfaces are chosen as for torch's gloo groups."""
+    """One transport thread for all lanes and groups. Interfaces are chosen as for torch's gloo groups."""
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not names:
         return (dist.ProcessGroupGloo.create_default_device(),)
