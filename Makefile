@@ -31,6 +31,7 @@ $(SIM_STAMP): $(STAMP) $(wildcard $(SIM)/csrc/*) $(SIM)/setup.py $(SIM)/pyprojec
 train: setup  ## a byte-level language model on Python's own sources, sharded over RANKS processes
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train_lm.py $(ARGS)
 
+test: export PYTHONDONTWRITEBYTECODE =  # hundreds of processes import the packages: they are compiled once
 test: setup sim  ## everything on the CPU, then the engine's tests once more on the simulated accelerator
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/zero --device sim $(ARGS)
