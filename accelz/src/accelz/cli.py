@@ -24,9 +24,11 @@ from accelz.errors import AccelzError
 from accelz.patience import patience
 
 app = typer.Typer(
-    help="What an accelerator backend is, can do, and proves.", no_args_is_help=True, add_completion=False
+    help="List accelerator backends, inspect and measure one, prove its conformance, start a new one.",
+    no_args_is_help=True,
+    add_completion=False,
 )
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout alone.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
 WIDTH = 110
 UNLIMITED = 10_000
 """Columns where nobody looks at them: what is piped is cut nowhere."""
@@ -106,7 +108,9 @@ def choose(rows: list[BackendRow]) -> tuple[str | None, str]:
 @app.command()
 @clean
 def info(
-    name: Annotated[str | None, typer.Argument(help="A backend; the chosen one without it.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A backend; by default the one that would be chosen.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What one device can do."""
@@ -123,10 +127,12 @@ def info(
 @app.command()
 @clean
 def check(
-    name: Annotated[str, typer.Argument(help="The backend to put to the test.")],
+    name: Annotated[str, typer.Argument(help="The backend to test.")],
     as_json: AsJson = False,
-    only: Annotated[str | None, typer.Option("-k", help="Run the tests that match, as pytest -k.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that a test may take.")] = TEST_SECONDS,
+    only: Annotated[
+        str | None, typer.Option("-k", help="Run only the tests that match, as with pytest -k.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that each test may take.")] = TEST_SECONDS,
 ) -> None:
     """Run the conformance kit: what the backend declares, proved.
 
@@ -148,12 +154,16 @@ def check(
 @app.command()
 @clean
 def bench(
-    name: Annotated[str | None, typer.Argument(help="A backend; the chosen one without it.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A backend; by default the one that would be chosen.")
+    ] = None,
     elements: Annotated[
-        int, typer.Option(min=1024, help="Of every buffer: several times the device's cache.")
+        int, typer.Option(min=1024, help="Elements of each buffer; choose several times the device's cache.")
     ] = 1 << 24,
-    ranks: Annotated[int, typer.Option(min=1, help="From 2 on, collectives between so many, too.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Medians are of so many.")] = 9,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="With 2 or more, also time collectives between that many ranks.")
+    ] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 9,
     as_json: AsJson = False,
 ) -> None:
     """How fast a backend is: kernels and copies, and collectives, beside a copy on the device."""
@@ -183,20 +193,28 @@ def bench(
 @clean
 def new(
     name: Annotated[str, typer.Argument(help="The backend's name, as in ACCELZ_DEVICE=NAME.")],
-    out: Annotated[Path, typer.Option(help="The folder in which accelz_NAME is made.")] = Path(),
+    out: Annotated[Path, typer.Option(help="The folder in which to create accelz_NAME.")] = Path(),
     torch_device: Annotated[
         bool,
-        typer.Option("--torch-device", help="torch.get_device_module serves the device: derive the roles."),
+        typer.Option(
+            "--torch-device", help="The device works with torch.get_device_module: derive the roles from it."
+        ),
     ] = False,
     device_type: Annotated[
         str | None,
-        typer.Option(help="torch's name of the device; NAME, or a stand-in without --torch-device."),
+        typer.Option(
+            help="torch's name for the device; by default NAME, or a stand-in without --torch-device."
+        ),
     ] = None,
     library: Annotated[
-        str | None, typer.Option(help="The module that makes it a device of torch; torch_NAME by default.")
+        str | None,
+        typer.Option(help="The module that registers the device with torch; torch_NAME by default."),
     ] = None,
     collectives: Annotated[
-        str | None, typer.Option(help="Its library in torch.distributed; staged through the host without it.")
+        str | None,
+        typer.Option(
+            help="Its backend in torch.distributed; by default collectives are staged through the host."
+        ),
     ] = None,
 ) -> None:
     """Write a backend package: it installs, is discovered, and the kit says what to implement next."""

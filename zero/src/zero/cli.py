@@ -38,7 +38,7 @@ from zero.sources.source import Source
 from zero.sources.zero_checkpoint import ZeroSource
 
 app = typer.Typer(
-    help="What training will take; what is in checkpoints, are they intact, and whole weights out of them.",
+    help="Plan the memory of a training job; inspect, verify, consolidate and convert checkpoints.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -67,12 +67,16 @@ class Target(str, Enum):
     universal = "universal"
 
 
-Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint, or the directory of several: its latest.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two for each core where nothing is said.")]
-Memory = Annotated[str, typer.Option(help="For all buffers together. Python needs 60 MB besides.")]
-Include = Annotated[list[str] | None, typer.Option(help="Only names like this, e.g. 'model.*'.")]
-Exclude = Annotated[list[str] | None, typer.Option(help="No names like this.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on stdout alone.")]
+Checkpoint = Annotated[
+    Path, typer.Argument(help="A checkpoint, or a directory of several, whose latest is taken.")
+]
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads; by default two per core.")]
+Memory = Annotated[str, typer.Option(help="Memory for all buffers together; Python takes about 60 MB more.")]
+Include = Annotated[
+    list[str] | None, typer.Option(help="Only tensors whose names match, e.g. 'model.*'; may be repeated.")
+]
+Exclude = Annotated[list[str] | None, typer.Option(help="No tensors whose names match; may be repeated.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
 
 
 def clean(command: Callable[..., None]) -> Callable[..., None]:
@@ -105,31 +109,39 @@ def plan(
     target: Annotated[
         str,
         typer.Argument(
-            help="What returns the model, package.module:function, file.py:function or an expression, "
-            "'transformers:LlamaForCausalLM(LlamaConfig())'; or a checkpoint or weights in any format."
+            help="A function or expression that returns the model: package.module:function, file.py:function "
+            "or 'transformers:LlamaForCausalLM(LlamaConfig())'; or a checkpoint or weights in any format."
         ),
     ],
-    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks of the job.")],
-    stage: Annotated[int | None, typer.Option(min=0, max=3, help="0 to 3; 3 where nothing is said.")] = None,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks in the job.")],
+    stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage, 0 to 3; 3 by default.")] = None,
     shard_ranks: Annotated[
-        int | None, typer.Option(min=2, help="That share a copy of the model; all where nothing is said.")
+        int | None, typer.Option(min=2, help="Ranks that share a copy of the model; all by default.")
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16, fp16, or model.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, bf16, fp16, or model (each parameter's own).")
+    ] = None,
     optimizer: Annotated[
-        str, typer.Option(help="Of torch.optim, or Lion; muon has matrices, AdamW the rest.")
+        str, typer.Option(help="A name in torch.optim, or Lion; muon steps matrices, AdamW the rest.")
     ] = "AdamW",
-    optimizer_options: Annotated[str, typer.Option(help="JSON, e.g. '{\"momentum\": 0.9}'.")] = "{}",
+    optimizer_options: Annotated[
+        str, typer.Option(help="Its arguments as JSON, e.g. '{\"momentum\": 0.9}'.")
+    ] = "{}",
     offload: Annotated[
-        list[str] | None, typer.Option(help="optimizer=host, params=host, path=/local, ...; or auto.")
+        list[str] | None,
+        typer.Option(help="optimizer=host, params=host, path=/local, ... (may be repeated); or auto."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="More settings: JSON, of zero.Config's fields or DeepSpeed's.")
+        Path | None,
+        typer.Option(help="A JSON file with further settings: fields of zero.Config, or DeepSpeed's."),
     ] = None,
-    autocast: Annotated[Autocast | None, typer.Option(help="The forward runs under torch.autocast.")] = None,
+    autocast: Annotated[
+        Autocast | None, typer.Option(help="Assume that the forward runs under torch.autocast.")
+    ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Of a device, e.g. 80GB: exit code 1 if nothing fits.")
+        str | None, typer.Option(help="Memory of one device, e.g. 80GB: exit code 1 if nothing fits.")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Stages and offload side by side.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Show stages and offload side by side.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Memory and traffic of a training step, before anything is allocated.
@@ -170,18 +182,24 @@ def plan(
 @clean
 def consolidate(
     checkpoint: Checkpoint,
-    out: Annotated[Path, typer.Argument(help="The directory to write; its parent must be there.")],
+    out: Annotated[Path, typer.Argument(help="The directory to write; its parent must exist.")],
     dtype: Annotated[
-        Dtype, typer.Option(help="Of what is in floating point. keep: what each weight had in training.")
+        Dtype, typer.Option(help="Dtype of floating-point weights; keep: the one each had in training.")
     ] = Dtype.fp32,
-    format: Annotated[Format, typer.Option(help="Of the files; torch: of torch.save.")] = Format.safetensors,
-    max_shard_size: Annotated[str, typer.Option(help="Of one file, e.g. 5GB, 500MiB.")] = "5GB",
+    format: Annotated[
+        Format, typer.Option(help="Format of the files; torch: as torch.save writes them.")
+    ] = Format.safetensors,
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file, e.g. 5GB, 500MiB.")] = "5GB",
     include: Include = None,
     exclude: Exclude = None,
     workers: Workers = None,
     memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights in OUT alone.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Read OUT back and compare.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace weights that are in OUT; other files there stay.")
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read OUT back and compare it with the checkpoint.")
+    ] = False,
 ) -> None:
     """Whole weights from a sharded checkpoint, in the layout of transformers.
 
@@ -213,11 +231,15 @@ def consolidate(
 @app.command()
 @clean
 def convert(
-    weights: Annotated[Path, typer.Argument(help="A checkpoint, or weights, in any format that is read.")],
-    out: Annotated[Path, typer.Argument(help="The checkpoint to write; its parent must be there.")],
+    weights: Annotated[
+        Path, typer.Argument(help="A checkpoint or weights, in any format that consolidate reads.")
+    ],
+    out: Annotated[Path, typer.Argument(help="The checkpoint to write; its parent must exist.")],
     to: Annotated[
         Target,
-        typer.Option(help="universal: DeepSpeed's, with the optimizer's state, of a checkpoint of zero's."),
+        typer.Option(
+            help="universal: from zero's checkpoint to a DeepSpeed universal one, optimizer state included."
+        ),
     ] = Target.zero,
     include: Include = None,
     exclude: Exclude = None,
