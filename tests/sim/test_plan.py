@@ -280,6 +280,7 @@ def _sizes(case: str) -> tuple[int, ...]:
     return (4,) if "shard_ranks" in CASES[case][0] else (1, 2)
 
 
+@pytest.mark.filterwarnings("ignore:Stranger will step whole parameters:UserWarning")
 @pytest.mark.parametrize(
     ("case", "size"),
     # What autocast casts where parameters stay whole is its own, as activations are.
