@@ -178,6 +178,34 @@ def test_ranks_with_different_learning_rates(cluster: Clusters) -> None:
         assert stepped
 
 
+class ManyBetas(torch.optim.SGD):
+    """An optimizer with an array of numbers in a group."""
+
+    def __init__(self, model: nn.Module, betas: Tensor) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.param_groups[0]["betas"] = betas
+
+
+def arrays_body(context: Context) -> tuple[bool, str]:
+    model = fresh(None)
+    optimizer = ManyBetas(model, torch.tensor([0.9, 0.5]))
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=TIMEOUT, whole_parameters=True))
+    engine.backward(straight(model, 0, context.rank))
+    stepped = engine.step()
+    optimizer.param_groups[0]["betas"][1] += 0.25 * context.rank
+    with pytest.raises(zero.RankMismatchError) as caught:
+        engine.backward(straight(model, 0, context.rank))
+    return stepped, str(caught.value)
+
+
+def test_ranks_with_different_arrays_of_numbers(cluster: Clusters) -> None:
+    for stepped, message in cluster(2).run(arrays_body):
+        assert stepped
+        assert "param_groups[0]['betas'] is" in message
+        assert "0.5] on rank 0" in message
+        assert "0.75] on rank 1" in message
+
+
 @pytest.fixture
 def disposable(cluster: Clusters) -> Iterator[Ranks]:
     """Ranks that are of no use to later tests: a failed collective ends a job."""

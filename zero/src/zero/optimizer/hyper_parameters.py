@@ -23,6 +23,8 @@ def scheduled(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # tensors and arrays, which may have several elements
+        value = value.tolist()
     if isinstance(value, (tuple, list)):
         return [_plain(each) for each in value]
     return float(value) if hasattr(value, "__float__") else None
