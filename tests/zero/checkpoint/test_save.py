@@ -245,6 +245,19 @@ def test_two_saves_at_a_time_do_not_disturb_each_other(cluster: Clusters, tmp_pa
         assert found == ["model-0", "model-1"]
 
 
+def unsavable_body(context: Context, path: str) -> str:
+    engine = engine_of(context)
+    with pytest.raises(zero.UsageError) as caught:
+        engine.save_checkpoint(path, {"x": {1, 2}})
+    return repr(caught.value.__cause__)
+
+
+def test_a_rank_knows_why_there_is_no_directory(cluster: Clusters, tmp_path: Path) -> None:
+    """What rank 0 alone cannot save is the cause on every rank, and no path is."""
+    for cause in cluster(2).run(unsavable_body, path=str(tmp_path / "c")):
+        assert cause.startswith("UsageError(\"state['x'] is a set")
+
+
 def other_paths_body(context: Context, runs: str) -> str:
     """As with the time of day in a path."""
     engine = engine_of(context)

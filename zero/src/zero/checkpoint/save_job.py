@@ -21,6 +21,7 @@ from zero.checkpoint.storage import Storage
 from zero.errors import CheckpointError, CommunicationError
 
 _log = logging.getLogger("zero")
+_PART = "rank {} could not save its part of the checkpoint"
 _LAST = 3.0  # the outcome takes longer: rank 0 itself may wait for a rank that is gone
 
 
@@ -56,7 +57,7 @@ class Job:
             report = self._write(self._begin())
         except Exception as error:
             self.failure = error
-            report = {"problem": problem_of(error, f"rank {rank} could not save its part of the checkpoint")}
+            report = {"problem": problem_of(error, _PART.format(rank))}
         exchange.publish("file", report)
         if rank:
             outcome: Problem = exchange.collect("outcome", [0], patience=_LAST)[0]
@@ -82,14 +83,17 @@ class Job:
         return self.publication.staging
 
     def _make_directory(self) -> None:
+        """Or tell the others why there is none: one of that name may be another save's."""
         problem: Problem = []
         try:
             if self.failure is None:
                 self.publication.begin()
+            else:
+                problem = problem_of(self.failure, _PART.format(self.exchange.rank))
         except Exception as error:
             problem = problem_of(error, f"{self.publication.staging} could not be made")
         self.exchange.publish("directory", [problem, str(self.publication.staging)])
-        if problem:
+        if problem and self.failure is None:
             raise error_of(problem)
 
     def _check_same(self, there: str) -> None:
