@@ -96,6 +96,7 @@ def schedule_free_body(context: Context, stage: int, settings: dict[str, Any]) -
         engine.state_dict,
         lambda: engine.save_checkpoint("never"),
         lambda: engine.load_state_dict({}, strict=False),
+        lambda: engine.load_checkpoint("never", strict=False),
         zero.gathered(model).__enter__,
     ]
     for call in told:

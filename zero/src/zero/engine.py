@@ -259,8 +259,8 @@ class Engine:
 
         For what changes them in place through `optimizer.param_groups` outside of a step: train() and eval()
         of schedule-free optimizers, a clamp. Until then forwards, `zero.gathered`, whole states, saves and
-        loads raise UsageError, but for load_checkpoint. Between optimizer steps only, and outside of
-        `zero.gathered`.
+        loads raise UsageError, but for load_checkpoint with strict=True, which replaces all values. Between
+        optimizer steps only, and outside of `zero.gathered`.
         """
         self._parking.check()
         if self._micro_steps:
@@ -381,6 +381,8 @@ class Engine:
         """
         self._check_not_in_use("load_checkpoint")
         self._check_model()
+        if not strict:  # what the checkpoint does not have stays as it is
+            self._check_refreshed()
         options, before = Options(restore or {}, strict, weights_only, rename), self._interrupted
         loaded = self._checkpoints.load(path, options, self._begin_load)
         self._settle()
