@@ -197,3 +197,23 @@ def refused_body(context: Context) -> None:
 
 def test_weights_are_refreshed_between_steps_only(cluster: Clusters) -> None:
     cluster(1).run(refused_body)
+
+
+def refused_block_body(context: Context) -> None:
+    models = [fresh(), fresh()]
+    optimizers = [adamw(model) for model in models]
+    first, second = (
+        zero.initialize(model, optimizer, zero.Config(timeout=20))
+        for model, optimizer in zip(models, optimizers, strict=True)
+    )
+    clamp(optimizers[1], 0.01)
+    both = [parameter for model in models for parameter in model.parameters()]
+    with pytest.raises(zero.UsageError, match=r"refresh_weights"), zero.gathered(both):
+        pass
+    steps(context, first)
+    second.refresh_weights()
+    steps(context, second)
+
+
+def test_a_block_that_is_refused_holds_no_other_engine(cluster: Clusters) -> None:
+    cluster(2).run(refused_block_body)

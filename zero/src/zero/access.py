@@ -87,10 +87,13 @@ def _gathered(
     for whole in owners:
         _check_rank(whole, write_rank)
     names = {whole: [p.__dict__[NAME_ATTRIBUTE] for p in mine] for whole, mine in owners.items()}
-    for whole, mine in names.items():
-        whole.hold(mine)
-    versions = {p: p._version for mine in owners.values() for p in mine}
+    held: list[WholeValues] = []
+    versions: dict[nn.Parameter, int] = {}
     try:
+        for whole, mine in names.items():
+            whole.hold(mine)
+            held.append(whole)
+        versions = {p: p._version for mine in owners.values() for p in mine}
         yield
         if write_rank is None:
             _check_unchanged(versions)
@@ -102,8 +105,8 @@ def _gathered(
             _tell_of_changes(versions)
         raise
     finally:
-        for whole, mine in names.items():
-            whole.unhold(mine)
+        for whole in held:
+            whole.unhold(names[whole])
 
 
 def _by_owner(
