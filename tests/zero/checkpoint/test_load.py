@@ -386,6 +386,7 @@ def damaged_body(context: Context, good: str, bad: str) -> dict[str, Any]:
         found[f"{name}: unchanged"] = fingerprint(job.engine) == before
     found["train"] = raised(lambda: job.train(1))
     found["save"] = raised(lambda: job.save(good + "-again"))
+    found["state"] = raised(job.engine.state_dict)
     job.engine.load_checkpoint(good, weights_only=True)
     found["weights alone"] = raised(lambda: job.train(1))
     job.load(good)
@@ -412,6 +413,7 @@ def test_a_damaged_checkpoint_is_named_on_every_rank_and_never_used(
         assert found["cut: unchanged"]
         assert "interrupted" in found["train"]
         assert "interrupted" in found["save"]
+        assert "interrupted" in found["state"]
         assert "interrupted" in found["weights alone"]
         assert found["steps"] == 4
 

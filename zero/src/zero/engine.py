@@ -280,6 +280,7 @@ class Engine:
 
         master: the fp32 masters instead of the 16-bit weights.
         """
+        self._check_complete()
         self._check_model()
         self._check_refreshed()
         state = model_state.read(self.module, self._whole, master)

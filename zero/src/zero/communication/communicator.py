@@ -283,8 +283,8 @@ class Communicator:
         try:
             store.set(keys[self.group.rank], json.dumps(value))
             store.wait(keys, timedelta(seconds=self.group.timeout))
+            store.delete_key(before[self.group.rank])  # everybody here has read it: the store stays small
             values = [json.loads(store.get(key)) for key in keys]
-            store.delete_key(before[self.group.rank])  # all who are here have read it: the store stays small
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.group.rank} waited {self.group.timeout:.0f} s for the other ranks' state"
@@ -362,9 +362,10 @@ class Communicator:
             (name, rank)
             for rank, theirs in enumerate(every)
             for name in {**every[0], **theirs}
-            if repr(every[0].get(name)) != repr(theirs.get(name))  # repr: NaN is the same as NaN
+            if repr(every[0].get(name, "not there")) != repr(theirs.get(name, "not there"))  # NaN equals NaN
         )
-        values = f"{every[0].get(name)} on rank 0 and {every[rank].get(name)} on rank {rank}"
+        first, other = (every[r].get(name, "not there") for r in (0, rank))
+        values = f"{first} on rank 0 and {other} on rank {rank}"
         raise RankMismatchError(f"{name} is {values}. {_SETTINGS_ADVICE}")
 
     def _difference(self) -> str:
