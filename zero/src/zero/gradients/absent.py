@@ -1,8 +1,9 @@
-"""What `param.grad` is between a backward and its step: something that raises when its values are used.
+"""What `param.grad` is between a backward and its step: a stand-in that raises when its values are used.
 
-The gradients are this rank's slices then, in the engine. With `None` there, a loop that goes on to clip with
-`torch.nn.utils.clip_grad_norm_`, or steps an optimizer made after `zero.initialize`, would find nothing to do
-and say nothing. What is put in its place instead would not be heeded, which the step says.
+In that interval the engine holds the gradients, as this rank's slices. If `param.grad` were `None`, a loop
+that goes on to clip with `torch.nn.utils.clip_grad_norm_`, or that steps an optimizer made after
+`zero.initialize`, would find nothing to do and say nothing. A gradient that somebody puts in the stand-in's
+place would not be heeded, and the step says so.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class AbsentGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Metadata, without `is_sparse`: optimizers ask for that before they decay a weight, which is early
-        enough to stop."""
+        """Let metadata through, except `is_sparse`: optimizers ask for that before they decay a weight, early
+        enough to stop them."""
         if not is_metadata(func) or func == Tensor.is_sparse.__get__:  # type: ignore[attr-defined]
             raise _absent(describe(func))
         with torch._C.DisableTorchFunctionSubclass():
@@ -61,21 +62,21 @@ class AbsentGradient(Tensor):
 
 
 class AbsentGradients:
-    """Puts them in their places, and takes them away."""
+    """Puts the stand-ins in place, and takes them away."""
 
     def __init__(self) -> None:
         self._made: dict[nn.Parameter, AbsentGradient] = {}
         self._shown: list[nn.Parameter] = []
 
     def show(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Put them in the places of the gradients of these parameters."""
+        """Set the `grad` of each of these parameters to its stand-in."""
         with torch._C.DisableTorchFunctionSubclass():  # `grad` of a sharded parameter, without its guard
             for parameter in parameters:
                 parameter.grad = self._of(parameter)
                 self._shown.append(parameter)
 
     def changed(self) -> list[nn.Parameter]:
-        """Parameters whose gradient somebody has removed or replaced since."""
+        """Parameters whose stand-in somebody has removed or replaced since."""
         with torch._C.DisableTorchFunctionSubclass():
             return [parameter for parameter in self._shown if parameter.grad is not self._made[parameter]]
 

@@ -1,8 +1,8 @@
-"""The second way of a reduced slice, where the model has several copies: between those who have the same one.
+"""Sums of reduced slices over several copies of the model, between the ranks that hold the same slice.
 
-A slice that stays on the device goes once per optimizer step, when the micro-batches are added up in it (two
-hops; MiCS, Zhang et al., 2022). One that leaves the device, or may have to, goes before it does, every time.
-Either way beside the backward of the units that follow.
+A slice that stays on the device is summed once per optimizer step, after the micro-batches have been added up
+in it (two hops; MiCS, Zhang et al., 2022). A slice that leaves the device, or may have to, is summed before
+it leaves, every time. Either way the sum overlaps the backward of the units that follow.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from accelz.flat_buffer import FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.gradients.group_gradients import GroupGradients
 
-BETWEEN_COPIES = 2  # units whose slices stay on their way; with one more, the oldest is waited for
+BETWEEN_COPIES = 2  # units whose slices may be under way; with one more, the oldest is waited for
 
 
 @dataclass
 class _Sum:
-    """slice_: is added to the gradients when it is the sum over copies; None where the gradients' own slice
-    is summed in its place."""
+    """slice_: added to the gradients once it is the sum over copies; None where the gradients' own slice is
+    summed in place."""
 
     gradients: GroupGradients
     slice_: Tensor | None
@@ -40,7 +40,8 @@ class CopySums:
         self._flying: deque[_Sum] = deque()
 
     def take(self, gradients: GroupGradients, whole: FlatBuffer, slice_: Tensor, last: bool) -> None:
-        """Out of `whole` a slice has been reduced over the ranks of this copy. last: micro-batch."""
+        """Take over a slice that was reduced from `whole` over the ranks of this copy. last: whether it is of
+        the last micro-batch."""
         gradients.take_back(whole)
         if gradients.two_hops and not gradients.total:
             gradients.slice.add(slice_)
@@ -51,24 +52,24 @@ class CopySums:
             self._start(gradients, slice_, slice_)
 
     def finish(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for everything that is under way."""
         while self._flying:
             self._settle_oldest()
 
     def clear(self) -> None:
-        """Forget all that is under way: nothing writes to slices any more."""
+        """Forget everything that is under way: nothing writes to slices any more."""
         for sum_ in self._flying:
             if not self._communicator.failed:
                 sum_.handle.wait()
         self._flying.clear()
 
     def device_bytes(self) -> int:
-        """Bytes of the device that are in use for slices under way, and for nothing else."""
+        """Bytes of the device in use for slices under way and for nothing else."""
         return sum(sum_.slice_.nbytes for sum_ in self._flying if sum_.slice_ is not None)
 
     def of_all(self, gradients: GroupGradients) -> Tensor | None:
         """Collective. A copy of the slice, summed over the copies of the model; None where the slice itself
-        is that sum already."""
+        is already that sum."""
         if not gradients.two_hops or gradients.total:
             return None
         value = gradients.slice.near.clone()

@@ -1,6 +1,7 @@
-"""What gradients are multiplied by: averaging, unscaling and clipping, one number on the device.
+"""The factor that gradients are multiplied by: averaging, unscaling and clipping as one number on the device.
 
-Its parts are numbers made once and written in place: a step need not find room for them.
+Its parts are numbers that are allocated once and written in place, so that a step need not find room for
+them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 
 class GradientFactor:
-    """norm: 0-dim fp32, of the gradients at the last step, before clipping, and overwritten at the next; None
-    where nothing asks."""
+    """norm: 0-dim fp32, the norm of the gradients at the last step, before clipping; overwritten at the next
+    step. None where nothing asks for it."""
 
     def __init__(
         self,
@@ -56,7 +57,8 @@ class GradientFactor:
         return factor, None if self._loss_scale is None else self._zero
 
     def complete(self) -> tuple[Tensor | None, Tensor | None]:
-        """Collective. The whole factor (None: 1) and whether to skip the step; nothing waits.
+        """Collective. The whole factor (None: 1), and whether to skip the step (None: no). Nothing waits for
+        the device.
 
         Both are overwritten at the next call. Raises OutOfMemoryError, having changed nothing.
         """
@@ -71,7 +73,7 @@ class GradientFactor:
         return factor, self._overflow if self._loss_scale is not None else None
 
     def _measure(self, factor: Tensor | None) -> Tensor:
-        """The norm of all gradients times `factor`; notes whether one of them is not finite."""
+        """The norm of all gradients times `factor`; also notes whether one of them is not finite."""
         result = self._reducer.norm_and_nonfinite()
         if self._sliced:
             self._communicator.all_reduce("gradient norm", result).wait()

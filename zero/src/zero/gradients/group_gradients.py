@@ -1,4 +1,6 @@
-"""One group's gradients while backward runs: a whole flat buffer, and which parameters have theirs in it."""
+"""One group's gradients while backward runs: a whole flat buffer, and which parameters' gradients are in
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """steps: micro-batches per optimizer step. local: communicate only at the last of them. reduce_dtype:
-    dtype gradients travel in; None keeps the one they are computed in, or added up in on this rank.
-    fixed_tiers: gradients stay in the tier that they are placed in; else a rank may move its own elsewhere.
+    """When gradients are communicated, and in what dtypes.
+
+    steps: micro-batches per optimizer step. local: whether ranks communicate only at the last of them.
+    reduce_dtype: dtype that gradients travel in; None: the one that they are computed in, or added up in on
+    this rank. fixed_tiers: whether gradients stay in the tier that they are placed in; otherwise a rank may
+    move its own elsewhere.
     """
 
     steps: int
@@ -34,7 +39,7 @@ class GradientPolicy:
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> GradientPolicy:
-        """The policy that the settings ask for. world_size: of the job or of a copy; what counts is whether
+        """The policy that the settings ask for. world_size: of the job or of a copy; it only matters whether
         a rank is alone."""
         return cls(
             steps=config.gradient_accumulation_steps,
@@ -44,28 +49,29 @@ class GradientPolicy:
         )
 
     def whole_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What the whole buffer of gradients in `dtype` has: sums of micro-batches are fp32 at least."""
+        """The dtype of the whole buffer for gradients in `dtype`: sums of micro-batches are at least fp32."""
         if self.local and self.steps > 1:
             return torch.promote_types(dtype, torch.float32)
         return self.reduce_dtype or dtype
 
     def slice_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What the reduced slice of gradients in `dtype` has: sums of micro-batches are fp32 at least."""
+        """The dtype of the reduced slice of gradients in `dtype`: sums of micro-batches are at least fp32."""
         sent = self.reduce_dtype or self.whole_dtype(dtype)
         return torch.promote_types(sent, torch.float32) if self.steps > 1 else sent
 
 
 class GroupGradients:
-    """The gradients of one trainable group. slice: what is left of them when they are reduced.
+    """The gradients of one trainable group. slice: what is left of them once they are reduced.
 
-    fired: parameters whose gradient came in this backward. closed: no more will come in this backward.
+    fired: parameters whose gradient has come in this backward. closed: whether no more will come in this
+        backward.
     whole: the buffer that is being filled. filled: parameters that have a value in it.
-    reduced: it has been handed to a reduction in this backward.
-    have: parameters with a gradient on this rank since the last agreement; used: on any rank since the last
-        step.
-    two_hops: with several copies of the model, slices are added up over the copies once per optimizer step;
-        else each time that a micro-batch leaves one. The same on all ranks. total: whether the slice is the
-        sum over all copies by now, as `CopySums` sets it.
+    reduced: whether it has been handed to a reduction in this backward.
+    have: parameters that got a gradient on this rank since the last agreement. used: those that got one on
+        any rank since the last step.
+    two_hops: with several copies of the model, whether slices are added up over the copies once per optimizer
+        step, rather than each time a micro-batch leaves one; the same on all ranks. total: whether the slice
+        is now the sum over all copies; set by `CopySums`.
     """
 
     def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
@@ -96,11 +102,11 @@ class GroupGradients:
 
     @property
     def partial(self) -> bool:
-        """Whether some parameter got no gradient on this rank."""
+        """Whether some parameter has had no gradient on this rank."""
         return len(self.have) < self._count
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Take the gradient of parameter `index` into the whole buffer."""
+        """Put the gradient of parameter `index` into the whole buffer, or add it to the one that is there."""
         self.fired.add(index)
         self.have.add(index)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -115,14 +121,14 @@ class GroupGradients:
             self.filled.add(index)
 
     def _open(self) -> FlatBuffer:
-        """The whole buffer, made if there is none; its dtype is decided by the first gradient."""
+        """The whole buffer, made if there is none; the first gradient decides its dtype."""
         if self.whole is None:
             dtype = self._policy.whole_dtype(self._gradient_dtype)
             self.whole = self.allocate(self.group.layout.numel * dtype.itemsize, lambda: self._buffer(dtype))
         return self.whole
 
     def allocate(self, nbytes: int, allocation: Callable[[], T]) -> T:
-        """What `allocation` returns; running out of memory names the unit."""
+        """Return what `allocation` returns; an error for lack of memory names the unit."""
         return allocate(self._stores, "for gradients of", self.group.unit, nbytes, allocation)
 
     def empty_slice(self, dtype: torch.dtype) -> Tensor:
@@ -131,8 +137,8 @@ class GroupGradients:
         return self.allocate(numel * dtype.itemsize, lambda: torch.empty(numel, dtype=dtype, device=device))
 
     def seal(self) -> Tensor:
-        """The whole buffer ready to be reduced: zero wherever no gradient came. Where none came at all it has
-        the dtype that other ranks' gradients have."""
+        """Make the whole buffer ready to be reduced: zero wherever no gradient came. Where none came at all,
+        it gets the dtype that other ranks' gradients have."""
         if self.whole is None:
             self._gradient_dtype = self._computed_dtype()
         whole = self._open()
@@ -199,12 +205,12 @@ class GroupGradients:
         self.used.clear()
 
     def take_back(self, whole: FlatBuffer) -> None:
-        """A whole buffer that has been reduced is free for other gradients."""
+        """Release a whole buffer that has been reduced, so that other gradients can use it."""
         whole.release()
         self._buffers.setdefault(whole.data.dtype, whole)
 
     def _computed_dtype(self) -> torch.dtype:
-        """The dtype that the parameters were computed with, which their gradients have."""
+        """The dtype that the parameters were computed in, and so the dtype of their gradients."""
         cast = None if self.unit.resident else self.group.form(self.unit.computed_in).dtype
         return cast or self.group.dtype
 
@@ -219,7 +225,8 @@ class GroupGradients:
 
 
 def _flat(gradient: Tensor, slot: Slot) -> Tensor:
-    """(n,), in the memory order of the slot: kernels take flat tensors. A copy only where strides differ."""
+    """The gradient as (n,), in the memory order of the slot, because kernels take flat tensors. Copied only
+    where strides differ."""
     if gradient.stride() != slot.stride:
         gradient = gradient.new_empty_strided(slot.shape, slot.stride).copy_(gradient)
     return gradient.as_strided((slot.numel,), (1,))

@@ -1,7 +1,7 @@
-"""Loss scaling, for fp16, without waiting for the device.
+"""Loss scaling for fp16, without waiting for the device.
 
-The scale follows the rule of Micikevicius et al. (Mixed Precision Training, 2018): halve it when a
-gradient overflows and skip that step; double it after a run of steps without overflow.
+The scale follows the rule of Micikevicius et al. (Mixed Precision Training, 2018): halve it when a gradient
+overflows, and skip that step; double it after a run of steps without overflow.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ INITIAL_SCALE = 2.0**16
 
 
 class LossScale:
-    """scale: 0-dim fp32 on the device, multiplied onto the loss. window: good steps before it doubles.
+    """scale: 0-dim fp32 on the device; the loss is multiplied by it. window: good steps before it doubles.
 
-    good_steps: 0-dim, since the scale changed last. `fixed` keeps the given scale for ever.
+    good_steps: 0-dim, their number since the scale last changed. fixed: whether the given scale is kept for
+    ever.
     """
 
     def __init__(self, accelerator: Accelerator, initial: float, window: int, fixed: bool) -> None:
@@ -30,7 +31,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: Config, accelerator: Accelerator) -> LossScale | None:
-        """The loss scale that the settings ask for; None for none."""
+        """The loss scale that the settings ask for; None if they ask for none."""
         scale = config.scaling
         if scale is None:
             return None
@@ -39,15 +40,15 @@ class LossScale:
         return cls(accelerator, initial, config.loss_scale_window, fixed=not dynamic)
 
     def restore(self, scale: float, good_steps: float) -> None:
-        """Go on with what a checkpoint has; a scale that is fixed stays."""
+        """Go on with the values of a checkpoint; a fixed scale stays as it is."""
         if not self._fixed:
             self.scale.fill_(scale)
             self.good_steps.fill_(good_steps)
 
     def update(self, overflow: Tensor) -> None:
-        """Adapt to the step just made. overflow: 0-dim, 1.0 where the step was skipped.
+        """Adapt to the step just made. overflow: 0-dim, 1.0 if the step was skipped.
 
-        In place, so that it cannot run out of memory: weights have changed already.
+        Works in place, so that it cannot run out of memory: the weights have already changed.
         """
         if self._fixed:
             return

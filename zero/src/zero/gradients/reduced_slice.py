@@ -1,7 +1,7 @@
 """This rank's slice of a group's reduced gradient, in its tier: the *sum* over ranks and micro-batches.
 
-On the device it is what the reduction left, at best part of the buffer that was reduced. Elsewhere it leaves
-the device at once, and that memory is free when it has landed.
+On the device it is what the reduction left, at best a part of the buffer that was reduced. In any other tier
+it leaves the device at once, and its memory there is free once it has landed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zero.tiers.values import Values
 class ReducedSlice:
     """(shard_numel,), 16-bit or fp32. Another thread may ask for it at any time.
 
-    widen: 16-bit values are kept in fp32, to be added to. dtype: that it has at the widest; on disk its place
-    is taken at once.
+    widen: whether 16-bit values are kept in fp32, so that others can be added. dtype: the widest that it can
+    have; on disk, its place is allocated at once.
     """
 
     def __init__(self, group: FlatGroup, stores: Stores, widen: bool, dtype: torch.dtype) -> None:
@@ -32,8 +32,8 @@ class ReducedSlice:
         self._values: Values | None = None
         on_disk = group.placement.gradients == "disk"
         self._place = stores.on_disk(group.layout.shard_numel, dtype) if on_disk else None
-        self._landing: Landing | None = None  # on its way to be added
-        self._lock = threading.Lock()  # while it is changed
+        self._landing: Landing | None = None  # on its way, not yet added
+        self._lock = threading.Lock()  # held while it is changed
 
     @property
     def present(self) -> bool:
@@ -48,7 +48,7 @@ class ReducedSlice:
         return self._values is not None and not self._is_near
 
     def find(self) -> Values | None:
-        """The gradient, if there is one; waits until it is there."""
+        """The gradient, or None if there is none; waits for one that is on its way."""
         with self._lock:
             if self._landing is not None:
                 self._fold(self._landing.wait())
@@ -69,11 +69,11 @@ class ReducedSlice:
         return values
 
     def add(self, slice_: Tensor) -> None:
-        """Add what a micro-batch left on the device; the caller drops it."""
+        """Add the slice that a micro-batch left on the device. The caller drops it."""
         if self._group.placement.gradients == "device":
             self._fold(slice_)
             return
-        self.find()  # the one before it has had a micro-batch to land in
+        self.find()  # the previous one has had a whole micro-batch to land
         if slice_.device == HOST:
             self._fold(slice_)
         else:
@@ -86,14 +86,14 @@ class ReducedSlice:
         return self._values is buffer
 
     def device_bytes(self) -> int:
-        """Bytes of the device in use, those of a gradient on its way to the host among them."""
+        """Bytes of the device in use, including those of a gradient on its way to the host."""
         if (landing := self._landing) is not None:
             return 0 if landing.event.done() else landing.values.nbytes
         values = self._values
         return values.numel() * values.element_size() if values is not None and self._is_near else 0
 
     def clear(self) -> None:
-        """There is no gradient any more."""
+        """Drop the gradient."""
         with self._lock:
             if self._landing is not None:
                 self._landing.wait()

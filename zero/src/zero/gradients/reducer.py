@@ -1,15 +1,16 @@
-"""Gradients on their way from autograd to this rank's shard.
+"""Gradients on their way from autograd to this rank's slice.
 
 Each trainable group has a whole flat gradient buffer while its backward runs. A parameter's gradient is
-written into it once, as soon as autograd has accumulated it. When a group is complete its buffer is
-reduce-scattered (replicated groups: all-reduced) and its bytes are dropped; what stays is this rank's
-slice, the *sum* over ranks. Averaging, unscaling and clipping are one factor that the optimizer applies.
+written into it once, as soon as autograd has accumulated it. When a group is complete, its buffer is
+reduce-scattered (all-reduced, for replicated groups) and its bytes are dropped. What stays is this rank's
+slice of the *sum* over ranks. Averaging, unscaling and clipping are one factor, which the optimizer applies.
 
 Buffers are reduced in one fixed order, so that ranks whose graphs differ (a module used on one rank only)
-still issue the same collectives. With several ranks each waits until the backward of its unit's calls is
-over, even if its gradients have all come: that all ranks see at the same time, and gathers and reductions in
-different orders make ranks wait for one another. What is incomplete at the end of the backward is agreed on
-over host memory: a parameter that no rank used has no gradient and is not stepped, as with `grad = None`.
+still issue the same collectives. With several ranks, a buffer waits until the backward of its unit's calls is
+over, even if all its gradients have come: all ranks see that end at the same point, and ranks with different
+orders of gathers and reductions would wait for one another. What is still incomplete at the end of the
+backward is agreed on over host memory: a parameter that no rank used has no gradient and is not stepped, as
+with `grad = None`.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values
 
-UNDER_REDUCTION = 1  # units whose reduction is not waited for; when the next unit's is issued, it is
+UNDER_REDUCTION = 1  # units whose reduction is not waited for until the next unit's is issued
 
 
 class Follower(Protocol):
     """Is told what becomes of gradients."""
 
     def arrived(self, gradients: GroupGradients) -> None:
-        """A slice of the last micro-batch is reduced: in its tier, or on its way there. Again where a late
-        gradient is added."""
+        """A slice of the last micro-batch has been reduced, and is in its tier or on its way there. Called
+        again if a late gradient is added."""
 
     def dropped(self) -> None:
-        """No gradient of before counts any more."""
+        """None of the gradients so far counts any more."""
 
 
 @dataclass
@@ -56,8 +57,8 @@ class _Reduction:
 class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
-    on_complete(unit): called when every trainable parameter of a unit has its gradient. follower: None where
-    nobody follows. settings(): see `Communicator.agree`; asked at the end of a backward.
+    on_complete(unit): called when every trainable parameter of a unit has its gradient. follower: None for
+    none. settings(): see `Communicator.agree`; called at the end of a backward.
     """
 
     def __init__(
@@ -97,11 +98,11 @@ class GradientReducer:
 
     @property
     def local(self) -> bool:
-        """Whether gradients are communicated at the last micro-batch only."""
+        """Whether gradients are communicated only at the last micro-batch."""
         return self._policy.local
 
     def begin_backward(self, last: bool) -> None:
-        """A backward starts; last: of the micro-batches before the optimizer step."""
+        """A backward starts. last: whether it is the last of the micro-batches before the optimizer step."""
         self._last = last
         self._communicate = last or not self._policy.local
         self._next = 0
@@ -110,8 +111,11 @@ class GradientReducer:
             gradients.begin_backward()
 
     def receive(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
-        """Autograd has accumulated one parameter's gradient; one that has come before comes again where
-        reentrant checkpointing runs a backward in the backward, whose end no gradient tells."""
+        """Take one parameter's gradient, which autograd has accumulated.
+
+        It may not be the parameter's first: reentrant checkpointing runs a backward inside the backward, and
+        no gradient tells when that one ends.
+        """
         again = index in gradients.fired
         gradients.add(index, gradient)
         if not gradients.full:
@@ -122,7 +126,7 @@ class GradientReducer:
             self._on_complete(gradients.unit)
 
     def close(self, unit: ShardedUnit) -> None:
-        """The backward of the unit's calls is over: no parameter will get a gradient any more."""
+        """The backward of the unit's calls is over: none of its parameters will get another gradient."""
         for gradients in self._by_unit.get(unit, ()):
             self._close(gradients)
 
@@ -136,9 +140,9 @@ class GradientReducer:
     def finish_backward(self) -> None:
         """Reduce what is left, and agree with the other ranks on which parameters were used.
 
-        Every group is reduced, used or not: a rank cannot know what the others used before it has
-        issued the reductions that they may be waiting in. For the same reason what has come to a group since
-        it was reduced waits until all ranks know of it.
+        Every group is reduced, used or not: a rank cannot know what the others used before it has issued the
+        reductions that they may be waiting in. For the same reason, gradients that came to a group after its
+        reduction wait until all ranks know of them.
         """
         if not self._communicate:
             return
@@ -157,12 +161,12 @@ class GradientReducer:
         """
         chunk = self._stores.accelerator.kernels.chunk
         largest = max((gradients.group.layout.shard_numel for gradients in self.all), default=0)
-        wanted = 4 * min(largest, chunk)  # what the references take to widen 16 bits
+        wanted = 4 * min(largest, chunk)  # what the torch references take to widen 16-bit values
         return allocate(self._stores, "for the norm of the gradients", None, wanted, self._norm)
 
     def _norm(self) -> Tensor:
-        """On a device one call for what is there; on the host each slice by itself, from whatever tier: where
-        they lie does not change the norm."""
+        """One call for all slices on the device. Those elsewhere are taken one by one on the host, from
+        whatever tier: where they lie does not change the norm."""
         device = self._stores.accelerator.device
         near: list[Tensor] = []
         far: list[Values] = []
@@ -179,7 +183,7 @@ class GradientReducer:
         return result + self._norm_on_host(far).to(device) if far else result
 
     def _norm_on_host(self, slices: Sequence[Values]) -> Tensor:
-        """One after another: what is on disk is not in memory all at once."""
+        """One slice after another, so that those on disk are not in memory all at once."""
         kernels = self._stores.kernels(HOST)
         total = torch.zeros(2, dtype=torch.float64, device=HOST)
         for values in slices:
@@ -270,8 +274,11 @@ class GradientReducer:
                 yield gradients.group.parameters[index]
 
     def _agree_on_usage(self) -> list[GroupGradients]:
-        """Note which parameters have a gradient on any rank. Returns the groups, in the order of reductions,
-        to which some rank had gradients come after their reduction."""
+        """Note which parameters have a gradient on any rank.
+
+        Returns the groups, in the order of reductions, that got gradients on some rank after they had been
+        reduced.
+        """
         counts = [len(g.group.parameters) for g in self.all]
         late: list[int] = []
         if self._communicator.agree(any(g.partial or g.filled for g in self.all), self.settings):
