@@ -3,14 +3,14 @@
 Rooms, lowest first:
 
 joint                   several optimizers as one
-lion, kernel_rules      which optimizers a kernel serves, and with what state; Lion, which torch has not
-stepping, checks        by what each parameter is stepped; which optimizers are taken
-piece_state, state_size what an optimizer keeps of a piece, and how much
+lion, kernel_rules      which optimizers a kernel serves, and with what state; Lion, which torch lacks
+stepping, checks        how each parameter is stepped; which optimizers are accepted
+piece_state, state_size what an optimizer keeps for a piece, and how much
 routes                  which rank steps a whole parameter, and what travels there and back
 owned, pieces           the sub-groups with this rank's pieces; pieces as tensors
 group_step              one sub-group's step by a kernel
 exchange, own_step      steps by the optimizer itself, of slices or of whole parameters
-visitor, visits         records of the host that are on the device for their step
+visitor, visits         records on the host that come to the device for their step
 twin, ahead             records stepped while backward goes on
 sharded_optimizer       all of it behind the user's optimizer object
 state_dicts             that object's own state dicts, refused

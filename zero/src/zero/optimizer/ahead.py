@@ -1,13 +1,13 @@
-"""Optimizer steps of what is on the host, made while backward goes on, and exact nevertheless.
+"""Optimizer steps of records on the host, made while backward goes on, and exact nevertheless.
 
-When a group's reduced gradient lands in host memory, a thread steps the twins of its records: with the factor
-of gradients that are not clipped and do not overflow, and the hyper-parameters of that moment. Nobody sees
-the twin: weights, masters and moments are the old ones until the optimizer step. That puts the twin in the
-record's place where the step it is to make is the one that was made there, of the values that it was made of.
-Else, and where the attempt failed, nothing has happened, and the record is stepped then. Nothing is ever
-stale, as it is with the delayed update of ZeRO-Offload (Ren et al., 2021).
+When a group's reduced gradient lands in host memory, a thread steps the twins of its records, with the factor
+of gradients that are neither clipped nor overflow, and the hyper-parameters of that moment. Nobody sees the
+twins: weights, masters and moments stay the old ones until the optimizer step. The step puts a twin in its
+record's place if the step that is due is the one that the twin has made, from the values that the record
+still has. Otherwise, or if the attempt failed, nothing has happened, and the record is stepped then. Nothing
+is ever stale, as it is with the delayed update of ZeRO-Offload (Ren et al., 2021).
 
-A twin that is not taken was work for nothing. So after a step whose gradients were clipped or overflowed none
+A twin that is not taken is wasted work. So after a step whose gradients were clipped or overflowed, no twin
 is stepped until a step's gradients are neither.
 """
 
@@ -36,7 +36,8 @@ Plan = Callable[[OwnedSubGroup, set[int]], GroupStep]
 
 @dataclass
 class _Attempt:
-    """versions: of the originals when it began; an in-place change of one is another version."""
+    """versions: of the originals when the attempt began; an in-place change of an original changes its
+    version."""
 
     step: GroupStep
     versions: list[int]
@@ -44,8 +45,11 @@ class _Attempt:
 
 
 class StepsAhead:
-    """A follower of the gradients. expected(): factor and skip, on the device, of gradients that are neither
-    clipped nor overflow. taken, wasted: steps of sub-groups begun so far that were of use, and not."""
+    """A follower of the gradients that steps twins as they arrive.
+
+    expected(): factor and skip, on the device, of gradients that are neither clipped nor overflow. taken,
+    wasted: of the steps of sub-groups begun so far, how many were of use, and how many were not.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class StepsAhead:
             if mine.sub.kept.tier == "host" and group.placement.gradients == "host"
         }
         self._attempts: dict[SubGroup, _Attempt] = {}
-        self._factors: _Expected | None = None  # what this step's attempts go by
+        self._factors: _Expected | None = None  # that this step's attempts use
         self._confident = True
         self._streams = stores.accelerator.streams
         self._stream = self._streams.current()
@@ -75,7 +79,7 @@ class StepsAhead:
         self._thread = ThreadPoolExecutor(1, "zero-step", initializer=_settle, initargs=there)
 
     def arrived(self, gradients: GroupGradients) -> None:
-        """Begin to step the group's twins, once more if more gradient came."""
+        """Begin to step the group's twins; begin again if more gradient has come."""
         for owned in self._owned[gradients.group] if self._confident else ():
             twin = self._twins.get(owned.sub)
             if twin is not None:
@@ -85,13 +89,15 @@ class StepsAhead:
                 self._attempts[owned.sub] = _Attempt(step, owned.versions(), job)
 
     def dropped(self) -> None:
-        """Forget what was begun: it is of no use any more. What runs may run on, unseen."""
+        """Forget what was begun, which is of no use any more. An attempt that is running may run on,
+        unseen."""
         for sub in tuple(self._attempts):
             self._give_up(sub)
         self._factors = None
 
     def judge(self, factors: Factors) -> None:
-        """A step begins. factors: its own, on the host."""
+        """A step begins: drop all attempts if its factors are not the expected ones. factors: the step's own,
+        on the host."""
         if not self._twins:
             return
         self._confident = self._awaited().equals(factors)
@@ -99,21 +105,22 @@ class StepsAhead:
             self.dropped()
 
     def in_turn(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The order to step them in: first what was not begun, then the others as they will be done."""
+        """The order to step them in: first what was not begun, then the others in the order in which they
+        will be done."""
         begun = {sub: turn for turn, sub in enumerate(self._attempts)}
         return sorted(turns, key=lambda turn: begun.get(turn[0].sub, -1))
 
     def take(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
-        """Whether the twin has made `step`; it is the record then, and the weights are under way.
+        """Put the twin in the record's place if it has made `step`; returns whether it did.
 
-        Waits for this one attempt, where it is of use.
+        The weights are then under way. Waits for this one attempt, if it is of use.
         """
         attempt = self._attempts.get(owned.sub)
         if attempt is None:
             return False
         twin = self._twins[owned.sub]
         same = attempt.step == step and attempt.versions == owned.versions()
-        if not same or attempt.done.exception() is not None:  # an error that is real comes again at the step
+        if not same or attempt.done.exception() is not None:  # a real error comes again at the step
             self._give_up(owned.sub)
             return False
         del self._attempts[owned.sub]
@@ -124,7 +131,7 @@ class StepsAhead:
     def _attempt(
         self, sub: SubGroup, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Expected
     ) -> None:
-        """In the thread. Nothing is queued on its stream: there is nothing to wait for behind it."""
+        """Runs in the thread. Nothing is queued on its stream, so there is nothing behind it to wait for."""
         with torch.no_grad():
             gradient = gradients.slice.find()
             mine = None if gradient is None else sub.of(gradient)
@@ -157,7 +164,7 @@ class _Expected:
         return Factors(*(None if value is None else value.wait() for value in (self.scale, self.skip)))
 
     def equals(self, factors: Factors) -> bool:
-        """Bit for bit, but for the sign of zero."""
+        """Whether they are the same bit for bit, except for the sign of zero."""
         mine = self.wait()
         return _same(mine.scale, factors.scale) and _same(mine.skip, factors.skip)
 
@@ -172,7 +179,10 @@ _here = threading.local()
 
 
 def _settle(streams: Streams, stream: Stream) -> None:
-    """In a thread that steps: be on this rank's device for good. A new thread is on the machine's first
-    device, and whoever leaves a stream goes back there, which takes memory of that device."""
+    """Put a thread that steps on this rank's device for good.
+
+    A new thread is on the machine's first device, and leaving a stream would return it there, which takes
+    memory of that device.
+    """
     _here.stream = streams.use(stream)
     _here.stream.__enter__()

@@ -1,4 +1,4 @@
-"""Which optimizers the engine takes."""
+"""Which optimizers the engine accepts."""
 
 from __future__ import annotations
 

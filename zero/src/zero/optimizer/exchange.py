@@ -1,4 +1,4 @@
-"""Values of a group on their way between the ranks' slices and whole parameters, as `routes` says.
+"""Values of a group on their way between the ranks' slices and whole parameters, along `routes`.
 
 What may run out of memory and what is collective are separate methods, so that ranks can agree in between.
 """
@@ -15,21 +15,21 @@ from zero.tiers.values import Values, fetch
 
 
 class Exchange:
-    """Through the device, wherever values come from and go to."""
+    """Exchanges go through the device, wherever the values come from and go to."""
 
     def __init__(self, stores: Stores, communicator: Communicator) -> None:
         self._device = stores.accelerator.device
         self._communicator = communicator
 
     def parts_of(self, routes: Routes, slice_: Values) -> Tensor:
-        """What this rank's slice, (shard_numel,), has of the parameters that each rank steps, rank by
-        rank."""
+        """The parts of this rank's slice, (shard_numel,), that belong to the parameters that each rank steps,
+        rank by rank."""
         near = fetch(slice_, self._device, self._communicator)
         return torch.cat([near[window] for window in routes.windows] or [near[:0]])
 
     def assemble(self, unit: str, routes: Routes, parts: Tensor, whole: Tensor) -> None:
         """Collective. Fill `whole`, (routes.numel,), with the parameters that this rank steps, one after
-        another, from everybody's `parts_of` a slice."""
+        another, from every rank's `parts_of` its slice."""
         self._communicator.all_to_all(unit, whole, parts, routes.taken, routes.given, routes.total).wait()
 
     def way_back_bytes(self, routes: Routes, whole: Tensor) -> int:
@@ -38,7 +38,7 @@ class Exchange:
         return numel * whole.element_size()
 
     def take_apart(self, unit: str, routes: Routes, whole: Tensor, room: Tensor, slice_: Tensor) -> None:
-        """Collective. The reverse of `assemble`, into this rank's `slice_`. room: on the device, bytes, at
+        """Collective. The reverse of `assemble`, into this rank's `slice_`. room: bytes on the device, at
         least `way_back_bytes`."""
         room = room[: self.way_back_bytes(routes, whole)].view(whole.dtype)
         parts, rest = room.split([given := sum(routes.given), room.numel() - given])

@@ -1,4 +1,4 @@
-"""One sub-group's part of an optimizer step: kernel calls, decided first and then made."""
+"""One sub-group's part of an optimizer step: kernel calls, which are first planned and then made."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ SCRATCH = 8  # fp32 values that a kernel may need beside each element it works o
 
 
 def scratch_bytes(numel: int, chunk: int) -> int:
-    """The most that stepping a shard may take beside it. chunk: see `Kernels`."""
+    """The most bytes that stepping a shard may take besides the shard. chunk: see `Kernels`."""
     return SCRATCH * 4 * min(numel, chunk)
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What a step needs to know of all gradients, on one device. scale: 0-dim factor. skip: 0-dim, 1.0
-    changes nothing."""
+    """What a step needs to know of all gradients, on one device. scale: 0-dim factor. skip: 0-dim; with 1.0
+    the step changes nothing."""
 
     scale: Tensor | None
     skip: Tensor | None
 
     def to(self, device: torch.device) -> Factors:
-        """The same there; leaving the device waits for it."""
+        """The same on another device; moving them off the accelerator waits for it."""
         return Factors(*(None if f is None else f.to(device) for f in (self.scale, self.skip)))
 
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel call. first: the first piece, whose count is that of all. window: of the sub-group."""
+    """One kernel call. first: its first piece, whose step count is that of all its pieces. window: its part
+    of the sub-group."""
 
     first: int
     window: slice
@@ -46,7 +47,8 @@ class Call:
 
 @dataclass(frozen=True)
 class GroupStep:
-    """Equal steps make the same of the same values. missed: pieces without a gradient."""
+    """A planned step. Equal steps turn the same values into the same results. missed: pieces without a
+    gradient."""
 
     rule: Rule
     calls: tuple[Call, ...]
@@ -66,8 +68,8 @@ class GroupStep:
         factors: Factors,
         narrow: Tensor | None,
     ) -> None:
-        """Step `state` and count it in `steps`, (pieces,). gradient: (numel,). narrow: the same shape,
-        16-bit, takes the weights. All on one device."""
+        """Step `state`, and count that in `steps`, (pieces,). gradient: (numel,). narrow: 16-bit, of the same
+        shape; receives the weights. All are on one device."""
         self._count(steps, factors.skip)
         kernel = self.rule.function(kernels, state.master.dtype)
         for call in self.calls:
@@ -92,7 +94,8 @@ class GroupStep:
 def plan_step(
     rule: Rule, param_groups: Sequence[dict[str, Any]], owned: OwnedSubGroup, used: set[int]
 ) -> GroupStep:
-    """The step of a sub-group whose parameters `used` have gradients, with the hyper-parameters of now."""
+    """The step of a sub-group in which the parameters `used` have gradients, with the present
+    hyper-parameters."""
     missed = owned.missing(used)
     calls = []
     for first, window in owned.runs(missed):

@@ -13,7 +13,8 @@ SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 
 
 def scheduled(optimizer: Optimizer) -> dict[str, Any]:
-    """Their values by where they are, as JSON. Those on a device are left out: reading them would wait."""
+    """Their values by where they stand, as JSON. Those on a device are left out, because reading them would
+    wait."""
     return {
         f"param_groups[{index}][{name!r}]": _plain(group[name])
         for index, group in enumerate(optimizer.param_groups)

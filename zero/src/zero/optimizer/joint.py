@@ -11,10 +11,10 @@ from zero.errors import OptimizerError
 
 
 class JointOptimizer(Optimizer):
-    """Has the param_groups of all, the same objects. The engine steps them.
+    """Has the param_groups of all its optimizers, as the same objects. The engine steps them.
 
     The optimizers stay the user's: schedulers and hooks of each keep working. state: of all of them, once it
-    is shared; until then what they have had before, and theirs stay their own.
+    is shared; until then it holds what they had when they were joined, and each keeps its own.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -27,7 +27,7 @@ class JointOptimizer(Optimizer):
             self.state.update(optimizer.state)
 
     def share_state(self) -> None:
-        """From now on the optimizers keep their state here."""
+        """Make the optimizers keep their state here from now on."""
         for optimizer in self.optimizers:
             optimizer.state = self.state
 
@@ -36,7 +36,8 @@ class JointOptimizer(Optimizer):
 
 
 def joint(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
-    """One optimizer, of one or several. Raises OptimizerError for what is none."""
+    """Make one optimizer of one or several. Raises OptimizerError for an empty list and for what is no
+    optimizer."""
     found: Sequence[Any] = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not found:
         raise OptimizerError("the list of optimizers is empty")
@@ -56,12 +57,12 @@ def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 def name_of(*optimizers: Optimizer) -> str:
-    """For messages."""
+    """The optimizers' class names, for messages."""
     return " and ".join(type(each).__name__ for optimizer in optimizers for each in members(optimizer))
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The optimizer's class, by its full name; of several, each."""
+    """The full name of the optimizer's class; of several optimizers, each one's."""
     return " + ".join(map(_kind, members(optimizer)))
 
 

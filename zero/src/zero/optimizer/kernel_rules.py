@@ -1,4 +1,4 @@
-"""Optimizers that run as one kernel call per flat sub-group: which, with what state, by which kernel."""
+"""Optimizers that run as one kernel call per flat sub-group: which ones, with what state, by which kernel."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of optimizer.
+    """How a kernel steps one kind of optimizer.
 
-    kernel: name of the operation, called as kernel(master, gradient, *moments, [step], **options).
-    moments: state of one value per element, zero at first, by the names in the optimizer's own state.
-    counts: whether there is a "step" in that state. options: the kernel's from a param group's.
+    kernel: name of the operation, called as kernel(master, gradient, *moments, [step], **options). moments:
+    state of one value per element, zero at first, by its names in the optimizer's own state. counts: whether
+    that state has a "step". options: makes the kernel's options out of a param group's.
     """
 
     kernel: str
@@ -32,7 +32,7 @@ class Rule:
     options: Callable[[Options], dict[str, Any]]
 
     def function(self, kernels: Kernels, dtype: torch.dtype) -> Callable[..., None]:
-        """The backend's kernel; for fp64 masters, which no kernel has to know, the torch reference."""
+        """The backend's kernel; for fp64 masters, which no kernel has to support, the torch reference."""
         function: Callable[..., None] = getattr(kernels, self.kernel)
         if dtype is torch.float32:
             return function
@@ -41,7 +41,8 @@ class Rule:
 
 
 def rule_for(optimizer: Optimizer) -> Rule | None:
-    """The rule that gives what `optimizer` itself would compute; None where only it can step."""
+    """The rule that gives what `optimizer` itself would compute; None where only the optimizer itself can
+    step."""
     groups = optimizer.param_groups
     if is_wrapped(optimizer):
         return None
@@ -57,7 +58,8 @@ def rule_for(optimizer: Optimizer) -> Rule | None:
 
 
 def is_wrapped(optimizer: Optimizer) -> bool:
-    """Whether somebody has put another step into this one optimizer; torch's schedulers do, to count it."""
+    """Whether somebody has replaced the step of this one optimizer. The wrapper that torch's schedulers put
+    around it, to count steps, does not matter."""
     step = vars(optimizer).get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
@@ -78,7 +80,8 @@ def _plain(group: Options) -> dict[str, Any]:
 
 
 def _refuse_late(group: Options, *names: str) -> None:
-    """Options that no group had at zero.initialize: what steps has neither the arithmetic nor the state."""
+    """Refuse options that no group had at zero.initialize: the kernel chosen there has neither the arithmetic
+    nor the state for them."""
     for name in names:
         if group[name]:
             raise OptimizerError(

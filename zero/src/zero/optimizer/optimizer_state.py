@@ -1,8 +1,8 @@
-"""The optimizer's whole state by parameter name, out of the shards. Collective.
+"""The optimizer's whole state by parameter name, put together from the shards. Collective.
 
-A state tensor of a slice is either element-wise (exp_avg: one value per element, sharded like the parameter)
-or a scalar (step: the same on every rank that owns a part). Of a whole parameter it may have any shape, and
-the rank that steps the parameter has it.
+Of a slice, a state tensor is either element-wise (exp_avg: one value per element, sharded like the parameter)
+or a scalar (step: the same on every rank that owns a part). Of a whole parameter, a state tensor may have any
+shape, and the rank that steps the parameter has it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OptimizerState:
         return first.count is None and (first.routes is not None or group.shards == 1)
 
     def _of_parameter(self, unit: ShardedUnit, group: FlatGroup, index: int) -> dict[str, Tensor]:
-        """What the rank that steps a parameter has; where all do, each has its own."""
+        """The state on the rank that steps a parameter; where all ranks step it, each has its own."""
         communicator = self._whole.communicator
         pieces = self._pieces(group, index)
         state: dict[str, Any] = next((self._state.get(piece.parameter, {}) for piece in pieces), {})
@@ -73,7 +73,7 @@ class OptimizerState:
         return found
 
     def _keys(self, group: FlatGroup, index: int) -> dict[str, Kind]:
-        """The state tensors of a parameter, agreed by the ranks (one may own no piece)."""
+        """The state tensors of a parameter, agreed on by the ranks, since one may own no piece."""
         mine: dict[str, Kind] = {}
         for piece in self._pieces(group, index):
             for key, value in self._state.get(piece.parameter, {}).items():

@@ -1,9 +1,9 @@
-"""A step by the user's optimizer itself, which no kernel serves: of slices, or of whole parameters.
+"""A step by the user's optimizer itself, where no kernel serves it: of slices, or of whole parameters.
 
 Slices are stepped where the masters are. Whole parameters are put together for the step, each on the rank
-that has its optimizer state, and are slices again behind it. A rank that runs out of memory, or whose
-optimizer fails, tells the others before they wait for it: all meet in front of each collective, when they
-have what they need for it.
+that has its optimizer state, and are slices again afterwards. A rank that runs out of memory, or whose
+optimizer fails, tells the others before they wait for it: all ranks meet before each collective, once each
+has what it needs for it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from zero.tiers.values import Values, fetch
 
 
 class OwnStep:
-    """optimizers: those that step themselves. gradient_bytes, value_bytes: of the device, in use for fp32
-    gradients and for whole parameters."""
+    """optimizers: those that step themselves. gradient_bytes, value_bytes: bytes of the device in use for
+    fp32 gradients, and for whole parameters."""
 
     def __init__(self, optimizers: Sequence[Optimizer], stores: Stores, communicator: Communicator) -> None:
         self.gradient_bytes = 0
@@ -48,8 +48,8 @@ class OwnStep:
         self._meets = False  # whether this step has collectives
 
     def run(self, turns: Sequence[Turn], scale: Tensor | None, mark: Callable[[str], None]) -> None:
-        """mark(unit): called when it has the gradients that it is stepped with, and with "" behind the
-        step."""
+        """Step these sub-groups. mark(unit): called when a sub-group has the gradients that it is stepped
+        with, and with "" after the step."""
         turns = [(owned, have) for owned, have in turns if owned.routes is None or owned.routes.total]
         subs = [owned for owned, _ in turns]
         self._meets = any(owned.routes is not None for owned in subs)
@@ -70,13 +70,13 @@ class OwnStep:
             self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
     def bytes_for(self, owned: OwnedSubGroup) -> int:
-        """The most that a record on the device is stepped with, there until all are stepped, and that its
-        exchange takes."""
+        """The most bytes that stepping a record on the device takes: what stays until all are stepped, and
+        the exchange."""
         each = owned.sub.kept.master.element_size()
         return each * (owned.numel if owned.routes is None else 2 * owned.numel + owned.sub.numel)
 
     def _arrive(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
-        """Bring what a sub-group is stepped with: its gradients, and whole parameters where these are
+        """Bring what a sub-group is stepped with: its gradients, and the whole parameters if these are
         stepped."""
         master = owned.sub.kept.opened().master
         if owned.routes is not None:
@@ -103,7 +103,8 @@ class OwnStep:
             return fetch(values, home_of(owned), self._communicator)
 
     def _assemble(self, owned: OwnedSubGroup, values: Values, purpose: str) -> Tensor:
-        """Whole parameters out of what all ranks have of them in `values`, in the memory of the master."""
+        """Whole parameters, put together from all ranks' parts of them in `values`, in the memory of the
+        master."""
         assert owned.routes is not None
         with self._alone(), self._room(purpose, owned):
             parts = self._exchange.parts_of(owned.routes, values)
@@ -124,8 +125,8 @@ class OwnStep:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Around what a rank does by itself. If it fails, the others hear of it when they meet next, and
-        wait for nothing else of this one."""
+        """Around what a rank does by itself. If that fails, the others hear of it when they next meet, and
+        wait for nothing else from this rank."""
         try:
             yield
         except Exception:
@@ -135,7 +136,7 @@ class OwnStep:
 
     def _meet(self) -> None:
         """Before a collective, if the step has any: make sure that all ranks have come through what each does
-        alone. Raises OptimizerError where one has failed."""
+        by itself. Raises OptimizerError if one has failed."""
         if self._meets and self._communicator.agree():
             raise OptimizerError(
                 f"the step of {self._names} has failed on another rank, whose error says why"
@@ -147,12 +148,12 @@ class OwnStep:
         return room_for(self._accelerator, purpose, owned.group.unit, nbytes)
 
     def _step_together(self, subs: Sequence[OwnedSubGroup]) -> None:
-        """The optimizers' steps, whatever tensors they put the values into."""
+        """Run the optimizers' steps, whatever tensors they put the values into."""
         nbytes = sum(4 * owned.numel for owned in subs)
         with room_for(self._accelerator, f"for the step of {self._names}", None, nbytes):
             self._absent.show(self._gradients)
             for optimizer in self._optimizers:
-                # Behind all other hooks: to these a slice would pass for a gradient.
+                # After all other hooks, which would take a slice for a gradient.
                 handle = optimizer.register_step_pre_hook(self._hand_over)
                 try:
                     optimizer.step()
@@ -173,7 +174,7 @@ class OwnStep:
                 parameter.grad = gradient
 
     def _room_for_way_back(self) -> Tensor:
-        """Memory of the device that whole parameters go back through, one sub-group after another."""
+        """Memory of the device through which whole parameters go back, one sub-group after another."""
         sizes = [
             self._exchange.way_back_bytes(o.routes, whole) for o, whole in self._whole.items() if o.routes
         ]

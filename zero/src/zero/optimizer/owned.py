@@ -18,9 +18,12 @@ from zero.sharding.sub_group import SubGroup
 
 @dataclass
 class OwnedPiece:
-    """What the optimizer has in the place of a parameter. piece: which part of the parameter, and where that
-    lies: in the sub-group, or where whole parameters are stepped among those of this rank. parameter: the
-    tensor in param_groups. history: a number that pieces have in common which missed the same steps."""
+    """What the optimizer has in place of a parameter.
+
+    piece: which part of the parameter it is, and where that lies: in the sub-group or, where whole parameters
+    are stepped, among those of this rank. parameter: the tensor in param_groups. history: a number that
+    pieces have in common if they missed the same steps.
+    """
 
     piece: Piece
     param_group: int
@@ -30,8 +33,8 @@ class OwnedPiece:
 
 @dataclass
 class StepCount:
-    """steps: (pieces,) fp32, each piece's own number of steps, beside the record or, where that is on disk,
-    on the host. window: steps that the sub-group took part in."""
+    """steps: (pieces,) fp32, each piece's own number of steps; beside the record or, if that is on disk, on
+    the host. window: steps that the sub-group took part in."""
 
     steps: Tensor
     window: int = 0
@@ -41,8 +44,9 @@ class StepCount:
 class OwnedSubGroup:
     """A sub-group of `group` with this rank's pieces.
 
-    rule: of the kernel that steps it, None where the user's optimizer does. routes: where pieces are whole
-    parameters, put together for a step; the sub-group is the whole shard then. count: where a kernel serves.
+    rule: of the kernel that steps it; None where the user's optimizer does. routes: where pieces are whole
+    parameters, put together for a step; the sub-group is then the whole shard. count: only where a kernel
+    serves.
     """
 
     group: FlatGroup
@@ -67,32 +71,34 @@ class OwnedSubGroup:
         return self.group.names[piece.piece.index]
 
     def originals(self) -> list[Tensor]:
-        """What a step reads, beside the gradient: a record in memory, and the optimizer's views of it."""
+        """What a step reads besides the gradient: a record in memory, and the optimizer's views of it."""
         state = self.sub.kept.opened()
         views = [piece.parameter for piece in self.pieces]
         return [state.master, *state.moments, self.counted.steps, *views]
 
     def versions(self) -> list[int]:
-        """Counts of in-place changes, of each of the `originals`."""
+        """The number of in-place changes of each of the `originals`."""
         return [values._version for values in self.originals()]
 
     def piece_versions(self) -> list[int]:
-        """How often each piece was written to by itself, as optimizers and programs do; kernels do not."""
+        """How often each piece was written to directly, as optimizers and programs do; kernels do not."""
         return versions_of(piece.parameter for piece in self.pieces)
 
     def missing(self, used: set[int]) -> tuple[int, ...]:
-        """Pieces whose parameters are not among `used`."""
+        """Indices of the pieces whose parameters are not among `used`."""
         return tuple(i for i, p in enumerate(self.pieces) if p.piece.index not in used)
 
     def remember(self, missed: tuple[int, ...]) -> None:
-        """A step is taken in which these pieces had no gradient."""
+        """Note a step in which the `missed` pieces had no gradient."""
         self.counted.window += 1
         for index in missed:
             self.pieces[index].history = hash((self.pieces[index].history, self.counted.window))
 
     def runs(self, missed: tuple[int, ...]) -> Iterator[tuple[int, slice]]:
-        """The longest stretches of the sub-group that one kernel call can step, with their first pieces:
-        alike in param group and history. missed: pieces without a gradient, which lie in none."""
+        """The longest stretches of the sub-group that one kernel call can step, each with its first piece:
+        their pieces are alike in param group and history. missed: pieces without a gradient, which lie in no
+        stretch.
+        """
         first: int | None = None
         key: tuple[int, int] | None = None
         for index, piece in enumerate(self.pieces):
@@ -109,4 +115,4 @@ class OwnedSubGroup:
 
 
 Turn = tuple[OwnedSubGroup, GroupGradients]
-"""What is stepped, and its gradients."""
+"""A sub-group to be stepped, and its gradients."""

@@ -20,8 +20,8 @@ def is_elementwise(key: str, value: Values, parameter: nn.Parameter) -> bool:
 
 
 def in_memory_order(value: Values, parameter: nn.Parameter) -> Values:
-    """A tensor of the parameter's shape as one dimension, in the order of that one's memory. It shares its
-    storage where it has the parameter's strides, and is a copy elsewhere."""
+    """A tensor of the parameter's shape as one dimension, in the parameter's memory order. It shares its
+    storage if it has the parameter's strides; otherwise it is a copy."""
     if isinstance(value, Stored):
         return value
     if value.stride() != parameter.stride():
@@ -33,13 +33,13 @@ def in_memory_order(value: Values, parameter: nn.Parameter) -> Values:
 
 
 def kept_tensors(state: dict[str, Any], parameter: nn.Parameter) -> list[Tensor]:
-    """The tensors of a state that are kept beside a parameter, those in lists and dicts too."""
+    """The tensors of a state that are kept beside a parameter, including those in lists and dicts."""
     leaves = ((key, leaf) for key, value in state.items() for leaf in tree_leaves(value))
     return [leaf for key, leaf in leaves if isinstance(leaf, Tensor) and _is_beside(key, leaf, parameter)]
 
 
 def moved(key: str, value: Any, parameter: nn.Parameter, device: torch.device, copy: bool = False) -> Any:
-    """A value of a state, with what of it is kept beside the parameter on `device`."""
+    """A value of a state, with those of its tensors that are kept beside the parameter moved to `device`."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -50,5 +50,6 @@ def moved(key: str, value: Any, parameter: nn.Parameter, device: torch.device, c
 
 
 def _is_beside(key: str, leaf: Tensor, parameter: nn.Parameter) -> bool:
-    """Single numbers are where optimizers keep them, unless the parameter itself is one."""
+    """Whether a tensor is kept beside the parameter. Single numbers stay where optimizers put them, unless
+    the parameter itself is one."""
     return leaf.dim() > 0 or (parameter.dim() == 0 and key != "step")

@@ -23,8 +23,8 @@ from zero.tiers.stored import Stored
 def route_groups(
     groups: Sequence[FlatGroup], stepping: Mapping[FlatGroup, Stepping], rank: int
 ) -> dict[FlatGroup, Routes]:
-    """The routes of groups that ranks have slices of and whose parameters are stepped whole, each by one
-    rank: all ranks find the same. rank: this one."""
+    """The routes of the groups that are split into slices but whose parameters are stepped whole, each by one
+    rank. All ranks come to the same assignment. rank: this one."""
     split = [group for group in groups if group.shards > 1 and stepping[group].whole]
     sizes = [(parameter, parameter.numel()) for group in split for parameter in group.parameters]
     rank_of = share_out(sizes, max((group.shards for group in split), default=1))
@@ -34,8 +34,10 @@ def route_groups(
 def own(
     group: FlatGroup, param_group_of: dict[nn.Parameter, int], rule: Rule | None, routes: Routes | None
 ) -> tuple[OwnedSubGroup, ...]:
-    """The group's pieces that an optimizer steps. param_group_of: index of each parameter's param group.
-    rule: of the kernel, if one serves. routes: where whole parameters are stepped."""
+    """The pieces of the group that an optimizer steps, by sub-group. param_group_of: index of each
+    parameter's param group. rule: of the kernel, if one serves. routes: given where whole parameters are
+    stepped.
+    """
     return tuple(_own(OwnedSubGroup(group, sub, rule, routes), param_group_of) for sub in group.subs)
 
 
@@ -44,7 +46,7 @@ def _own(owned: OwnedSubGroup, param_group_of: dict[nn.Parameter, int]) -> Owned
         index = param_group_of.get(owned.group.parameters[piece.index])
         if index is not None:
             values = piece_of_master(owned, piece)
-            parameter = nn.Parameter(values.data)  # counts changes by itself, whatever it is a view of
+            parameter = nn.Parameter(values.data)  # has its own count of changes, whatever it is a view of
             parameter.__dict__ |= {
                 NAME_ATTRIBUTE: owned.group.names[piece.index],
                 REASON_ATTRIBUTE: _ELSEWHERE,
@@ -62,8 +64,8 @@ def _pieces_of(owned: OwnedSubGroup) -> Iterable[Piece]:
 
 
 def piece_of_master(owned: OwnedSubGroup, piece: Piece) -> Tensor:
-    """A view of the master; a tensor of its shape without values where that is on disk, or the piece is a
-    whole parameter, which is there in a step only."""
+    """A view of the master; or a tensor of its shape without values, where the master is on disk, or where
+    the piece is a whole parameter, which exists only during a step."""
     master = owned.sub.kept.master
     if isinstance(master, Stored) or owned.routes is not None:
         return shaped(torch.empty(owned.numel, dtype=master.dtype, device="meta"), owned.group, piece)
@@ -71,8 +73,8 @@ def piece_of_master(owned: OwnedSubGroup, piece: Piece) -> Tensor:
 
 
 def show(owned: OwnedSubGroup, piece: OwnedPiece) -> None:
-    """Give the optimizer's parameter the values there are between steps; where there are none, it says so to
-    whoever wants them."""
+    """Give the optimizer's parameter the values that there are between steps. Where there are none, using
+    them raises an error that says so."""
     bind(piece, piece_of_master(owned, piece.piece))
     if piece.parameter.is_meta:
         guard([piece.parameter])
@@ -110,8 +112,8 @@ def shaped(flat: Tensor, group: FlatGroup, piece: Piece) -> Tensor:
 
 
 def sliced(state: dict[str, Any], owned: OwnedSubGroup, piece: Piece) -> dict[str, Any]:
-    """A piece's part of a parameter's state: slices of what is element-wise, in the master's precision, which
-    the optimizer steps; copies of the rest."""
+    """A piece's part of a parameter's state: slices of what is element-wise, in the precision of the master,
+    which is what the optimizer steps; copies of the rest."""
     spec, device, master = owned.group.layout.specs[piece.index], home_of(owned), owned.sub.kept.master
     result = {}
     for key, value in state.items():

@@ -1,7 +1,7 @@
-"""Which rank steps a parameter that is stepped whole, and how values travel between there and the slices.
+"""Which rank steps a parameter that is stepped whole, and how values travel between it and the slices.
 
-Arithmetic only, no tensors. What the ranks' slices have of a rank's parameters, put together in the order of
-the ranks, are those parameters one after another: slices and parameters are in the order of one buffer.
+Arithmetic only, no tensors. Slices and parameters have the order of one buffer. So the ranks' slices of one
+rank's parameters, put together in the order of the ranks, are those parameters one after another.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of one group, for one rank. pieces: the parameters that this rank steps, each with its place
-    among them. windows: of this rank's slice, in the order of the ranks that step them. given[r], taken[r]:
-    elements that this rank's slice has of what rank r steps, and rank r's slice of what this rank steps.
-    total: of all ranks together."""
+    """The routes of one group, for one rank.
+
+    pieces: the parameters that this rank steps, each with its place among them.
+    windows: of this rank's slice, in the order of the ranks that step them.
+    given[r]: elements of this rank's slice that rank r steps. taken[r]: elements of rank r's slice that this
+        rank steps.
+    total: elements that all ranks together step.
+    """
 
     pieces: tuple[Piece, ...]
     windows: tuple[slice, ...]
@@ -35,9 +39,9 @@ class Routes:
 
 
 def share_out(sizes: Iterable[tuple[K, int]], ranks: int) -> dict[K, int]:
-    """The rank of each parameter: the largest first, to the rank that has least until then.
+    """Give each parameter a rank: the largest parameter first, each to the rank that has least so far.
 
-    No rank has more than 4/3 of what the best distribution would give it (Graham, Bounds on Multiprocessing
+    The largest load is at most 4/3 of what it is in the best distribution (Graham, Bounds on Multiprocessing
     Timing Anomalies, 1969).
     """
     loads = [0] * ranks
@@ -50,7 +54,8 @@ def share_out(sizes: Iterable[tuple[K, int]], ranks: int) -> dict[K, int]:
 
 
 def route(layout: FlatLayout, stepped_by: Sequence[int | None], rank: int) -> Routes:
-    """stepped_by: a rank for each parameter of the layout, None for those that nobody steps."""
+    """The routes of a group for `rank`. stepped_by: a rank for each parameter of the layout, None for those
+    that nobody steps."""
     windows: list[list[slice]] = [[] for _ in range(layout.shards)]
     for piece in layout.pieces(rank):
         receiver = stepped_by[piece.index]

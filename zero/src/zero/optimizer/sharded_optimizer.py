@@ -2,10 +2,10 @@
 
 The optimizer object stays: schedulers, hooks and hyper-parameters keep working on its param_groups. Its
 parameters become *pieces*: views of the fp32 masters, one for each model parameter that a sub-group of this
-rank has a part of (in the parameter's shape where that is the whole). Adam, AdamW, SGD and Lion run as one
-kernel call per flat sub-group, straight from the 16-bit gradient; their per-piece state is views of the flat
-state, so `optimizer.state` looks as torch's does. Every other optimizer steps its pieces itself: slices, or
-where it looks at more than single elements whole parameters, each on one rank.
+rank has a part of (in the parameter's shape if that part is the whole). Adam, AdamW, SGD and Lion run as one
+kernel call per flat sub-group, straight from the 16-bit gradient; their per-piece state consists of views of
+the flat state, so `optimizer.state` looks as it does in torch. Every other optimizer steps its pieces itself:
+slices or, if it looks at more than single elements, whole parameters, each on one rank.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
     stepping: how each group is stepped.
-    owned, subs: the sub-groups, by group and all in order.
-    on_sub_group(unit): called when a kernel has stepped a sub-group; where the user's optimizer steps itself,
-        when a sub-group has its gradients for that, and with "" behind the optimizer's step.
-    held_back: whether optimizers that step themselves had no part in the last step, whose gradients
-        overflowed: the state that they keep may not be there yet.
-    absent: what stands for the gradients of pieces until the hooks in front of the step are over.
+    owned, subs: the sub-groups, by group, and all in order.
+    on_sub_group(unit): called when a kernel has stepped a sub-group. Where the user's optimizer steps itself:
+        called when a sub-group has its gradients for that, and with "" after the optimizer's step.
+    held_back: whether optimizers that step themselves took no part in the last step, because its gradients
+        overflowed: the state that they keep may not exist yet.
+    absent: what stands for the gradients of pieces until the hooks before the step are over.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class ShardedOptimizer:
             refuse_state_dicts(each)
 
     def step(self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None) -> None:
-        """One optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim, 1.0 changes nothing."""
+        """Make one optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim; with 1.0 the step
+        changes nothing."""
         turns = [(owned, g) for g in gradients if g.slice.present for owned in self.owned[g.group]]
         step = partial(self._step, turns, scale, skip)
         self._in_step = True
@@ -114,14 +115,16 @@ class ShardedOptimizer:
         finally:
             self._in_step = False
             self.absent.hide()
-        self.deliver_changed()  # by hooks behind the step
+        self.deliver_changed()  # by hooks after the step
 
     def settle(self) -> None:
-        """Weights and masters have the same values now: `changed` tells of what is written from here on."""
+        """Note that weights and masters have the same values now: `changed` tells what is written from here
+        on."""
         self._settled = {owned: owned.piece_versions() for owned in self.subs}
 
     def changed(self) -> dict[OwnedSubGroup, list[str]]:
-        """Sub-groups of which pieces were written to since `settle()`, with the names of these."""
+        """Sub-groups with pieces that were written to since `settle()`, each with the names of those
+        pieces."""
         return {
             owned: [owned.name_of(p) for p, a, b in zip(owned.pieces, before, now, strict=True) if a != b]
             for owned, before in self._settled.items()
@@ -129,15 +132,15 @@ class ShardedOptimizer:
         }
 
     def deliver_changed(self) -> None:
-        """Send the masters of sub-groups that are `changed` on to the weights. Those that a step changes it
-        delivers itself."""
+        """Send the masters of `changed` sub-groups on to the weights. A step itself delivers those that it
+        changes."""
         for owned in self.changed():
             self.visits.part_with(owned.sub)
             self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
     def _step(self, turns: Sequence[Turn], scale: Tensor | None, skip: Tensor | None) -> None:
         self.held_back = self._own_step is not None and skip is not None and bool(skip)
-        if self._own_step is not None and not self.held_back:  # these decide on the host
+        if self._own_step is not None and not self.held_back:  # skipping these is decided on the host
             mine = [(owned, have) for owned, have in turns if owned.rule is None]
             self._own_step.run(mine, scale, self.on_sub_group)
             self._settled |= {owned: owned.piece_versions() for owned, _ in mine}
@@ -145,8 +148,8 @@ class ShardedOptimizer:
         _between_hooks(self._served, partial(self._kernel_step, served, Factors(scale, skip)))
 
     def step_ahead(self, expected: Callable[[], tuple[Tensor | None, Tensor | None]]) -> Follower:
-        """Step what is on the host as gradients arrive. expected(): factor and skip of gradients that are
-        neither clipped nor overflow."""
+        """Step what is on the host as gradients arrive, from now on. expected(): factor and skip of gradients
+        that are neither clipped nor overflow."""
         self._ahead = StepsAhead(self._stores, self.owned, self._plan, expected)
         return self._ahead
 
@@ -167,8 +170,8 @@ class ShardedOptimizer:
                 self.on_sub_group(owned.group.unit)
 
     def _in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
-        """Each sub-group's record in memory, in turn: from the disk through the pipeline, from the host to
-        the device as a visit, or where it is."""
+        """Each sub-group's record in memory, in turn: read from disk through the pipeline, brought from the
+        host to the device as a visitor, or where it is."""
         stored = self._stores.pipeline.through([o.sub.kept for o in subs if o.sub.kept.tier == "disk"])
         visiting = self.visits.in_turn([o for o in subs if o.sub in self.visits])
         with closing(stored) as read, closing(visiting) as visitors:
@@ -199,8 +202,10 @@ class ShardedOptimizer:
         return found.values()
 
     def check_groups(self) -> None:
-        """Raise OptimizerError if param_groups gained or lost parameters since the engine took them over, or
-        got options that their kernels do not have, or steps that these would not call."""
+        """Raise OptimizerError if param_groups have gained or lost parameters since the engine took them
+        over, or have got options that their kernels lack, or if the step of an optimizer was replaced, which
+        kernels would not call.
+        """
         if wrapped := [each for each in self._served if is_wrapped(each)]:
             raise OptimizerError(
                 f"the step of {name_of(*wrapped)} was replaced after zero.initialize, which steps it by a "
@@ -225,16 +230,16 @@ class ShardedOptimizer:
             )
 
     def move(self, owned: OwnedSubGroup, tier: Tier) -> None:
-        """Move a record between the memories of device and host; one on disk stays."""
+        """Move a record between device memory and host memory; one on disk stays there."""
         self._move(owned, self._stores.resolve(tier), visits=False)
 
     def park(self) -> None:
-        """Have all records on the host; those on disk stay."""
+        """Move all records to the host; those on disk stay there."""
         for owned in self.subs:
             self.move(owned, "host")
 
     def unpark(self) -> None:
-        """Have all records where they belong."""
+        """Move all records to where they belong."""
         for owned in self.subs:
             self._move(owned, owned.sub.tier, owned.sub.visits)
 
@@ -254,7 +259,7 @@ class ShardedOptimizer:
             steps = None if owned.count is None else owned.count.steps.to(device)
             pieces = owned.pieces if owned.rule is None else ()
             kept = [(p.parameter, self._own_state_on(there, p)) for p in pieces]
-        sub.record = new  # nothing of it before there is room for all of it
+        sub.record = new  # only now that there is room for all of it
         if owned.count is not None and steps is not None:
             owned.count.steps = steps
         self._show(owned)
@@ -263,23 +268,23 @@ class ShardedOptimizer:
                 self.optimizer.state[parameter].update(state)
 
     def _show(self, owned: OwnedSubGroup) -> None:
-        """Make the optimizer's pieces, and their state, views of the record that the sub-group has now."""
+        """Make the optimizer's pieces and their state views of the record that the sub-group has now."""
         was_changed = self._settled[owned] != owned.piece_versions()
         for index, piece in enumerate(owned.pieces):
             show(owned, piece)
             if owned.rule is not None:
                 self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, owned.rule))
-        versions = owned.piece_versions()  # others, where a piece has come from another kind of memory
+        versions = owned.piece_versions()  # these differ where a piece comes from another kind of memory
         self._settled[owned] = [version - was_changed for version in versions]
 
     def moments_bytes(self, owned: OwnedSubGroup) -> int:
-        """Bytes of a sub-group's state beside the master, wherever it is."""
+        """Bytes of a sub-group's state besides the master, wherever it is."""
         moments = sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
         return moments + sum(value.nbytes for value in self._kept(owned))
 
     def step_bytes(self, owned: OwnedSubGroup) -> int:
-        """Bytes that a record on the device is stepped with, until all are stepped; where kernels serve, see
-        `scratch_bytes`."""
+        """Bytes that a record on the device is stepped with, and that stay until all are stepped; where
+        kernels serve, see `scratch_bytes`."""
         return 0 if self._own_step is None or owned.rule is not None else self._own_step.bytes_for(owned)
 
     def _kept(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
@@ -288,12 +293,12 @@ class ShardedOptimizer:
             yield from kept_tensors(self.optimizer.state.get(piece.parameter, {}), piece.parameter)
 
     def _own_state_on(self, device: torch.device, piece: OwnedPiece) -> dict[str, Any]:
-        """What the user's optimizer itself keeps of a piece, in another memory."""
+        """What the user's optimizer itself keeps of a piece, moved to another memory."""
         state = self.optimizer.state.get(piece.parameter, {})
         return {key: moved(key, value, piece.parameter, device) for key, value in state.items()}
 
     def own_state_bytes(self) -> int:
-        """Bytes of the device in use for state beside the groups' records: for visits, and for what the
+        """Bytes of the device in use for state besides the groups' records: for visitors, and for what the
         user's optimizer itself keeps, or steps."""
         if self._own_step is None:
             return self.visits.device_bytes()
@@ -307,7 +312,7 @@ class ShardedOptimizer:
         return 0 if self._own_step is None else self._own_step.gradient_bytes
 
     def _install(self) -> None:
-        """Put the pieces into param_groups, in the places of the parameters that they are parts of."""
+        """Put the pieces into param_groups, in place of the parameters that they are parts of."""
         lists: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
         initial = dict(self.optimizer.state)  # some optimizers have state before their first step
         self.optimizer.state.clear()
@@ -334,7 +339,7 @@ class ShardedOptimizer:
             self.optimizer.state[piece.parameter] = self._state_of_piece(owned, index, rule)
 
     def _state_of_piece(self, owned: OwnedSubGroup, index: int, rule: Rule) -> dict[str, Any]:
-        """Views of the flat state; of moments on disk, their places there."""
+        """Views of the flat state; for moments on disk, their places there."""
         assert owned.count is not None
         piece = owned.pieces[index].piece
         state: dict[str, Any] = {"step": owned.count.steps[index]} if rule.counts else {}
@@ -347,7 +352,7 @@ class ShardedOptimizer:
         return state
 
     def _taken(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
-        """Whether the step was made ahead, and has taken effect."""
+        """Whether the step was made ahead; if so, it has now taken effect."""
         if self._ahead is None or not self._ahead.take(owned, step):
             return False
         self._show(owned)

@@ -1,4 +1,4 @@
-"""The optimizer's own state dicts and copies: refused, because they would be of one rank's slices only."""
+"""The optimizer's own state dicts and copies: refused, because they would hold one rank's slices only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from zero.errors import UsageError
 
 
 def refuse_state_dicts(optimizer: Optimizer) -> None:
-    """From now on `optimizer.state_dict()` and `load_state_dict()` raise UsageError, before anybody else's
-    hooks of them, and so do `torch.save(optimizer)` and `copy.deepcopy(optimizer)`."""
+    """Make `optimizer.state_dict()` and `load_state_dict()` raise UsageError from now on, before anybody
+    else's hooks on them run, and also `torch.save(optimizer)` and `copy.deepcopy(optimizer)`."""
     optimizer.register_state_dict_pre_hook(_refuse_to_save, prepend=True)
     optimizer.register_load_state_dict_pre_hook(_refuse_to_load, prepend=True)
     optimizer.__dict__["__getstate__"] = _refuse_to_copy

@@ -1,7 +1,7 @@
-"""How much state optimizers keep; of one that no kernel serves, found out by stepping a copy of it.
+"""How much state optimizers keep; for one that no kernel serves, found out by stepping a copy of it.
 
-The copy steps small stand-ins of the parameters, whose dimensions are different primes: so the shape of what
-it keeps tells how that grows with a parameter, whether by elements, rows, columns or squares of these.
+The copy steps small stand-ins for the parameters, whose dimensions are different primes. So the shape of what
+it keeps tells how that grows with a parameter: by elements, rows, columns or squares of these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.piece_state import is_elementwise, kept_tensors
 
-SIDES = {  # of a stand-in, by its dimensions; larger than most sizes that state has of itself
+SIDES = {  # of a stand-in, by its dimensions; larger than most sizes that state has of its own
     1: (101,),
     2: (101, 103),
     3: (31, 37, 41),
@@ -33,10 +33,11 @@ FOR_DEVICES = ("capturable", "differentiable", "foreach", "fused")  # options th
 
 
 def moments_of(optimizer: Optimizer, dtype: torch.dtype | None = None) -> dict[nn.Parameter, float]:
-    """Values of the master's size that are kept beside it for an element of each parameter, on average.
+    """Values that are kept beside the master per element of each parameter: an average, in values of the
+    master's size.
 
-    dtype: that parameters are cast to before; None leaves them theirs. Raises OptimizerError where a copy of
-    an optimizer cannot be stepped.
+    dtype: what parameters are cast to before; None leaves them as they are. Raises OptimizerError where a
+    copy of an optimizer cannot be stepped.
     """
     found: dict[nn.Parameter, float] = {}
     for each in members(optimizer):
@@ -69,7 +70,7 @@ def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> di
 
 
 def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """A stand-in for a parameter's master: small, of as many dimensions, on the host, with a gradient."""
+    """A stand-in for a parameter's master: small, with as many dimensions, on the host, with a gradient."""
     wide = torch.promote_types(dtype, torch.float32)
     small = nn.Parameter(torch.zeros(_sides(parameter.shape), dtype=wide, device=HOST))
     small.grad = torch.zeros_like(small)
@@ -77,8 +78,8 @@ def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _sides(shape: Sequence[int]) -> list[int]:
-    """The sides of a stand-in, in the order of the sizes: what looks at the shorter one does so here too. A
-    size of 1 stays."""
+    """The sides of a stand-in, in the order of the parameter's sizes, so that an optimizer that looks at the
+    shorter one does so here too. A size of 1 stays 1."""
     real = tuple(shape) or (2,)
     found = [1] * len(real)
     long = sorted((place for place, size in enumerate(real) if size != 1), key=lambda place: real[place])
@@ -88,7 +89,7 @@ def _sides(shape: Sequence[int]) -> list[int]:
 
 
 def _copy_of(optimizer: Optimizer, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Optimizer:
-    """The optimizer as it is, with its stand-ins for parameters and without anybody's hooks."""
+    """The optimizer as it is, with stand-ins for its parameters and without anybody's hooks."""
     own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "step") and "_hooks" not in k}
     content = copy.deepcopy(own, {id(p): small for p, small in stand_ins.items()})
     first = {small: _shrunk(optimizer.state.get(p, {}), p, small) for p, small in stand_ins.items()}
@@ -100,7 +101,7 @@ def _copy_of(optimizer: Optimizer, stand_ins: Mapping[nn.Parameter, nn.Parameter
 
 
 def _shrunk(state: Mapping[str, Any], parameter: nn.Parameter, small: nn.Parameter) -> dict[str, Any]:
-    """State that an optimizer has before its first step, as a stand-in has it."""
+    """The state that an optimizer has before its first step, in the size of a stand-in."""
     return {
         key: torch.zeros_like(small, dtype=small.dtype if value.is_floating_point() else value.dtype)
         if isinstance(value, Tensor) and is_elementwise(key, value, parameter)
@@ -112,7 +113,8 @@ def _shrunk(state: Mapping[str, Any], parameter: nn.Parameter, small: nn.Paramet
 def _values_per_element(
     state: dict[str, Any], first: dict[str, Any], parameter: nn.Parameter, small: nn.Parameter
 ) -> float:
-    """first: the parameter's state before any step, of which what is not elementwise is as large as it is."""
+    """Values that the state has per element of the parameter. first: the parameter's state before any step;
+    of that, what is not element-wise keeps its size."""
     fixed = {value.shape for value in kept_tensors(first, parameter)} - {parameter.shape}
     nbytes = 0
     for value in kept_tensors(state, small):
@@ -127,7 +129,8 @@ def _values_per_element(
 
 
 def _numel(shape: Sequence[int], sides: Sequence[int], real: Sequence[int]) -> int:
-    """Elements of a stand-in's state of `shape`, for the parameter itself. A length may hold a side twice."""
+    """Elements that state of `shape`, kept for a stand-in, has for the parameter itself. A length may contain
+    a side twice."""
     numel = 1
     for length in shape:
         rest = length

@@ -17,15 +17,15 @@ LOOKS_AT_MATRICES = {"Adafactor", "Muon"}
 
 @dataclass(frozen=True)
 class Stepping:
-    """How a parameter is stepped. rule: of the kernel; None where its optimizer steps it. whole: the whole
-    parameter is stepped, even where ranks have slices of it."""
+    """How a parameter is stepped. rule: of the kernel; None where its optimizer steps it. whole: whether the
+    whole parameter is stepped, even where ranks have slices of it."""
 
     rule: Rule | None = None
     whole: bool = False
 
 
 def steppings(optimizer: Optimizer, config: Config) -> dict[nn.Parameter, Stepping]:
-    """How the parameters are stepped that the optimizer, or one of several, knows."""
+    """How each parameter of the optimizer, or of one of several, is stepped."""
     ways = zip(optimizer.param_groups, of_param_groups(optimizer, config), strict=True)
     return {parameter: way for group, way in ways for parameter in group["params"]}
 
@@ -37,7 +37,8 @@ def of_param_groups(optimizer: Optimizer, config: Config) -> list[Stepping]:
 
 
 def of_unknown(known: dict[nn.Parameter, Stepping]) -> Stepping:
-    """How parameters count that no optimizer knows: as others, so that they need no buffers of their own."""
+    """How parameters that no optimizer knows are treated: like others, so that they need no buffers of their
+    own."""
     return next((stepping for stepping in known.values() if not stepping.whole), Stepping())
 
 
@@ -49,12 +50,12 @@ def _of(optimizer: Optimizer, config: Config) -> Stepping:
 
 
 def goes_by_element(optimizer: Optimizer) -> bool:
-    """Whether it is known that a step of a slice is a slice of the step."""
+    """Whether it is known that stepping a slice gives a slice of the whole step."""
     bases = {base.__name__ for base in type(optimizer).__mro__}
     return is_known(optimizer) and not LOOKS_AT_MATRICES & bases
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether it is known to step every parameter by itself."""
+    """Whether the optimizer is known to step every parameter by itself."""
     kind = type(optimizer)
     return kind is Lion or f"{kind.__module__}.".startswith("torch.optim.")

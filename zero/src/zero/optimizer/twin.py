@@ -15,8 +15,8 @@ from zero.tiers.values import put
 
 
 class Twin:
-    """The twin of a sub-group that a kernel serves and whose record is on the host. It takes as much memory
-    as the record, and where the master is not the shard as the weights."""
+    """The twin of a sub-group's record: a kernel serves the sub-group, and the record is on the host. It
+    takes as much memory as the record and, where the master is not the shard, as the weights."""
 
     def __init__(self, stores: Stores, owned: OwnedSubGroup) -> None:
         sub, state = owned.sub, owned.sub.kept.opened()
@@ -35,7 +35,8 @@ class Twin:
         """Copy the record and step the copy. gradient, factors: on the host.
 
         The gradient has landed, and so have the weights that the twin sent last: see `Carrier.send`. What the
-        device was to read of it in its time as record had been read when that ended: see `begin_write`.
+        device was to read of this memory while it was the record had been read when that ended: see
+        `begin_write`.
         """
         record, mine = self._owned.sub.kept.opened(), self._state
         mine.master.copy_(record.master)
@@ -50,13 +51,13 @@ class Twin:
 
     @property
     def _narrow(self) -> Tensor | None:
-        """Weights that the kernel itself can write."""
+        """The weights, if the kernel itself can write them."""
         weights = self._weights
         wide = weights is None or weights.dtype.itemsize == self._state.master.dtype.itemsize
         return None if wide else weights
 
     def take_the_place(self) -> None:
-        """Change places with the record, which becomes the twin; the weights begin to go where the shard
+        """Change places with the record, which becomes the twin; the weights begin to go to where the shard
         is."""
         group, sub, count = self._owned.group, self._owned.sub, self._owned.counted
         before, after = sub.kept.opened(), self._state

@@ -1,4 +1,4 @@
-"""A record that waits on the host and is stepped on the device: there for its step, and back again."""
+"""A record that lives on the host and is stepped on the device: it comes for its step, and goes back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zero.tiers.stores import Stores
 
 
 class Where(Enum):
-    """Where a record is, and what each costs: bytes of the device, for a record of R bytes on the host.
+    """Where a record is, and what that costs: bytes of the device, for a record of R bytes on the host.
 
-    A master that is the shard on the device is not among them.
+    A master that is the shard on the device is not counted.
     """
 
     HOME = "0: on the host"
@@ -29,8 +29,8 @@ class Where(Enum):
 
 
 class Visitor:
-    """The record of one sub-group. outwards: carries records back to the host, beside those that
-    `stores.carrier` brings."""
+    """The record of one sub-group. outwards: carries records back to the host, while `stores.carrier` brings
+    others."""
 
     def __init__(self, stores: Stores, owned: OwnedSubGroup, outwards: Carrier) -> None:
         self.where = Where.HOME
@@ -41,7 +41,7 @@ class Visitor:
         self._home: Record | None = None  # the record on the host while there is a copy
         self._near: list[Tensor] = []  # master and moments on the device
         self._copied: Event | None = None  # the last copy, either way
-        self._versions: list[int] = []  # of the originals when the copy was begun
+        self._versions: list[int] = []  # of the originals, when the copy began
 
     @property
     def nbytes(self) -> int:
@@ -50,14 +50,14 @@ class Visitor:
 
     @property
     def may_stay(self) -> bool:
-        """Whether it may stay on the device behind its step. Not where its master on the host is the shard,
-        which the next gather reads."""
+        """Whether it may stay on the device after its step. It may not where its master on the host is the
+        shard, which the next gather reads."""
         master = self._host_record.opened().master
         return self.owned.sub.shard is not master or not self._is_away(master)
 
     @property
     def shown(self) -> bool:
-        """Whether the sub-group's record is what is on the device."""
+        """Whether the sub-group's record is the one on the device."""
         return self._host_record is not self.owned.sub.kept
 
     def come(self) -> None:
@@ -72,7 +72,7 @@ class Visitor:
         self.where = Where.ARRIVING
 
     def open(self) -> Opened:
-        """The record on the device, to be stepped: what is queued from now on finds it there."""
+        """The record on the device, to be stepped: work that is queued from now on finds it there."""
         if self.where is Where.ARRIVING and self._versions != self.owned.versions():
             self.turn_back()
         if self.where is Where.HOME:
@@ -85,7 +85,7 @@ class Visitor:
         return Opened(self._near[0], tuple(self._near[1:]))
 
     def stay(self) -> None:
-        """Let what is on the device be the sub-group's record, until it has landed."""
+        """Let the copy on the device be the sub-group's record until it has landed on the host."""
         assert self.where is Where.NEAR
         self.owned.sub.record = Record("device", self._near[0], tuple(self._near[1:]))
 
@@ -98,14 +98,14 @@ class Visitor:
         self.where = Where.LEAVING
 
     def land(self) -> None:
-        """Wait until it is back; its memory is free then."""
+        """Wait until it is back; its memory on the device is then free."""
         assert self.where is Where.LEAVING
         if self._copied is not None:
             self._copied.synchronize()
         self._forget()
 
     def turn_back(self) -> None:
-        """Give up the copy on the device, stepped or not: the host's values are the true ones."""
+        """Give up the copy on the device, stepped or not: the values on the host are the true ones."""
         if self._copied is not None:
             self._accelerator.streams.current().wait(self._copied)
         self._forget()

@@ -1,8 +1,8 @@
-"""Records that come to the device for their step: who comes when, and how many are there at one time.
+"""Records that come to the device for their step: which ones come when, and how many are there at one time.
 
-In a step they come one ahead of their turn and go back behind it, so at most `WINDOW` are there: one arrives,
+In a step they come one turn ahead and go back after their own, so at most `WINDOW` are there: one arrives,
 one is stepped, one leaves. Compiled graphs know where there is more room: in the backward they *bring* units,
-whose records stay behind their step, until the next forward sends them.
+whose records stay after their step until the next forward sends them back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WINDOW = 3
 class Visits:
     """The visitors among an optimizer's sub-groups; a follower of the gradients that they come for.
 
-    show(owned): makes the optimizer's views those of the record as it is now. expected: whether units
-    may be brought, because a step follows.
+    show(owned): makes the optimizer's views those of the present record. expected: whether units may be
+    brought, because a step follows.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Visits:
         self._show = show
         visiting = [mine for mine in owned if mine.sub.visits]
         self._visitors: dict[SubGroup, Visitor] = {}
-        self._passing: list[Visitor] = []  # that came in this step, in their order
+        self._passing: list[Visitor] = []  # those that came in this step, in order
         if visiting:
             outwards = Carrier(stores.accelerator)
             self._visitors = {mine.sub: Visitor(stores, mine, outwards) for mine in visiting}
@@ -50,9 +50,8 @@ class Visits:
         return sub in self._visitors
 
     def in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
-        """The record of each on the device, to be stepped. What has not been brought goes back when the next
-        one is asked for, and is back when the iterator is exhausted.
-        """
+        """The record of each sub-group on the device, to be stepped. A record that was not brought goes back
+        when the next one is asked for, and is back when the iterator is exhausted."""
         turns = [self._visitors[owned.sub] for owned in subs]
         try:
             for turn, visitor in enumerate(turns):
@@ -66,7 +65,7 @@ class Visits:
 
     @property
     def passing_bytes(self) -> int:
-        """The most of the device that records take which pass in a step."""
+        """The most bytes of the device that records take that come and go within a step."""
         return WINDOW * max((visitor.nbytes for visitor in self._visitors.values()), default=0)
 
     def nbytes(self, unit: ShardedUnit) -> int:
@@ -103,22 +102,22 @@ class Visits:
             self._part_with(visitor)
 
     def device_bytes(self) -> int:
-        """Bytes of the device in use, beside the sub-groups' records."""
+        """Bytes of the device in use, besides the sub-groups' records."""
         here = (v for v in self._visitors.values() if v.where is not Where.HOME)
         return sum(visitor.nbytes for visitor in here if not visitor.shown)
 
     def arrived(self, gradients: GroupGradients) -> None:
-        """A gradient is there: nothing to do before the step."""
+        """A gradient has come: nothing to do before the step."""
 
     def dropped(self) -> None:
-        """There will be no step of the gradients so far."""
+        """There will be no step with the gradients so far."""
         for visitor in self._visitors.values():
             if visitor.where in (Where.ARRIVING, Where.NEAR) and not visitor.shown:
                 visitor.turn_back()
 
     def relieve(self, nbytes: int) -> int:
-        """Send those to the host that are not being stepped, until `nbytes` are free; returns how many
-        are."""
+        """Send visitors that are not being stepped to the host, until `nbytes` are freed; returns the bytes
+        freed."""
         freed = 0
         for visitor in self._visitors.values():
             waits = visitor.shown or visitor.where in (Where.ARRIVING, Where.LEAVING)
@@ -132,20 +131,20 @@ class Visits:
         return (self._visitors[sub] for sub in subs if sub in self._visitors)
 
     def _enter(self, visitor: Visitor) -> None:
-        """Its turn to be stepped has come: if it is not on the device, it comes now and goes behind the
-        step."""
+        """A visitor's turn to be stepped has come: if it is not on the device, it comes now and goes after
+        the step."""
         if visitor.where is Where.HOME:
             self._make_room()
             self._passing.append(visitor)
 
     def _begin_next(self, following: Iterable[Visitor]) -> None:
-        """Let the next one that is on the host come, as far as the window and the device have room."""
+        """Let the next visitor that is on the host come, if the window and the device have room."""
         visitor = next((v for v in following if v.where is Where.HOME), None)
         if visitor is not None and self._make_room() and self._try_to_come(visitor):
             self._passing.append(visitor)
 
     def _try_to_come(self, visitor: Visitor) -> bool:
-        """Whether there was room; else it comes on its turn, when others have gone."""
+        """Whether there was room. If not, the visitor comes on its turn, when others have gone."""
         try:
             visitor.come()
         except torch.OutOfMemoryError:
@@ -153,7 +152,7 @@ class Visits:
         return True
 
     def _leave(self, visitor: Visitor) -> None:
-        """It has been stepped: it goes if it came in this step, or if it may not stay."""
+        """A visitor has been stepped: it goes if it came in this step, or if it may not stay."""
         if visitor not in self._passing and visitor.may_stay:
             visitor.stay()
             self._show(visitor.owned)
@@ -163,18 +162,19 @@ class Visits:
             self._passing.append(visitor)
 
     def _make_room(self) -> bool:
-        """Wait for those that leave, the oldest first; returns whether the window has room for one more."""
+        """Wait for visitors that are leaving, oldest first; returns whether the window has room for one
+        more."""
         while len(self._passing) >= WINDOW and self._passing[0].where is Where.LEAVING:
             self._part_with(self._passing[0])
         return len(self._passing) < WINDOW
 
     def _clear(self) -> None:
-        """End a step, also one that failed: nobody who passes is there any more."""
+        """End a step, even one that failed: none that was passing is on the device any more."""
         while self._passing:
             self._part_with(self._passing[0])
 
     def _part_with(self, visitor: Visitor) -> None:
-        """Have it on the host again: stepped, if its step is over, else as it was."""
+        """Have it on the host again: stepped if its step is over, otherwise as it was."""
         shown = visitor.shown
         if shown and visitor.where is Where.NEAR:
             visitor.go()
