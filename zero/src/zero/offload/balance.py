@@ -1,11 +1,11 @@
 """How much optimizer state the device can hold, by measurement: `offload="auto"`.
 
-The margin rule (Fang et al., PatrickStar, 2021; ColossalAI's gpu_margin_mem_ratio): what a step needs beside
-optimizer state is measured with all of that on the host; records then move to the device as far as the
-highest point of the step leaves room for them and for their gradients. Ranks take the smallest number that
-any of them can hold; `Forecast` does the arithmetic. When a later step needs more than was measured, records
-move back: after it, or before its update or in the middle of it, on the rank alone that has no room, and
-behind the step the ranks are alike again.
+The margin rule (Fang et al., PatrickStar, 2021; ColossalAI's gpu_margin_mem_ratio): what a step needs besides
+optimizer state is measured with all of that state on the host; then records move to the device as far as the
+highest point of the step leaves room for them and for their gradients. Ranks move only what all of them can
+hold; `Forecast` does the arithmetic. When a later step needs more than was measured, records move back: after
+the step or, on the one rank that has no room, before its update or in the middle of it. After that step the
+ranks are alike again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero.settings.offload import Tier
 from zero.settings.sizes import human
 from zero.tiers.stores import Stores
 
-WARM_UP = 2  # steps measured: the second is the first to gather ahead, and steps one record of each kind near
+WARM_UP = 2  # steps measured: the second is the first to gather ahead, and has one record of each kind near
 SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted to the byte
 SAFETY = 0.1  # elsewhere: caches, fragments, and what others take
 
@@ -36,7 +36,7 @@ class Balancer:
     """Moves records between host and device, between steps and when a step runs out of memory.
 
     predicted_peak: bytes of the device that steps need from now on, by calculation; 0 before the plan.
-    second_try: of operations that have found no room.
+    second_try: repeats operations that have found no room.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Balancer:
         self._optimizer = optimizer
         self._reducer = reducer
         self._forecast = Forecast(optimizer, reducer, stores.accelerator.kernels.chunk)
-        self._agreed: list[OwnedSubGroup] = []  # to be on the device, by all ranks
-        self._near: list[OwnedSubGroup] = []  # of these, the first ones, that are
+        self._agreed: list[OwnedSubGroup] = []  # that all ranks want on the device
+        self._near: list[OwnedSubGroup] = []  # the first of these, which are there
         self._steps = 0
         self._seen: MemoryReport | None = None
-        self._before = 0  # the highest point since records last moved, before the state was away
+        self._before = 0  # the highest point since records last moved, from before the state was away
         self.second_try = SecondTry(self._accelerator, self._relieve_all, self._movable)
         self._useful = stores.resolve("host") == "host"
         self._warm_up = WARM_UP + any(owned.rule is None for owned in optimizer.subs)
@@ -67,18 +67,20 @@ class Balancer:
             stores.relieve = self.relieve
 
     def before_step(self) -> None:
-        """Have room for what the step takes: an optimizer that finds none has changed some values already."""
+        """Make sure that there is room for what the step takes: an optimizer that finds none has already
+        changed some values."""
         if not self._useful:
             return
         if any(have.group.placement.gradients != "device" for have in self._reducer.all):
             self._reducer.land()
-            self._accelerator.streams.synchronize()  # what has landed counts until streams have passed it
+            self._accelerator.streams.synchronize()  # what has landed still counts until streams pass it
         missing = self._forecast.update_bytes(self._near) - self._accelerator.memory.stats().free
         if self._near and missing > 0:
             self.relieve(missing)
 
     def after_step(self) -> None:
-        """Collective. Plan after the warm-up; make room when a step has come too close to the limit."""
+        """Collective. Place records after the warm-up; later, make room when a step has come too close to the
+        limit."""
         if not self._useful:
             return
         if self._steps == self._warm_up:
@@ -86,7 +88,7 @@ class Balancer:
             return
         before, self._seen = self._seen, self._tracer.report
         followed = self._seen is not None and self._seen is not before
-        # Held back, an optimizer that steps itself does not tell what state it keeps.
+        # An optimizer that steps itself and was held back does not show what state it keeps.
         if self._communicator.agree(not followed or self._optimizer.held_back):
             self._tracer.steps = max(self._tracer.steps, self._warm_up - self._steps)
             return
@@ -107,7 +109,7 @@ class Balancer:
         self._count_anew()
 
     def pause(self) -> None:
-        """The state goes: until `resume` the device's memory is used by others."""
+        """The state leaves the device: until `resume`, others use its memory."""
         self._before = max(self._before, self._accelerator.memory.stats().peak)
 
     def resume(self) -> None:
@@ -115,7 +117,7 @@ class Balancer:
         self._accelerator.memory.reset_peak()
 
     def relieve(self, nbytes: int) -> int:
-        """Move records to the host until `nbytes` are free, on this rank alone; returns bytes moved."""
+        """Move records to the host until `nbytes` are free, on this rank alone; returns the bytes moved."""
         freed = 0
         while self._near and freed < nbytes:
             owned = self._near.pop()
@@ -123,7 +125,7 @@ class Balancer:
             self._move(owned, "host")
         if freed:
             self._accelerator.memory.trim()
-            self._count_anew()  # what follows tells how much may come back
+            self._count_anew()  # the next steps tell how much may come back
             warnings.warn(
                 f"the device ran out of memory: {human(freed)} of optimizer state moved to the host, so that "
                 "what failed can be repeated. Steps need more than was measured at first",
@@ -141,8 +143,8 @@ class Balancer:
     def _fitting(
         self, report: MemoryReport, candidates: Sequence[OwnedSubGroup], probes: int
     ) -> list[OwnedSubGroup]:
-        """Up to `probes` sub-groups that kernels step, and as many others, which the device of every rank has
-        room for."""
+        """Up to `probes` sub-groups that kernels step, and as many others, for which every rank's device has
+        room."""
         limit, places = usable(self._accelerator), self._optimizer.subs
         found: list[OwnedSubGroup] = []
         for owned in candidates:
@@ -163,7 +165,7 @@ class Balancer:
         self._agreed, self._near = near, list(near)
 
     def _follow_growth(self) -> None:
-        """Place again what was agreed on, as far as every rank has room for it, where a step needed more."""
+        """Where a step needed more, place again what was agreed on, as far as every rank has room for it."""
         peak = self._peak()
         relieved = len(self._near) < len(self._agreed)
         if self._communicator.agree(relieved or (bool(self._near) and peak > usable(self._accelerator))):
@@ -177,13 +179,14 @@ class Balancer:
         self._accelerator.memory.reset_peak()
 
     def _peak(self) -> int:
-        """The highest point since records last moved; of a traced step, the tracer has it."""
+        """The highest point since records last moved; if the step was traced, the tracer has it."""
         report, self._seen = self._seen, self._tracer.report
         traced = self._seen.peak if self._seen is not None and self._seen is not report else 0
         return max(traced, self._before, self._accelerator.memory.stats().peak)
 
     def _fitting_above(self, peak: int) -> int:
-        """How many of the agreed records this rank has room for. peak: of a step with those near."""
+        """How many of the agreed records this rank has room for. peak: of a step with those that are on the
+        device now."""
         limit = usable(self._accelerator)
         forecast = self._forecast.peak_above
         counts = range(len(self._agreed), 0, -1)
@@ -197,7 +200,7 @@ class Balancer:
 
 
 def usable(accelerator: Accelerator) -> int:
-    """Bytes of the device that may be planned with: of what it has, and what others leave of it."""
+    """Bytes of the device that may be planned with, out of what it has and what others leave of that."""
     stats = accelerator.memory.stats()
     safety = SAFETY_EXACT if accelerator.capabilities.counts_every_byte else SAFETY
     return int(min(stats.capacity, stats.allocated + stats.free) * (1 - safety))

@@ -1,4 +1,4 @@
-"""What a step will take of the device, were other optimizer state there than when it was measured."""
+"""What a step will take of the device with other optimizer state there than when it was measured."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Subs = Sequence[OwnedSubGroup]
 
 
 class Forecast:
-    """Peaks of steps, in bytes, by the sub-groups whose records are on the device: `now` those that a step
-    was measured with, `then` those to be there.
+    """Peaks of steps, in bytes, by the sub-groups whose records are on the device: `now` those of the step
+    that was measured, `then` those of the steps to come.
 
-    chunk: elements that the device's kernels work on at once, at most.
+    chunk: the most elements that the device's kernels work on at once.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, reducer: GradientReducer, chunk: int) -> None:
@@ -29,7 +29,7 @@ class Forecast:
         self._temporaries = Temporaries()
 
     def learn(self, report: MemoryReport, now: Subs) -> None:
-        """Learn from a measured step what its update took beside state and gradients."""
+        """Learn from a measured step what its update took besides state and gradients."""
         own = _unserved(now)
         self._temporaries.learn_own(_numel(own), self._together(own), report)
         served = [owned for owned in now if owned.rule is not None]
@@ -38,8 +38,8 @@ class Forecast:
             self._temporaries.learn_kernels(self._at_once(owned), self._coming_bytes(owned), report)
 
     def peak(self, report: MemoryReport, now: Subs, then: Subs) -> int:
-        """The highest point of the measured step, were the records of `then` on the device, and their
-        gradients where they leave none of the group's on the host."""
+        """The highest point that the measured step would have with the records of `then` on the device, and
+        with the gradients of the groups that they leave nothing of on the host."""
         before, after = set(now), set(then)
         come = [owned for owned in then if owned not in before]
         gone = [owned for owned in now if owned not in after]
@@ -56,7 +56,8 @@ class Forecast:
         )
 
     def peak_above(self, peak: int, now: Subs, then: Subs) -> int:
-        """An upper bound for steps that took `peak` with `now`. One of now and then begins with the other."""
+        """An upper bound for steps that took `peak` with `now`. One of `now` and `then` begins with the
+        other."""
         come = then[len(now) :]
         groups = dict.fromkeys(owned.group for owned in come)
         slices = sum(self._gradients[group].slice_bytes for group in groups)
@@ -64,14 +65,14 @@ class Forecast:
         return peak + self.records_bytes(come) + slices + max(0, self._growth(now, then)) - gone
 
     def update_bytes(self, now: Subs) -> int:
-        """The most that the update takes of the device beside what is there when it begins."""
+        """The most bytes of the device that the update takes besides what is there when it begins."""
         served = [owned for owned in now if owned.rule is not None]
         kernels = max((self._coming_bytes(o) + self._scratch_bytes(o) for o in served), default=0)
         own = _unserved(now)
         return max(kernels, self._own_bytes(own) + max(map(self._coming_bytes, own), default=0))
 
     def records_bytes(self, subs: Subs) -> int:
-        """Bytes of the device for their records there, without masters that are the shard itself."""
+        """Bytes that the records of these take on the device, without masters that are the shard itself."""
         return sum(map(self._record_bytes, subs))
 
     def _record_bytes(self, owned: OwnedSubGroup) -> int:
@@ -81,12 +82,12 @@ class Forecast:
         return apart + self._optimizer.moments_bytes(owned)
 
     def _is_whole(self, have: GroupGradients, near: set[OwnedSubGroup]) -> bool:
-        """Whether all of a group is in `near`: its gradient stays on the device then."""
+        """Whether all of a group is in `near`, so that its gradient stays on the device."""
         return all(owned in near for owned in self._optimizer.owned[have.group])
 
     def _growth(self, now: Subs, then: Subs) -> int:
-        """How many more bytes of the device the update takes with the records of `then` there than of
-        `now`."""
+        """How many more bytes of the device the update takes with the records of `then` there than with those
+        of `now`."""
 
         def more(bytes_of: Callable[[OwnedSubGroup], int], served: bool) -> int:
             return max(0, _most(bytes_of, then, served) - _most(bytes_of, now, served))
@@ -96,12 +97,12 @@ class Forecast:
         return own + came + more(self._scratch_bytes, served=True)
 
     def _own_bytes(self, own: Subs) -> int:
-        """Bytes that optimizers which step themselves take: for all of their records at once."""
+        """Bytes that optimizers that step themselves take, for all of their records at once."""
         step_bytes = sum(map(self._optimizer.step_bytes, own))
         return step_bytes + self._temporaries.own(_numel(own), self._together(own))
 
     def _together(self, own: Subs) -> dict[int, int]:
-        """The elements of each param_group that none but `own` have pieces of."""
+        """By index, the elements of the param_groups that no sub-group but `own` has pieces of."""
         mine = set(own)
         far = {p.param_group for o in _unserved(self._optimizer.subs) if o not in mine for p in o.pieces}
         sizes: dict[int, int] = {}
@@ -110,8 +111,8 @@ class Forecast:
         return sizes
 
     def _coming_bytes(self, owned: OwnedSubGroup) -> int:
-        """Bytes of a gradient that is copied from the host for the step of a record on the device: of a group
-        that is in several tiers."""
+        """Bytes of the gradient that is copied from the host when a record on the device is stepped: only
+        where the group is in several tiers."""
         have = self._gradients[owned.group]
         parts = len(self._optimizer.owned[owned.group]) > 1
         return have.slice_bytes * owned.sub.numel // owned.group.layout.shard_numel if parts else 0
@@ -120,13 +121,13 @@ class Forecast:
         return self._temporaries.kernels(self._at_once(owned))
 
     def _at_once(self, owned: OwnedSubGroup) -> int:
-        """Elements that a kernel works on at once."""
+        """Elements of the sub-group that a kernel works on at once."""
         return min(owned.sub.numel, self._chunk)
 
 
 def _levels(report: MemoryReport, scratch: int) -> dict[int, int]:
-    """The highest points of a step, by which of the gradients were away then. scratch: bytes that the update
-    takes more."""
+    """The highest points of a step, by which of the gradients were away at that time. scratch: bytes that the
+    update takes in addition."""
     levels: dict[int, int] = {}
     for sample in report.samples:
         peak = sample.peak + (scratch if sample.phase == "step" else 0)

@@ -26,8 +26,9 @@ COLOURS = {
 @dataclass(frozen=True)
 class Use:
     """Bytes of the device by what they are for. The first four: see `Held`. activations: what forwards have
-    left until their backward is over, and gradients on their way through it. other: of nobody here, such as
-    inputs, buffers and what was there before. temporary: taken and given back between two points."""
+    left until their backward is over, and gradients on their way through it. other: what is none of these,
+    such as inputs, buffers and what was there before. temporary: taken and given back between two points.
+    """
 
     parameters: int
     gathered: int
@@ -44,9 +45,10 @@ class Use:
 
 @dataclass(frozen=True)
 class Sample:
-    """A point in a step. unit: that comes, goes or has been stepped ("" for none). seconds: since the step
-    began. held, activations, allocated: at the point. peak: the most since the point before. away: bit i is
-    set where group i has, or in "step" had, a reduced gradient that has left the device."""
+    """A point in a step. unit: the one that comes, goes or has been stepped ("" for none). seconds: since the
+    step began. held, activations, allocated: bytes at the point. peak: the most bytes since the point before.
+    away: bit i is set if group i has, or in "step" had, a reduced gradient that has left the device.
+    """
 
     phase: PhaseName
     unit: str
@@ -59,11 +61,11 @@ class Sample:
 
     @property
     def other(self) -> int:
-        """What is neither the engine's nor of a forward."""
+        """Bytes that are neither the engine's nor a forward's."""
         return self.allocated - self.held.total - self.activations
 
     def use(self, most: int) -> Use:
-        """At a point near which `most` bytes were in use at one time."""
+        """The use at this point, near which `most` bytes were in use at one time."""
         held = self.held
         kept = (held.parameters, held.gathered, held.gradients, held.optimizer)
         return Use(*kept, self.activations, self.other, most - self.allocated)
@@ -71,7 +73,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest point of a phase. unit: of the sample behind it. use: adds up to its bytes."""
+    """The highest point of a phase. unit: that of the next sample. use: adds up to the peak's bytes."""
 
     phase: PhaseName
     unit: str
@@ -91,8 +93,8 @@ class MemoryReport:
         return max(sample.peak for sample in self.samples)
 
     def uses(self) -> list[Use]:
-        """For each sample, what the peak since the one before was for: what there was at that of the two at
-        which there was more, and on top what was temporary."""
+        """For each sample, what the peak since the one before was for: what was in use at the one of the two
+        that had more, and on top of that what was temporary."""
         return [
             (before if sample.allocated < before.allocated <= sample.peak else sample).use(sample.peak)
             for before, sample in itertools.pairwise((self.samples[0], *self.samples))
@@ -112,7 +114,8 @@ class MemoryReport:
         return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows)
 
     def to_html(self) -> str:
-        """A page with the picture, categories stacked over the step, and the table of each phase's peak."""
+        """A page with a picture, in which categories are stacked over the step, and a table of each phase's
+        peak."""
         legend = "".join(
             f'<span><i style="background:{colour}"></i>{name}</span>' for name, colour in COLOURS.items()
         )
@@ -127,7 +130,7 @@ class MemoryReport:
         )
 
     def _table(self) -> list[tuple[str, ...]]:
-        """A head, and each phase's peak: the categories add up to it."""
+        """A head, and a row for each phase's peak, to which the categories add up."""
         rows = [
             (phase, human(peak.use.total), *map(human, astuple(peak.use)), peak.unit)
             for phase, peak in self.peaks().items()
@@ -139,7 +142,7 @@ WIDTH, HEIGHT = 960, 320
 
 
 def _picture(samples: Sequence[Sample], uses: Sequence[Use], top: int) -> str:
-    """Stacked areas over the time: from one sample to the next the peak between them."""
+    """Stacked areas over time: from one sample to the next, the peak between them."""
     duration = samples[-1].seconds
     xs = [round(WIDTH * sample.seconds / (duration or 1.0), 1) for sample in samples]
     floor = [0] * len(uses)
@@ -157,7 +160,7 @@ def _picture(samples: Sequence[Sample], uses: Sequence[Use], top: int) -> str:
 
 
 def _stairs(xs: Sequence[float], heights: Sequence[int]) -> list[tuple[float, int]]:
-    """The height that each sample tells, all the way from the sample before it."""
+    """The height that each sample reports, all the way from the sample before it."""
     spans = zip(itertools.pairwise(xs), heights[1:], strict=True)
     return [(x, height) for span, height in spans for x in span]
 

@@ -17,10 +17,11 @@ from zero.tiers.held import Held
 
 
 class MemoryTracer:
-    """Samples whole steps while `steps` is not 0, and resets the device's peak. report: of the last one.
+    """Samples whole steps while `steps` is not 0, and resets the device's peak. report: of the last step
+    sampled.
 
     A step begins with its first forward that is to be differentiated. It is followed from there or not at
-    all; what has come before it, such as an evaluation, is none of it.
+    all; what has come before that, such as an evaluation, is not part of it.
     """
 
     def __init__(
@@ -40,11 +41,11 @@ class MemoryTracer:
         self._begun = 0.0
         self._samples: list[Sample] = []
         self._away = 0  # gradients that have left
-        self._before = 0  # that was in use, and not the engine's, before the forwards without a backward
+        self._before = 0  # bytes in use that were not the engine's, before the forwards without a backward
         self._settled = True  # there is no such forward
         self._activations = 0
         self._fresh = True  # the step has not begun
-        self._follows = False  # and this one is followed
+        self._follows = False  # the step is followed
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
@@ -68,7 +69,7 @@ class MemoryTracer:
         self._before = self._memory.stats().allocated - self.held().total
 
     def settle(self) -> None:
-        """A backward is over: what its forwards have left is gone, but for what their caller holds."""
+        """A backward is over: what its forwards have left is gone, except for what their caller holds."""
         self.mark("backward", "")
         self._settled = True
 
@@ -81,13 +82,13 @@ class MemoryTracer:
     def mark(self, phase: PhaseName, unit: str) -> None:
         """A unit comes or goes, or has been stepped."""
         if phase == "forward":
-            self._begin_step()  # of a model whose parts are called by themselves
+            self._begin_step()  # for a model whose parts are called by themselves
         if not self._follows:
             return
         stats = self._memory.stats()
         self._memory.reset_peak()
         seconds = time.perf_counter() - self._begun
-        if phase != "step":  # at whose end there are none any more
+        if phase != "step":  # at the end of which there are none
             self._away = self._bits(lambda g: g.slice.away)
         held = self.held()
         left = max(stats.allocated - held.total - self._before, 0)
@@ -108,7 +109,7 @@ class MemoryTracer:
         self.drop()
 
     def drop(self) -> None:
-        """There is nothing of a step any more: the next one begins."""
+        """Forget the step: what comes next is a new one."""
         self._samples.clear()
         self._fresh = self._settled = True
         self._follows = False

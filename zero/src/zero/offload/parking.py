@@ -1,4 +1,4 @@
-"""A model's state out of the device for a while, and back: `Engine.offload_states`."""
+"""Moves a model's state off the device for a while, and back: `Engine.offload_states`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Parking:
         self._communicator = communicator
 
     def check(self) -> None:
-        """Raise UsageError where the state is away."""
+        """Raise UsageError if the state is away."""
         if self.away:
             raise UsageError("the model's state is on the host: call engine.reload_states() first")
 
     @lasting()
     def park(self) -> None:
-        """Move everything to the host; nothing may be gathered. After an error some of it is away: both this
-        and `unpark` go on from there."""
+        """Move everything to the host, while nothing is gathered. After an error part of it is away; both
+        this and `unpark` go on from there."""
         self.away = True
         self._optimizer.park()
         for unit in self._units:
@@ -38,8 +38,8 @@ class Parking:
 
     @lasting()
     def unpark(self) -> None:
-        """Bring it back, bit for bit. Collective: where one rank has no room for what is its own, no rank
-        waits for it in a gather, and all may try again."""
+        """Bring it back, bit for bit. Collective: if one rank has no room for its own state, no rank waits
+        for it in a gather, and all may try again."""
         error: Exception | None = None
         try:
             self._bring_own()

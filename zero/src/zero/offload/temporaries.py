@@ -1,4 +1,4 @@
-"""What a step takes of the device beside state and gradients, learned from steps."""
+"""What a step takes of the device besides state and gradients, learned from steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import pairwise
 from zero.offload.memory_report import MemoryReport
 from zero.optimizer.group_step import SCRATCH
 
-GUESS = 4 * SCRATCH  # bytes for each element, before any was stepped on the device
+GUESS = 4 * SCRATCH  # bytes per element, before any was stepped on the device
 
 
 class Temporaries:
     """Bytes by what is stepped on the device: `kernels` by the elements that a kernel works on at once, `own`
     by all elements that optimizers step themselves.
 
-    Of these, some work through their parameters one by one, others on all of them together. So they are
-    taken to grow as they did between the last two steps seen. torch's go over from one by one to all together
-    (foreach) where the parameters of a param_group are all on the device: what that takes is seen when the
-    first of them are, and guessed till then.
+    Some of these optimizers work through their parameters one by one, others on all of them together. So what
+    they take is assumed to grow as it did between the last two steps seen. torch's optimizers change from one
+    by one to all together (foreach) where all parameters of a param_group are on the device: what that takes
+    is seen when they are, and guessed until then.
     """
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ class Temporaries:
         return round(self._rate * numel)
 
     def learn_kernels(self, numel: int, came: int, report: MemoryReport) -> None:
-        """Kernels stepped one record alone on the device. came: bytes of its gradient that were copied
-        there."""
+        """Learn from a step in which kernels stepped only one record on the device. came: bytes of its
+        gradient that were copied there."""
         if found := _kernel_turns(report):
             self._rate = max(0, max(found) - came) / numel
 
     def own(self, numel: int, together: Mapping[int, int]) -> int:
-        """Bytes for optimizers that step `numel` elements themselves. together: elements of param_groups that
-        are all on the device, by the group's index."""
+        """Bytes for optimizers that step `numel` elements themselves. together: by index, the elements of
+        param_groups that are all on the device."""
         *others, (last, nbytes) = self._seen.items() or [(0, 0)]
         slope: float = GUESS
         if others:
@@ -49,7 +49,7 @@ class Temporaries:
         return max(grown, GUESS * unseen)
 
     def learn_own(self, numel: int, together: Mapping[int, int], report: MemoryReport) -> None:
-        """Optimizers stepped `numel` elements themselves in a measured step."""
+        """Learn from a measured step in which optimizers stepped `numel` elements themselves."""
         if (found := _own_step(report)) is not None:
             self._seen.pop(numel, None)
             self._seen[numel] = found
@@ -57,21 +57,22 @@ class Temporaries:
 
 
 def _own_step(report: MemoryReport) -> int | None:
-    """Bytes that optimizers which step themselves took; None where none did."""
+    """Bytes that optimizers that step themselves took; None if there were none."""
     return next((nbytes for unit, nbytes in _turns(report) if not unit), None)
 
 
 def _kernel_turns(report: MemoryReport) -> list[int]:
-    """Bytes that each sub-group took which kernels stepped: these come behind all others."""
+    """Bytes that each sub-group took that a kernel stepped; these come after all others."""
     turns = _turns(report)
     behind = next((n + 1 for n, (unit, _) in enumerate(turns) if not unit), 0)
     return [nbytes for _, nbytes in turns[behind:]]
 
 
 def _turns(report: MemoryReport) -> list[tuple[str, int]]:
-    """For each point of the update, between its begin and its end: the unit, and the bytes that were taken
-    and given back since the point before. Memory that others give back meanwhile, as Python's collector may,
-    makes them no fewer."""
+    """For each point of the update, between its beginning and its end: the unit, and the bytes that were
+    taken and given back since the point before. Memory that others give back meanwhile, as Python's collector
+    may, does not make them fewer.
+    """
     step = [sample for sample in report.samples if sample.phase == "step"]
     return [
         (now.unit, now.peak - min(before.allocated, now.allocated)) for before, now in pairwise(step[:-1])
