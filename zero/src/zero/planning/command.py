@@ -29,7 +29,7 @@ ELSEWHERE = {
 def planner_for(
     target: str, optimizer: str, options: dict[str, Any], ranks: int, autocast: torch.dtype | None
 ) -> Planned:
-    """Plans of a model with other settings: it is built once."""
+    """Plans of a model for any settings; the model is built once."""
     if autocast is not None and is_guessed(target):
         raise UsageError(
             "--autocast needs the model's classes, and a checkpoint has names alone: write "
@@ -60,12 +60,12 @@ def as_dict(made: Plan) -> dict[str, Any]:
 
 
 def fits(made: Plan, memory: int) -> bool:
-    """Whether a device of `memory` bytes has room for it."""
+    """Whether a device of `memory` bytes has room for the plan."""
     return made.memory.device <= memory
 
 
 def verdict(made: Plan, memory: int) -> str:
-    """Whether it fits a device of `memory` bytes, and what is left for activations."""
+    """Whether the plan fits a device of `memory` bytes, and what is left for activations."""
     peaks = {phase: held.total for phase, held in made.memory.peaks.items()}
     phase = max(peaks, key=lambda name: peaks[name])
     if not fits(made, memory):
@@ -75,8 +75,8 @@ def verdict(made: Plan, memory: int) -> str:
 
 
 def compared(planned: Planned, base: Config) -> dict[str, Plan]:
-    """The settings as given, and with one copy of the model; stages 0 to 3, and stage 3 with state elsewhere:
-    as far as they are possible."""
+    """Plans for the settings as given and, as far as these are possible: with one copy of the model, at
+    stages 0 to 3, and at stage 3 with state elsewhere."""
     plans = {"as given": planned(base)}
     for name, config in _variants(base):
         with suppress(ConfigError, OptimizerError):  # not for this optimizer
@@ -85,7 +85,7 @@ def compared(planned: Planned, base: Config) -> dict[str, Plan]:
 
 
 def side_by_side(plans: Mapping[str, Plan], memory: int | None) -> str:
-    """A line for each plan."""
+    """A table with a line for each plan."""
     rows = [["", "device", "host", "disk", "sent to ranks", "to and from host", "disk read and written"]]
     for name, made in plans.items():
         moved = made.traffic.to_host + made.traffic.to_device, made.traffic.read + made.traffic.written

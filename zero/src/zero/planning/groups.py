@@ -22,15 +22,15 @@ from zero.tiers.placement import Placement
 from zero.tiers.record import DiskFormat
 
 Dtype = torch.dtype | None
-IN_A_SUM = 3  # gradients that autograd has at once of a parameter used more than once: two, and their sum
-IN_A_STEP = 2  # values for each element of a parameter that is stepped whole: itself, and its gradient
+IN_A_SUM = 3  # gradients that autograd holds at once of a parameter used more than once: two, and their sum
+IN_A_STEP = 2  # values per element of a parameter that is stepped whole: the parameter's and the gradient's
 
 
 @dataclass(frozen=True)
 class Stepped:
     """Parameters of a group that are stepped whole. Each has one rank that keeps its optimizer state and
-    steps it; ranks are given different amounts, and these are those of the rank with most, in the tier where
-    the group's records are.
+    steps it. Ranks are given different amounts; these are the amounts of the rank with most, in the tier
+    where the group's records are.
 
     numel: elements that this rank steps. state: values that its optimizer keeps for them. of_all: elements
     that all ranks step.
@@ -46,17 +46,18 @@ class PlannedGroup:
     """A flat buffer. Sizes in elements, padding included.
 
     numel, shard_numel: of the whole buffer, and of a rank's slice.
-    dtype: of the parameters. given: theirs before `zero.initialize`, where that is wider. gathered: that they
-        are computed in. coded: whether they travel in 8 bits.
-    resident: the whole buffer stays.
-    reduced: dtype of the whole buffer of gradients. sent: that they travel in. slice: of their reduced sum.
+    dtype: of the parameters. given: theirs before `zero.initialize`, where that is wider. gathered: the one
+        they are computed in. coded: whether they travel in 8 bits.
+    resident: whether the whole buffer stays.
+    reduced: dtype of the whole buffer of gradients. sent: the one they travel in. slice: that of their
+        reduced sum.
     early, complete_early: whether its first gradient, or all of them, come before those of the blocks, as a
         head's do.
-    held: bytes of gradients that autograd keeps from before those of the blocks until after them, as of a
-        head that is tied to the embedding: the embedding's are to be added.
-    adding: bytes that autograd has at once as it adds up the gradients of the largest parameter with several
-        uses: two, and their sum. begun: whether another parameter's gradient has come by then.
-    kernel: whether one steps it. moments: values that are kept for an element beside the master. whole: of
+    held: bytes of gradients that autograd keeps from before those of the blocks until after them, as for a
+        head that is tied to the embedding: the embedding's gradient is yet to be added.
+    adding: bytes that autograd holds at once as it adds up the gradients of the largest parameter with
+        several uses: two, and their sum. begun: whether another parameter's gradient has come by then.
+    kernel: whether a kernel steps it. moments: values kept per element besides the master. whole: of
         parameters that are stepped whole; None where slices are.
     """
 
@@ -101,7 +102,7 @@ class PlannedGroup:
 
     @property
     def travel_bytes(self) -> int:
-        """What a gather moves, of the whole buffer."""
+        """Bytes that a gather moves, of the whole buffer."""
         return Quantised.nbytes_of(self.numel) if self.coded else self.whole_bytes
 
     @property
@@ -130,7 +131,7 @@ class PlannedGroup:
 
     @property
     def before_steps(self) -> PlannedGroup:
-        """Torch's optimizers make their state in the first step."""
+        """The group before its first step, in which torch's optimizers make their state."""
         whole = self.whole and replace(self.whole, state=0)
         return self if self.kernel else replace(self, moments=0, whole=whole)
 
@@ -140,16 +141,21 @@ class PlannedGroup:
         return self.wide.itemsize * (state + numel * (not self.is_master(tier)))
 
     def disk_sections(self, compact: bool) -> list[torch.dtype]:
-        """The dtype of each value that is on disk for an element: of its master and moments."""
+        """The dtype of each value that is on disk for an element of the master and moments."""
         return DiskFormat(self.placement.moments, compact).record(self.wide, self.dtype is torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """name: as the engine has it. parameters: elements, without padding. largest: bytes of the gradient of
-    its largest trainable parameter. last: with one rank, of a group's gradient that came last, which autograd
-    has yet while the group is reduced; the largest of its groups'. reached: whether a backward comes to it:
-    a parameter in it is trained, or one that is used before."""
+    """A unit as numbers.
+
+    name: as the engine has it.
+    parameters: elements, without padding.
+    largest: bytes of the gradient of its largest trainable parameter.
+    last: with one rank, bytes of the gradient of a group that came last, which autograd still holds while the
+        group is reduced; the largest of all its groups. 0 with several ranks.
+    reached: whether a backward comes to it: a parameter in it is trained, or one that is used before it.
+    """
 
     name: str
     groups: tuple[PlannedGroup, ...]
@@ -174,8 +180,8 @@ class PlannedUnit:
 
 
 class UnitPlanner:
-    """Plans the units of drafts. ranks: that share a copy of the model. autocast: dtype that forwards run
-    under, None for none. moments: values that optimizers keep for an element of each parameter."""
+    """Plans the units of drafts. ranks: those that share a copy of the model. autocast: dtype that forwards
+    run under, None for none. moments: values that optimizers keep per element of each parameter."""
 
     def __init__(
         self,
@@ -201,7 +207,7 @@ class UnitPlanner:
         self._busiest = {tier: max(load, key=lambda rank: load[rank]) for tier, load in loads.items()}
 
     def unit(self, draft: UnitDraft) -> PlannedUnit:
-        """With the groups of its draft, in their order."""
+        """A unit with the groups of its draft, in their order."""
         groups = [self._group(group, draft.is_resident(self._ranks)) for group in draft.groups]
         place = {parameter: index for index, (_, parameter) in enumerate(draft.plan.parameters)}
         sizes = [
@@ -250,9 +256,10 @@ class UnitPlanner:
         )
 
     def _moments_of(self, draft: GroupDraft) -> float:
-        """Values that are kept beside the master, for an element of the group. A kernel steps whole records,
-        so its moments are there even for parameters that no optimizer has; other optimizers keep state for
-        the parameters that they have."""
+        """Values that are kept besides the master, per element of the group. A kernel steps whole records, so
+        its moments are there even for parameters that no optimizer has; other optimizers keep state only for
+        the parameters that they have.
+        """
         if draft.kind.stepping.rule is not None or not draft.kind.trainable:
             return draft.placement.moments
         kept = [(parameter.numel(), self._moments.get(parameter, 0)) for _, parameter in draft.named]
@@ -261,7 +268,7 @@ class UnitPlanner:
         return sum(numel * each for numel, each in kept) / max(draft.shard_numel, 1)
 
     def _whole_of(self, draft: GroupDraft) -> list[nn.Parameter]:
-        """The parameters that are stepped whole; none where a rank is alone and has everything."""
+        """The parameters that are stepped whole; none where a rank is alone and so has everything."""
         whole = draft.kind.stepping.whole and self._shards > 1
         return [parameter for _, parameter in draft.named] if whole else []
 
@@ -282,12 +289,11 @@ def _record_tier(draft: GroupDraft) -> Tier:
 
 @dataclass(frozen=True)
 class _Order:
-    """In what order a forward uses parameters, as far as that of their names tells: a backward has their
+    """In what order a forward uses parameters, as far as the order of their names tells; a backward has their
     gradients the other way round.
 
-    first, last: where a parameter is used for the first time, and for the last, which is elsewhere if it has
-    several names. blocks: where the first block begins. trained: where a parameter is that is trained, and
-    none before it.
+    first, last: the places where a parameter is used first and last, which differ if it has several names.
+    blocks: where the first block begins. trained: the place of the first parameter that is trained.
     """
 
     first: Mapping[nn.Parameter, int]
@@ -308,11 +314,11 @@ class _Order:
         )
 
     def is_early(self, parameter: nn.Parameter) -> bool:
-        """Whether all its uses are behind the blocks', and its gradient is complete before theirs."""
+        """Whether all its uses come after the blocks', so that its gradient is complete before theirs."""
         return self.first[parameter] >= self.blocks
 
     def is_held(self, parameter: nn.Parameter) -> bool:
-        """Whether uses lie on both sides of the blocks."""
+        """Whether it has uses on both sides of the blocks."""
         return self.first[parameter] < self.blocks <= self.last[parameter]
 
     def is_reached(self, draft: UnitDraft) -> bool:

@@ -1,4 +1,4 @@
-"""What training keeps in each memory. Activations are the caller's, and so are buffers of modules."""
+"""What training keeps in each memory, without activations and buffers of modules, which are the caller's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 class MemoryPlan:
     """Bytes of one rank.
 
-    rest: by tier, between steps. gradients: by tier, what is left of them from backward to step. buffers: of
+    rest: between steps, by tier. gradients: what is left of them from backward to step, by tier. buffers: of
     the host, through which records on disk pass. peaks: of the device, by phase.
     """
 
@@ -53,7 +53,8 @@ def plan_memory(
     scaled: bool,
     copies: int,
 ) -> MemoryPlan:
-    """scaled: whether gradients are averaged, unscaled or clipped. copies: of the model."""
+    """Plan one rank's memory. scaled: whether gradients are averaged, unscaled or clipped. copies: their
+    number, of the model."""
     sums: Sums = "none" if policy.steps == 1 else "whole" if policy.local else "slices"
     groups = [group for unit in units for group in unit.groups]
     rest = {tier: sum((_rest(g, tier, config) for g in groups), Held()) for tier in TIERS}

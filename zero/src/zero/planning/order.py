@@ -1,4 +1,4 @@
-"""In what order units are used, as `Schedule` finds it: each before those in it, in both directions."""
+"""In what order units are used, as `Schedule` finds it: each before those inside it, in both directions."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def backward_uses(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
 
 
 def end(unit: PlannedUnit, uses: Sequence[PlannedUnit]) -> int:
-    """How many uses have begun when that of `unit` is over, and those in it."""
+    """How many uses have begun when those of `unit` and of the units inside it are over."""
     return max(place for place, other in enumerate(uses, 1) if other is unit or unit.contains(other))

@@ -1,8 +1,8 @@
-"""The device's highest points in a step: model state alone, beside what is there between steps.
+"""The device's highest points in a step: model state alone, on top of what is there between steps.
 
-A step in steady state is played through, unit by unit, as hooks and reducer would: the root around
-everything, a window of units gathered ahead, whole gradients of the unit that backward is in and of the one
-under reduction.
+A step in steady state is played through, unit by unit, as hooks and reducer would run it: the root around
+everything, a window of units gathered ahead, and whole gradients of the unit that backward is in and of the
+one under reduction.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from zero.tiers.carrier import LEAVING
 from zero.tiers.held import Held
 
 TRAVELLING = LEAVING + 1
-"""Units whose gradients may be on their way to the host, one of them just setting out."""
+"""Units whose gradients may be on their way to the host, including one that is just setting out."""
 Sums = Literal["none", "slices", "whole"]
-"""What is left of the micro-batches before: nothing, reduced slices, whole buffers."""
+"""What earlier micro-batches have left: nothing, reduced slices, or whole buffers."""
 
 
 def building(units: Sequence[PlannedUnit]) -> Iterator[Held]:
-    """The points of `zero.initialize`, of a model whose parameters are on the host or under `zero.init`."""
+    """The points of `zero.initialize`, for a model whose parameters are on the host or under `zero.init`."""
     done = Held()
     for unit in units:
         yield replace(done, gathered=_flattening(unit))
@@ -39,8 +39,8 @@ def building(units: Sequence[PlannedUnit]) -> Iterator[Held]:
 
 
 def _flattening(unit: PlannedUnit) -> int:
-    """The most that a unit takes while it is made: its values as they were given, the masters out of them,
-    the narrower values, the shard."""
+    """The most bytes that a unit takes while it is built: its values as they were given, the masters made
+    from them, the narrower values, the shard."""
     now = most = sum(group.numel * group.given.itemsize for group in unit.groups)
     for group in unit.groups:
         now += _masters(group)
@@ -56,13 +56,13 @@ def _flattening(unit: PlannedUnit) -> int:
 
 
 def _masters(group: PlannedGroup) -> int:
-    """On the device, beside the shard."""
+    """Bytes of masters on the device besides the shard."""
     near = [numel for numel, tier in group.placement.optimizer if tier == "device"]
     return 0 if group.is_master("device") else sum(near) * group.wide.itemsize
 
 
 def forward(units: Sequence[PlannedUnit], prefetch: int, sums: Sums) -> Iterator[Held]:
-    """What is gathered, unit by unit, and gradients of the micro-batches before."""
+    """What is gathered, unit by unit, and the gradients of earlier micro-batches."""
     order = [unit for unit in units if not unit.is_root]
     groups = [group for unit in units for group in unit.groups if group.trainable]
     near = [group for group in groups if group.placement.gradients == "device"]
@@ -91,7 +91,7 @@ def _window(used: Sequence[PlannedUnit], ahead: Sequence[PlannedUnit]) -> int:
 
 
 def backward(units: Sequence[PlannedUnit], config: Config, sums: Sums, copies: int) -> Iterator[Held]:
-    """Units from the last to the first that a backward comes to, then the root."""
+    """The units that a backward comes to, from the last to the first, then the root."""
     turns, uses = _turns(units), backward_uses(units)
     travelling = TRAVELLING + (BETWEEN_COPIES if copies > 1 else 0)
     for index, unit in enumerate(turns):
@@ -116,9 +116,10 @@ def _turns(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
 def _moments(
     unit: PlannedUnit, index: int, turns: Sequence[PlannedUnit], travelling: int
 ) -> Iterator[tuple[int, _Moment]]:
-    """The moments of a unit's turn, each with the bytes that autograd has then: while the gradient of its
+    """The moments of a unit's turn, each with the bytes that autograd holds then: while the gradient of its
     largest parameter is put into the whole buffer; when that is reduced, with the gradient that came last;
-    and before both, as gradients of one parameter are added up."""
+    and, before both, while gradients of one parameter are added up.
+    """
     around = [group for other in turns if other.is_root for group in other.groups if group.trainable]
     held = 0 if unit.is_root else sum(group.held for group in around)
     yield held + unit.largest, _Moment(index, False, travelling)
@@ -129,8 +130,8 @@ def _moments(
 
 
 def _place(group: PlannedGroup, position: int, unit: PlannedUnit) -> tuple[int, bool]:
-    """When a group's gradients are complete, and whether the first comes before all others: a head is behind
-    the embedding in the root, and before the blocks in the backward."""
+    """When a group's gradients are complete, and whether the first comes before all others: a head is after
+    the embedding in the root, but before the blocks in the backward."""
     if not unit.is_root:
         return position, False
     return (-1 if group.complete_early else position), group.early
@@ -138,9 +139,10 @@ def _place(group: PlannedGroup, position: int, unit: PlannedUnit) -> tuple[int, 
 
 @dataclass(frozen=True)
 class _Moment:
-    """A moment in the turn of the unit at `index`, before or after its gradients are reduced. travelling:
-    units whose gradients may be on their way off the device. adding: the group of a parameter whose gradients
-    autograd is adding up."""
+    """A moment in the turn of the unit at `index`, before or after its gradients are reduced. travelling: how
+    many units' gradients may be on their way off the device. adding: the group of the parameter whose
+    gradients autograd is adding up.
+    """
 
     index: int
     reduced: bool
@@ -148,8 +150,9 @@ class _Moment:
     adding: PlannedGroup | None = None
 
     def bytes_of(self, group: PlannedGroup, position: int, early: bool, sums: Sums) -> int:
-        """Bytes of the gradients of a group whose turn is at `position`. early: its first gradient comes with
-        the very first of all. Their age is counted in turns since they are complete."""
+        """Bytes of the gradients of a group whose turn is at `position`. early: whether its first gradient
+        comes with the very first of all. The age of gradients is counted in turns since they were complete.
+        """
         near, age = group.placement.gradients == "device", self.index - position
         awaited = group is self.adding and not group.begun
         begun = early or sums == "whole" or age > 0 or (age == 0 and not awaited)
@@ -158,7 +161,7 @@ class _Moment:
         if not group.sharded and group.sent is group.slice:
             return self._in_place(group, age, near, begun, sums)
         done = age > 0 or (age == 0 and self.reduced)
-        adds = sums == "slices" and done and age <= UNDER_REDUCTION  # what came to the sum
+        adds = sums == "slices" and done and age <= UNDER_REDUCTION  # what is added to the sum
         stays = near and (done or sums == "slices")
         travels = not near and done and age <= self.travelling
         whole = group.gradient_bytes if begun and age <= UNDER_REDUCTION else 0
@@ -166,8 +169,8 @@ class _Moment:
         return whole + (group.slice_bytes if stays or travels else 0) + added
 
     def _narrowed(self, group: PlannedGroup, age: int, near: bool, begun: bool) -> int:
-        """As `bytes_of`, of a group whose gradients are narrowed to be sent: the wide buffer goes at once;
-        the sum is wide."""
+        """As `bytes_of`, for a group whose gradients are narrowed to be sent: the wide buffer goes at once,
+        and the sum is wide."""
         if age < 0 or (age == 0 and not self.reduced):
             return group.gradient_bytes if begun else 0
         if age == 0:
@@ -177,16 +180,17 @@ class _Moment:
         return group.slice_bytes if near or age <= self.travelling else 0
 
     def _in_place(self, group: PlannedGroup, age: int, near: bool, begun: bool, sums: Sums) -> int:
-        """As `bytes_of`, of a group whose reduced gradient is the whole buffer itself."""
-        if near and sums == "slices":  # there is the sum, and what comes to it
+        """As `bytes_of`, for a group whose reduced gradient is the whole buffer itself."""
+        if near and sums == "slices":  # the sum, and what is added to it
             return group.gradient_bytes * (2 if begun and age <= UNDER_REDUCTION else 1)
         return group.gradient_bytes if begun and (near or age <= self.travelling) else 0
 
 
 def step(units: Sequence[PlannedUnit], scaled: bool) -> Held:
-    """Kernels step from the gradients as they are, and visiting records come a few at a time; torch's
-    optimizers have all that they step with at once. The last gradients may be on their way to the host yet.
-    scaled: whether gradients are multiplied by something."""
+    """What the step takes. Kernels step from the gradients as they are, and visiting records come a few at a
+    time; torch's optimizers have everything that they step with at once. The last gradients may still be on
+    their way to the host. scaled: whether gradients are multiplied by something.
+    """
     turns = _turns(units)
     groups = [(g, age) for age, unit in enumerate(reversed(turns)) for g in unit.groups if g.trainable]
     near = [group for group, _ in groups if group.placement.gradients == "device"]
@@ -210,7 +214,7 @@ def step(units: Sequence[PlannedUnit], scaled: bool) -> Held:
 
 
 def _fetched(group: PlannedGroup) -> int:
-    """The most that comes back for one record of gradients that are not on the device, where this is."""
+    """The most bytes of gradients off the device that come back for one record that is stepped there."""
     if group.placement.gradients == "device":
         return 0
     there = (n for n, tier in group.placement.optimizer if tier == "device" or group.placement.visits)
@@ -218,15 +222,16 @@ def _fetched(group: PlannedGroup) -> int:
 
 
 def _stepped_with(group: PlannedGroup, numel: int, scaled: bool) -> int:
-    """Gradients in fp32; of whole parameters, also the values."""
+    """Bytes of gradients in fp32; for whole parameters, also of the values."""
     if group.whole is not None:
         return 2 * group.whole.numel * group.wide.itemsize
     return numel * group.wide.itemsize * (scaled or group.slice is not group.wide)
 
 
 def _exchanged(group: PlannedGroup, scaled: bool) -> int:
-    """The most that the exchange of a group takes beside what it is stepped with: what others step of the
-    slice, or gradients as they came; and of what is on the host, the slice or what comes."""
+    """The most bytes that a group's exchange takes besides what the group is stepped with: the part of the
+    slice that others step, or gradients as they came; and for records on the host, the slice or what comes.
+    """
     whole, wide = group.whole, group.wide.itemsize
     if whole is None:
         return 0

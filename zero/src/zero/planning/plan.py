@@ -24,7 +24,7 @@ from zero.setup.preparation import prepare, settings
 from zero.tiers.placement import Placer
 
 ANY_DEVICE = torch.device("meta")
-"""One with memory of its own."""
+"""A device with memory of its own."""
 
 AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 """What `torch.autocast` casts to."""
@@ -63,11 +63,11 @@ def plan(
     """What `zero.initialize(model, optimizer, config)` on `ranks` ranks would take of memory, and what an
     optimizer step would move.
 
-    Needs no device and no other rank, and changes nothing. Nor need the model have memory: build it under
-    torch.device("meta"), or under `zero.init`. Model state is planned, on a device with memory of its own
-    whose kernels step the optimizer, for eager training in steady state. Activations, the modules' buffers,
-    and temporaries of libraries and of torch's own optimizers are not in it. offload="auto" is planned as it
-    begins, with the optimizer's state on the host.
+    Needs no device and no other rank, and changes nothing. The model need not have memory either: build it
+    under torch.device("meta"), or under `zero.init`. What is planned is model state, on a device with memory
+    of its own whose kernels step the optimizer, for eager training in steady state. Activations, the modules'
+    buffers, and temporaries of libraries and of torch's own optimizers are not included. offload="auto" is
+    planned as it begins, with the optimizer's state on the host.
 
     autocast: dtype of `torch.autocast` around the forward; None for none. What it casts of parameters that
     stay whole counts as activations.

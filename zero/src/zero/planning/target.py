@@ -31,11 +31,12 @@ DEEPSPEED = {"zero_optimization", "bf16", "fp16", "train_batch_size", "train_mic
 
 
 def model_of(target: str) -> nn.Module:
-    """Without memory for its parameters.
+    """The model that `target` names, without memory for its parameters.
 
-    target: "package.module:function" or "file.py:function", which returns the model, or an expression in its
-    place, "transformers:LlamaForCausalLM(LlamaConfig())"; or the path of a checkpoint or of weights, in any
-    format that is read. Raises UsageError for what is none of these, CheckpointError for what cannot be read.
+    target: "package.module:function" or "file.py:function", which returns the model, or an expression in
+    place of the function, "transformers:LlamaForCausalLM(LlamaConfig())"; or the path of a checkpoint or of
+    weights, in any format that is read. Raises UsageError for what is none of these, CheckpointError for what
+    cannot be read.
     """
     place, colon, expression = target.partition(":")
     if is_guessed(target):
@@ -64,8 +65,8 @@ def model_of(target: str) -> nn.Module:
 
 
 def _forget_values(model: object) -> None:
-    """Parameters that were to get values become shapes alone: some optimizers, such as Adagrad, make their
-    state of them as soon as they are built."""
+    """Turn parameters that were to get values into shapes alone: some optimizers, such as Adagrad, make their
+    state from parameters as soon as they are built."""
     shapes: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules() if isinstance(model, nn.Module) else ():
         for name, parameter in module._parameters.items():
@@ -81,12 +82,12 @@ def _shape_of(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def is_guessed(target: str) -> bool:
-    """Whether there are names of parameters only, and no classes."""
+    """Whether the target has names of parameters only, and no classes."""
     return os.path.exists(target)
 
 
 class _Names(dict[str, Any]):
-    """The names of a module, those that it makes when they are asked for among them."""
+    """The names of a module, including those that it makes only when they are asked for."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(vars(module))
@@ -118,7 +119,7 @@ def _imported(place: str) -> ModuleType:
 
 
 def from_names(tensors: tuple[TensorInfo, ...]) -> nn.Module:
-    """A model with such parameters: a module for each dot in a name, and where all children have numbers, a
+    """A model with these parameters: a module for each dot in a name and, where all children have numbers, a
     dict of blocks."""
     root: dict[str, Any] = {}
     for tensor in tensors:
@@ -211,8 +212,8 @@ def options_of(text: str) -> dict[str, Any]:
 
 
 def optimizers_of(name: str, options: Mapping[str, Any], model: nn.Module) -> list[Optimizer]:
-    """One of torch.optim, or Lion, by its name in any case; Muon of the matrices, with AdamW for the rest.
-    Raises OptimizerError."""
+    """An optimizer of torch.optim, or Lion, by its name in any case. Muon steps the matrices, with AdamW for
+    the rest. Raises OptimizerError."""
     known = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
     kind = {**known, "lion": Lion}.get(name.lower())
     if kind is None:
@@ -221,6 +222,6 @@ def optimizers_of(name: str, options: Mapping[str, Any], model: nn.Module) -> li
     rest = [p for p in model.parameters() if kind is torch.optim.Muon and p.dim() != 2]
     try:
         made = [kind(chosen, **options)]
-    except Exception as error:  # whatever an optimizer's constructor makes of wrong values
+    except Exception as error:  # whatever an optimizer's constructor raises for wrong values
         raise OptimizerError(f"{name} with {dict(options)}: {error}") from error
     return [*made, torch.optim.AdamW(rest)] if rest else made

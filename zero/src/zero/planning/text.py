@@ -15,7 +15,7 @@ def describe(memory: MemoryPlan, traffic: TrafficPlan) -> str:
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines: the first column to the left, numbers to the right."""
+    """The rows as lines: the first column to the left, numbers to the right."""
     rows = list(rows)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [

@@ -35,8 +35,8 @@ class Moved:
 class TrafficPlan(Moved):
     """Bytes of one rank in an optimizer step, all micro-batches together.
 
-    collectives: by kind, of whole buffers, as `Engine.traffic` counts them, single numbers aside. link: what
-    of them leaves this rank, at best. to_copies: what of that goes to ranks of other copies.
+    collectives: by kind, of whole buffers, as `Engine.traffic` counts them, but without single numbers. link:
+    how much of them leaves this rank, at best. to_copies: how much of that goes to ranks of other copies.
     """
 
     collectives: dict[str, int]
@@ -47,9 +47,12 @@ class TrafficPlan(Moved):
 def plan_traffic(
     units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int, copies: int
 ) -> TrafficPlan:
-    """Each unit is used once in a forward, in the order of names. A backward comes to a unit if one of its
-    parameters is trained, or one with a name before: where inputs, a recomputation or another order bring it
-    further, more is gathered. ranks: that share a copy of the model. copies: their number."""
+    """Plan what one rank moves in an optimizer step.
+
+    Each unit is used once in a forward, in the order of names. A backward comes to a unit if one of its
+    parameters is trained, or one with an earlier name; where inputs, a recomputation or another order take
+    the backward further, more is gathered. ranks: those that share a copy of the model. copies: their number.
+    """
     reductions = 1 if policy.local else policy.steps
     collectives: dict[str, int] = {}
     between = 0  # bytes of the slices that copies add up
@@ -74,12 +77,13 @@ def plan_traffic(
 
 
 def _passes(kind: str, ranks: int) -> float:
-    """How often a rank sends what it has of a buffer to all others."""
+    """How many times a rank sends its part of a buffer to all others."""
     return {"all_reduce": 2.0, "all_to_all": 1 / ranks}.get(kind, 1.0)
 
 
 def _kept_between(units: Sequence[PlannedUnit], prefetch: int) -> set[str]:
-    """Names of units that backward needs as soon as forward is done with them: they are gathered once."""
+    """Names of units that backward needs as soon as forward is done with them, and that are therefore
+    gathered once."""
     gathered = [unit for unit in units if unit.gathered]
     forward = forward_uses(gathered)
     uses = [unit.name for unit in (*forward, *backward_uses(gathered))]
@@ -105,7 +109,8 @@ def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int)
 
 
 def _between_copies(group: PlannedGroup, reductions: int, settled: bool) -> int:
-    """Slices that stay are added up over the copies when the micro-batches are; others whenever they come."""
+    """Bytes that are added up over the copies: slices that stay, once the micro-batches are added up; others,
+    every time they come."""
     if not group.trainable:
         return 0
     if group.placement.gradients == "device" and settled:
@@ -128,7 +133,7 @@ def _of_parameters(group: PlannedGroup, gathers: int) -> Moved:
 
 
 def _of_gradients(group: PlannedGroup, reductions: int) -> Moved:
-    """Slices leave as they are reduced; to be stepped on the device they come back."""
+    """Slices leave as they are reduced, and come back where they are stepped on the device."""
     tier = group.placement.gradients
     if not group.trainable or tier == "device":
         return Moved()
@@ -143,7 +148,7 @@ def _of_gradients(group: PlannedGroup, reductions: int) -> Moved:
 
 
 def _of_records(group: PlannedGroup, compact: bool) -> Moved:
-    """Master and moments, there and back; and the weights of those that the host has stepped."""
+    """Master and moments, there and back; and the weights of the records that the host has stepped."""
     moved = Moved()
     for numel, tier in group.placement.optimizer:
         if tier == "device":
