@@ -6,10 +6,10 @@ split, facts            units for graphs; what passes know of the engine, withou
 activations, runtime    what the operations in graphs do to the engine
 ops                     these operations: the list of them is here
 graphs, liveness        reading graphs; the memory that they take
-passes, pipeline        one pass a file; all of them in their order
-explain                 what they did
+passes, pipeline        one pass per file; all of them in their order
+explain                 what the passes did
 inductor, backend       the inner compiler; what dynamo calls
 persistence             units that stay gathered until the weights change
 model                   the model whose calls are compiled
-assembly                all of it put together
+assembly                puts it all together
 """

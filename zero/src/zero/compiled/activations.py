@@ -1,7 +1,7 @@
 """Activations on their way between the device and the host, beside the computation.
 
-Each direction has a stream. What a copy reads and writes is held until work of the device is ordered behind
-it: the memory of a value that has left is free for what is queued after `wait_offload`.
+Each direction has a stream. What a copy reads and writes is held until the device's work is ordered after the
+copy: the memory of a value that has left is free for what is queued after `wait_offload`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Activations:
         self._read: deque[tuple[Tensor, Event]] = deque()  # on the host, with the end of their last copy
 
     def offload(self, value: Tensor) -> Tensor:
-        """Begin to copy a dense tensor to page-locked host memory: returns that, with the same strides."""
+        """Begin to copy a dense tensor to page-locked host memory; returns the copy, which has the same
+        strides."""
         host = self._memory.empty_host((value.numel(),), value.dtype)
         host = host.as_strided(value.size(), value.stride())
         self.moved += value.nbytes
@@ -36,13 +37,13 @@ class Activations:
         return host
 
     def reload(self, host: Tensor, device: torch.device) -> Tensor:
-        """Begin to copy it back, to new memory."""
+        """Begin to copy it back, into new memory."""
         value = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
         self._begin(self._inwards, host, value)
         return value
 
     def wait(self, copy: Tensor) -> None:
-        """Let the device's later work start after the copy that made `copy`."""
+        """Make the device's later work start after the copy that made `copy`."""
         source, _, event = self._under_way.pop(copy.data_ptr())
         self._streams.current().wait(event)
         if source.device == HOST:
@@ -51,7 +52,7 @@ class Activations:
             self._read.popleft()
 
     def clear(self) -> None:
-        """End what a graph began and did not wait for."""
+        """Wait for the copies that a graph began and did not wait for, and forget them."""
         for _, _, event in self._under_way.values():
             event.synchronize()
         self._under_way.clear()

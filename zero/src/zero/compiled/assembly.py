@@ -1,6 +1,6 @@
-"""A model's compiled calls, put together of what an engine has.
+"""A model's compiled calls, put together from what an engine has.
 
-Importing this imports the compiler, which takes seconds: only who compiles does so.
+Importing this module imports the compiler, which takes seconds, so only those who compile do so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero.tiers.stores import Stores
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What the engine does of a compiled model's forward and backward. begin: see `CompiledModel`. receive,
+    """What the engine does in a compiled model's forward and backward. begin: see `CompiledModel`. receive,
     close: see `Runtime`."""
 
     begin: Begin
@@ -45,7 +45,7 @@ def compile_calls(
     phase: Phase,
     callbacks: Callbacks,
 ) -> CompiledModel:
-    """Collective: let calls of `module` run through torch.compile, as `config.compile` says."""
+    """Collective. Make calls of `module` run through torch.compile, as `config.compile` says."""
     settings = config.compiling
     assert settings is not None
     communicator.check_equal({"zero.Compile(...)": crc32(settings.model_dump_json().encode())})
@@ -59,6 +59,6 @@ def compile_calls(
 
 
 def _leaving(config: Config, stores: Stores) -> float:
-    """The part of the activations that leaves the device, of 1."""
+    """The part of the activations that leaves the device, from 0 to 1."""
     leave = stores.resolve(config.tiers.activations) == "host"
     return config.tiers.part("activations") if leave else 0.0

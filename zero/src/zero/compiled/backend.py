@@ -20,14 +20,14 @@ Graphs = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class NotOneGraph(Exception):
-    """Raised for a model that cannot run as one graph, though it traces as one."""
+    """Raised for a model that cannot run as one graph, although it traces as one."""
 
 
 class ShardingBackend:
-    """A dynamo backend for graphs whose inputs are partly the engine's parameters.
+    """A dynamo backend for graphs some of whose inputs are the engine's parameters.
 
-    parameters: by number. activations: part of those saved for backward that wait on the host, of 1. reports:
-    of all graphs so far. Keeps no tensor: dynamo keeps backends.
+    parameters: by number. activations: the part of those saved for backward that waits on the host, from 0 to
+    1. reports: of all graphs so far. Keeps no tensor, because dynamo keeps backends.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class ShardingBackend:
         return compiled
 
     def _check_results(self, module: fx.GraphModule, inputs: Sequence[ParameterFacts | None]) -> None:
-        """Raise NotOneGraph where a result is a view of a parameter: the bytes go before anybody reads it."""
+        """Raise NotOneGraph if a result is a view of a parameter: its bytes would go before anybody reads
+        it."""
         placeholders = module.graph.find_nodes(op="placeholder")
         sharded = {
             _memory_of(node)
@@ -72,13 +73,13 @@ class ShardingBackend:
 
 
 def _memory_of(node: fx.Node) -> object:
-    """What tells the memory of a value in dynamo's graph from that of others."""
+    """What identifies the memory of a value in dynamo's graph."""
     value = node.meta.get("example_value")
     return value.untyped_storage()._cdata if isinstance(value, Tensor) else node
 
 
 class _Compilation:
-    """One graph of dynamo's on its way. inputs: its parameters, by place; None for other inputs."""
+    """One of dynamo's graphs on its way. inputs: its parameters, by place; None for other inputs."""
 
     def __init__(self, backend: ShardingBackend, inputs: Sequence[ParameterFacts | None]) -> None:
         self._backend = backend
@@ -86,10 +87,10 @@ class _Compilation:
         self._inputs = inputs
 
     def partition(self, joint: fx.GraphModule, fakes: Sequence[Any], **options: Any) -> Graphs:
-        """Cut a joint graph in forward and backward and run the passes on both."""
+        """Cut a joint graph into forward and backward, and run the passes on both."""
         forward, backward = min_cut_rematerialization_partition(joint, fakes, **options)
         names = self._by_name(forward)
-        gradients = outputs(backward.graph).args[0]  # of the inputs, without states of generators behind them
+        gradients = outputs(backward.graph).args[0]  # of the inputs, without states of generators after them
         placeholders = forward.graph.find_nodes(op="placeholder")[: len(gradients)]  # type: ignore[arg-type]
         inputs = [names.get(node.name) for node in placeholders]
         graphs = (ShardedGraph(forward, self._facts, names), ShardedGraph(backward, self._facts, names))
@@ -106,5 +107,5 @@ class _Compilation:
     def _by_name(self, module: fx.GraphModule) -> dict[str, ParameterFacts]:
         """Parameters by the name of their placeholder; AOTAutograd keeps the inputs' order."""
         placeholders = module.graph.find_nodes(op="placeholder")
-        pairs = zip(placeholders, self._inputs, strict=False)  # behind the inputs: states of generators
+        pairs = zip(placeholders, self._inputs, strict=False)  # after the inputs: states of generators
         return {node.name: parameter for node, parameter in pairs if parameter is not None}

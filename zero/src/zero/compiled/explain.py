@@ -15,13 +15,14 @@ from zero.compiled.persistence import Candidate
 from zero.settings import sizes
 
 IN_BYTES = frozenset({"list_schedule"})
-"""Passes that say by how many bytes the predicted peak fell; the others count what they changed."""
+"""Passes that report by how many bytes the predicted peak fell; the others count what they changed."""
 
 
 @dataclass(frozen=True)
 class Gather:
-    """One gather in a graph. dtype: what fp32 parameters are gathered in. nbytes: of the whole values.
-    travelling: of what stands for them on the way. ahead: of its use."""
+    """One gather in a graph. dtype: the one that fp32 parameters are gathered in. nbytes: of the whole
+    values. travelling: bytes of what stands for them on the way. ahead: whether it begins ahead of its use.
+    """
 
     unit: str
     dtype: torch.dtype
@@ -33,8 +34,9 @@ class Gather:
 @dataclass(frozen=True)
 class GraphReport:
     """One graph, as compiled. kind: "forward", "backward" or "inference". counts: what each pass did, by its
-    name, see `IN_BYTES`. peak: bytes of whole units at the worst place, as the graph orders gathers and
-    releases. live: of those and of all values. code: the graph itself."""
+    name; see `IN_BYTES`. peak: most bytes of whole units at one time, as the graph orders gathers and
+    releases. live: most bytes of those and of all other values. code: the graph itself.
+    """
 
     kind: str
     gathers: tuple[Gather, ...]
@@ -46,16 +48,19 @@ class GraphReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole buffers that a run of the graph gathers, if nothing is there before."""
+        """Bytes of the whole buffers that a run of the graph gathers if nothing is there beforehand."""
         return sum(gather.nbytes for gather in self.gathers)
 
 
 @dataclass(frozen=True)
 class Explanation:
     """mode: "graph" (the whole model is one graph) or "units" (each unit by itself). why: what kept it from
-    being one graph, or "". graphs: in the order they were compiled. measured_peak: most bytes of whole units
-    at one time in a graph, since the engine was made. room: bytes for units that persist; None where that is
-    not decided, or not wanted. persistent: those units, most worth first."""
+        being one graph, or "".
+    graphs: in the order in which they were compiled.
+    measured_peak: most bytes of whole units at one time in a graph since the engine was made.
+    room: bytes for units that persist; None if that is not decided, or not wanted. persistent: those units,
+        worth most first.
+    """
 
     mode: str
     why: str
@@ -74,7 +79,7 @@ class Explanation:
 
 
 def report(graph: ShardedGraph, kind: str, counts: dict[str, int]) -> GraphReport:
-    """Read a graph that all passes are done with."""
+    """Report on a graph that all passes are done with."""
     on_demand = graph.begins()
     gathers = tuple(
         Gather(
@@ -92,7 +97,7 @@ def report(graph: ShardedGraph, kind: str, counts: dict[str, int]) -> GraphRepor
 
 
 def predicted_peak(graph: ShardedGraph) -> int:
-    """Most bytes of whole units at one time if the nodes run in their order."""
+    """Most bytes of whole units at one time if the nodes run in their present order."""
     whole: dict[int, int] = {}
     peak = 0
     for node in graph.graph.nodes:

@@ -19,10 +19,13 @@ from zero.sharding.sharded_unit import ShardedUnit
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """resident: always whole, never gathered. elements: of the whole flat buffers, by dtype. away: whether
-    shards are not on the device. visiting: bytes of optimizer state that come to the device for the step.
-    slices: that reduced gradients are cut in, one of which stays on the device till then; 0: none does.
-    rounded: those of the elements that travel in codes."""
+    """resident: whether it is always whole, and never gathered.
+    elements: of the whole flat buffers, by dtype. rounded: those of them that travel in codes.
+    away: whether shards are not on the device.
+    visiting: bytes of optimizer state that come to the device for the step.
+    slices: number that reduced gradients are cut into, one of which stays on the device until the step; 0 if
+        none does.
+    """
 
     name: str
     resident: bool
@@ -33,11 +36,11 @@ class UnitFacts:
     rounded: dict[torch.dtype, int] = field(default_factory=dict)
 
     def nbytes(self, travelling: torch.dtype) -> int:
-        """Bytes of the gathered buffers where fp32 travels as `travelling`."""
+        """Bytes of the gathered buffers if fp32 travels as `travelling`."""
         return _nbytes(self.elements, travelling)
 
     def nbytes_ahead(self, travelling: torch.dtype) -> int:
-        """Bytes from the beginning of the gather until it is waited for."""
+        """Bytes in use from the beginning of the gather until it is waited for."""
         return self.nbytes(travelling) - _nbytes(self.rounded, travelling) + self.nbytes_coded
 
     @property
@@ -61,8 +64,8 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """handle: of the engine's runtime, see `runtime.lookup`. scratch: bytes that a step takes beside state.
-    passing: bytes of the state that is on the device for its own step alone."""
+    """handle: of the engine's runtime, see `runtime.lookup`. scratch: bytes that a step takes besides state.
+    passing: bytes of the state that is on the device only for its own step."""
 
     handle: int
     units: tuple[UnitFacts, ...]
@@ -72,8 +75,10 @@ class Facts:
 
 
 def gather_facts(handle: int, units: Sequence[ShardedUnit], visits: Visits, accumulates: bool) -> Facts:
-    """Parameters are numbered in the order of units, groups and slots. accumulates: over micro-batches, of
-    which the last finds slices of gradients there."""
+    """The facts about an engine. Parameters are numbered in the order of units, groups and slots.
+    accumulates: whether gradients add up over micro-batches, the last of which finds slices of gradients
+    there.
+    """
     parameters: list[ParameterFacts] = []
     for unit in units:
         for group in unit.groups:

@@ -1,7 +1,7 @@
-"""Reading graphs: which nodes are parameters, which read their memory, what is a cast.
+"""Reading graphs: which nodes are parameters, which nodes read their memory, and what is a cast.
 
 reader   a node that reads a value's memory, directly or through views.
-alias    a node whose output may be a view of a value: views, and whatever does not say that it is none.
+alias    a node whose output may be a view of a value: views, and whatever does not declare that it is none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CAST_DETAILS = {"layout", "device", "dtype"}  # which say nothing new about a s
 
 
 class ShardedGraph:
-    """A forward, backward or inference graph whose inputs are partly the engine's parameters.
+    """A forward, backward or inference graph, some of whose inputs are the engine's parameters.
 
     parameters: their placeholders.
     """
@@ -50,7 +50,7 @@ class ShardedGraph:
         return found
 
     def derived(self) -> dict[fx.Node, fx.Node]:
-        """Nodes that depend on nothing but one sharded parameter, in order, and that parameter."""
+        """Nodes that depend on nothing but one sharded parameter, in order, each with that parameter."""
         roots = {n: n for nodes in self.by_unit().values() for n in nodes}
         found: dict[fx.Node, fx.Node] = dict(roots)
         for node in self.graph.nodes:
@@ -62,11 +62,11 @@ class ShardedGraph:
         return {node: root for node, root in found.items() if node not in roots}
 
     def waits(self) -> list[fx.Node]:
-        """Where gathered values begin to be used: one node for each unit, in order."""
+        """Where gathered values begin to be used: one node per unit, in order."""
         return list(self.graph.find_nodes(op="call_function", target=WAIT))
 
     def begins(self) -> dict[int, fx.Node]:
-        """What begins the gather of each unit where nothing does so ahead, by the unit's index."""
+        """The node that begins each unit's gather if nothing begins it ahead, by the unit's index."""
         return {unit_of(n): n for n in self.graph.find_nodes(op="call_function", target=ALLGATHER)}
 
     def releases(self) -> dict[int, fx.Node]:
@@ -74,13 +74,13 @@ class ShardedGraph:
         return {unit_of(n): n for n in self.graph.find_nodes(op="call_function", target=RELEASE)}
 
     def unit_of(self, wait: fx.Node) -> int:
-        """The index of the unit that is waited for."""
+        """The index of the unit that `wait` waits for."""
         numbers: Any = wait.args[2]
         parameter: ParameterFacts = self.facts.parameters[numbers[0]]
         return parameter.unit
 
     def nbytes_ahead(self, wait: fx.Node) -> int:
-        """Bytes that are there from the beginning of the gather until it is waited for."""
+        """Bytes in use from the beginning of the gather until it is waited for."""
         return self.facts.units[self.unit_of(wait)].nbytes_ahead(travels_in(wait))
 
     def nbytes(self, wait: fx.Node) -> int:
@@ -88,7 +88,7 @@ class ShardedGraph:
         return self.facts.units[self.unit_of(wait)].nbytes(travels_in(wait))
 
     def call(self, operation: torch._ops.OpOverload, *arguments: Any) -> fx.Node:
-        """A node at the graph's place of insertion, named after the operation."""
+        """Insert a node at the graph's insertion point, named after the operation."""
         return self.graph.create_node("call_function", operation, arguments, name=operation._opname)
 
     def positions(self) -> dict[fx.Node, int]:
@@ -96,7 +96,7 @@ class ShardedGraph:
         return {node: index for index, node in enumerate(self.graph.nodes)}
 
     def finish(self) -> None:
-        """Check and regenerate the module after changes."""
+        """Check the graph and regenerate the module after changes."""
         self.graph.lint()
         self.module.recompile()
 
@@ -118,7 +118,7 @@ def writes(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _arguments_of(node: fx.Node, source: fx.Node) -> Iterator[torch._C.Argument]:
-    """The arguments of an operator, as its schema has them, that `source` is given as."""
+    """The arguments in the operator's schema that `source` is passed as."""
     operation, arguments = called(node)
     if operation is not None:
         schema = operation._schema
@@ -127,8 +127,8 @@ def _arguments_of(node: fx.Node, source: fx.Node) -> Iterator[torch._C.Argument]
 
 
 def called(node: fx.Node) -> tuple[torch._ops.OpOverload | None, tuple[Any, ...]]:
-    """The operator that a node calls, and its arguments without keywords; also where a generator's state is
-    put in its place for the call. None for anything else."""
+    """The operator that a node calls, and its positional arguments; also where the call is wrapped to save or
+    to set a generator's state. None for anything else."""
     target, arguments = node.target, node.args
     if target is rng_prims.run_with_rng_state:  # the state, the operator, its arguments
         target, arguments = arguments[1], arguments[2:]  # type: ignore[assignment]
@@ -138,7 +138,7 @@ def called(node: fx.Node) -> tuple[torch._ops.OpOverload | None, tuple[Any, ...]
 
 
 def readers(value: fx.Node) -> Iterator[fx.Node]:
-    """Every node that reads `value`'s memory, its aliases included; not the graph's output."""
+    """Every node that reads `value`'s memory, including its aliases, but not the graph's output."""
     seen: set[fx.Node] = set()
     waiting = [value]
     while waiting:
@@ -170,14 +170,15 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
 
 
 def travels_in(gather: fx.Node) -> torch.dtype:
-    """The dtype that fp32 parameters travel in, of the beginning of a gather or the wait for it."""
+    """The dtype that fp32 parameters travel in. gather: the node that begins the gather, or the one that
+    waits for it."""
     dtype: Any = gather.args[3]
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def begun_by(node: fx.Node) -> list[tuple[int, torch.dtype]]:
-    """The gathers that a node begins: units and what their fp32 parameters travel in."""
+    """The gathers that a node begins: each unit, and the dtype that its fp32 parameters travel in."""
     if node.target is ALLGATHER:
         return [(unit_of(node), travels_in(node))]
     if node.target is PREFETCH:
@@ -187,7 +188,7 @@ def begun_by(node: fx.Node) -> list[tuple[int, torch.dtype]]:
 
 
 def unit_of(node: fx.Node) -> int:
-    """The index of the unit that a gather begins for, or that is released."""
+    """The index of the unit that a node begins to gather, or releases."""
     unit = node.args[2]
     assert isinstance(unit, int)
     return unit
@@ -200,7 +201,7 @@ def outputs(graph: fx.Graph) -> fx.Node:
 
 
 def text(graph: fx.Graph) -> str:
-    """The graph, one line a node, as tests and `explain` print it."""
+    """The graph, one line per node, as tests and `explain` print it."""
     lines = (f"{n.name} = {_target(n)}{_arguments(n)}" for n in graph.nodes if n.op == "call_function")
     results = ", ".join(str(a) for a in _flat(outputs(graph).args[0]))
     return "\n".join([*lines, f"return {results}"])

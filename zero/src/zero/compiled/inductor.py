@@ -1,8 +1,8 @@
 """The inner compiler "inductor", which partitions and compiles graphs with the passes' operations in them.
 
-It puts new values where others are not needed any more, but never into what an operation declares to alias
-its arguments, as `wait_allgather` does: the memory of a gathered value is the engine's, behind its
-release too.
+It puts new values into memory whose values are no longer needed, but never into memory that an operation
+declares to alias its arguments, as `wait_allgather` does: the memory of a gathered value is the engine's,
+even after its release.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def compile_graph(
     partition: Partition,
     inference: Callable[[fx.GraphModule], fx.GraphModule],
 ) -> Callable[..., Any]:
-    """Compile dynamo's graph. partition: in place of inductor's own; inference: before its compiler."""
+    """Compile dynamo's graph. partition: takes the place of inductor's own. inference: runs before its
+    compiler, on graphs without a backward."""
 
     def inner(graph: fx.GraphModule, fakes: Sequence[Any], **options: Any) -> Any:
         if options.get("is_inference"):
@@ -46,6 +47,6 @@ class _Partitioner(CustomPartitionerFn):  # type: ignore[misc,unused-ignore]
         return self._partition(gm, joint_inputs, **options)
 
     def uuid(self) -> bytes:
-        """For the key of inductor's cache: what the passes did is in the graph, which is part of it
+        """For the key of inductor's cache: what the passes did shows in the graph, which is part of the key
         anyway."""
         return b"zero"

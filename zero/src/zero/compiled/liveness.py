@@ -1,7 +1,7 @@
 """How much memory a graph takes, node by node, from the sizes of its fake tensors.
 
-storage  the memory of a node's value; that of a view is the storage of what it may be a view of. It is there
-         from its node to its last reader.
+storage  the memory of a node's value; for a view, the storage of what it may be a view of. It is there from
+         its node to its last reader.
 
 Whole units, gradients and optimizer state are the engine's: they come and go with operations of their own,
 and views of them take nothing. What a graph is called with stays while it runs, except in a backward, where
@@ -30,7 +30,8 @@ from zero.compiled.ops import (
 
 
 def peak_of(graph: ShardedGraph, inputs_go: bool) -> int:
-    """Most bytes at one time if the nodes run in their order. inputs_go: as in a backward."""
+    """Most bytes at one time if the nodes run in their present order. inputs_go: whether inputs go after
+    their last use, as in a backward."""
     return Liveness(graph, inputs_go).peak_of(graph.graph.nodes)
 
 
@@ -60,7 +61,7 @@ class Liveness:
         return self._touched[node]
 
     def start(self) -> Live:
-        """Before the first node, with the inputs there."""
+        """A run before its first node, when the inputs are there."""
         return Live(self, sum(self._own[n] for n in self._inputs))
 
     def peak_of(self, order: Iterable[fx.Node]) -> int:
@@ -71,7 +72,7 @@ class Liveness:
         return live.peak
 
     def during(self, order: Iterable[fx.Node]) -> dict[fx.Node, int]:
-        """Bytes that are there while each node runs, in this order of all nodes."""
+        """Bytes in use while each node runs, in this order of all nodes."""
         live, found = self.start(), {}
         for node in order:
             found[node] = live.nbytes + self.taken(node)
@@ -84,7 +85,8 @@ class Liveness:
         return own + self._comes[node]
 
     def given_back(self, node: fx.Node, left: Counter[fx.Node]) -> int:
-        """Bytes that go after a node, where so many are `left` that touch each storage, it included."""
+        """Bytes that go after a node. left: for each storage, how many nodes that touch it have not run yet,
+        this one included."""
         return self._goes[node] + sum(self._own[s] for s in self._touched[node] if left[s] == 1)
 
 
@@ -110,7 +112,8 @@ class Live:
 
 
 def _storages(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """By node, the nodes whose memory its value may be. Results of one operation have memory of their own."""
+    """For each node, the nodes whose memory its value may be. Each result of one operation has memory of its
+    own."""
     found: dict[fx.Node, set[fx.Node]] = {}
     for node in graph.nodes:
         aliased = [found[i] for i in node.all_input_nodes if node.op != "output" and is_alias(node, i)]
@@ -120,7 +123,7 @@ def _storages(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
 
 
 def _counted(inputs: Iterable[fx.Node]) -> set[str]:
-    """Types of the devices that a graph works on; the host only where there is no other."""
+    """Types of the devices that a graph works on; the host counts only where there is no other."""
     values = (n.meta.get("val") for n in inputs)
     types = {v.device.type for v in values if isinstance(v, torch.Tensor)}
     return types - {HOST.type} or {HOST.type}
@@ -130,7 +133,7 @@ def bytes_of(node: fx.Node, device_types: Container[str] = ()) -> int:
     """Bytes of a node's tensor, with the sizes that a dynamic shape had when it was traced; 0 for anything
     else.
 
-    device_types: where it counts; empty: everywhere.
+    device_types: those whose tensors count; empty for all.
     """
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or (device_types and value.device.type not in device_types):
@@ -139,7 +142,7 @@ def bytes_of(node: fx.Node, device_types: Container[str] = ()) -> int:
 
 
 def hint(size: int | torch.SymInt) -> int:
-    """A size; of a dynamic one what it was when it was traced, without a guard on it."""
+    """A size; for a dynamic one, what it was when it was traced, without adding a guard on it."""
     return size if isinstance(size, int) else size.node.hint or 0
 
 
@@ -168,7 +171,8 @@ def _count_units(graph: ShardedGraph, comes: Counter[fx.Node], goes: Counter[fx.
 
 
 def _count_gradients(graph: ShardedGraph, comes: Counter[fx.Node], goes: Counter[fx.Node]) -> None:
-    """A unit's are whole from the first one until those of the next unit travel; then a slice may stay."""
+    """A unit's gradients are whole from the first of them until those of the next unit travel; then a slice
+    may stay."""
     gradients: dict[int, list[fx.Node]] = {}
     for node in graph.graph.find_nodes(op="call_function", target=REDUCE):
         unit = graph.facts.parameters[node.args[2]].unit
@@ -181,7 +185,7 @@ def _count_gradients(graph: ShardedGraph, comes: Counter[fx.Node], goes: Counter
 
 
 def _count_optimizer(graph: ShardedGraph, comes: Counter[fx.Node], goes: Counter[fx.Node]) -> None:
-    """State stays from where it is brought; what a forward sends is there before."""
+    """State stays from where it is brought; what a forward sends is there beforehand."""
     near: set[int] = set()
     for node in graph.graph.nodes:
         if node.target in (RELOAD_OPTIMIZER, OFFLOAD_OPTIMIZER):

@@ -1,26 +1,27 @@
 """The operations that passes put into graphs: torch.library operators of the namespace `zero`.
 
-They stand in graphs that AOTAutograd has made functional already. Arguments that an operation does not
-write to are declared as written (`a!`) where order matters: a compiler then keeps a release behind every
-reader of the values, the wait for a gather behind its beginning, and none of them is dead code.
+They stand in graphs that AOTAutograd has already made functional. Arguments that an operation does not
+write to are declared as written (`a!`) where order matters: a compiler then keeps a release after every
+reader of the values and the wait for a gather after its beginning, and takes none of them for dead code.
 
-    allgather_param        begins to gather a unit; nothing waits. params: the graph's inputs for it.
-    prefetch_params_fused  begins several, ahead of their use.
-    wait_allgather         whole values of parameters of one unit; begins what nobody has begun.
+    allgather_param        begins to gather a unit, without waiting. params: the graph's inputs for it.
+    prefetch_params_fused  begins to gather several units, ahead of their use.
+    wait_allgather         whole values of parameters of one unit; begins the gather if nothing has.
     release_param          the values are not read any more. keep: their bytes may stay. after: results of
                            their readers, see `passes.tie_releases`.
     reduce_grad            hands a gradient to the engine. last: the unit's last one in this graph.
     reload_parameter       begins to bring a unit's shards to the device, from the host or disk.
-    offload_parameter      the unit is gathered: they need not be there any more.
+    offload_parameter      the unit is gathered: its shards need not be there any more.
     reload_optimizer       begins to bring units' optimizer state to the device, in a backward that a step
                            follows. params: the graph's inputs for parameters.
     offload_optimizer      begins to send it back, where it has stayed since the step.
-    wait_offload_optimizer it is there, sent or not before; its memory is free.
+    wait_offload_optimizer waits until it is on the host, sent before or not; its memory is then free.
     offload_tensor         begins to copy an activation to the host, and returns that copy.
-    wait_offload           it is there; the activation's memory is free.
+    wait_offload           what follows comes after that copy; the activation's memory is free.
     reload_tensor          begins to copy it back, to memory of `device`.
-    wait_reload            it may be read.
-    end_backward           behind everything else in a backward. params: the graph's inputs for parameters.
+    wait_reload            what follows comes after that copy, and may read it.
+    end_backward           comes after everything else in a backward. params: the graph's inputs for
+                           parameters.
 
 engine: a handle, see `runtime.lookup`. dtype: what the unit's fp32 parameters travel in.
 """
@@ -49,8 +50,8 @@ def _nothing(*_: object, **__: object) -> None:
 def _define(
     signature: str, run: Callable[..., Any], fake: Callable[..., Any] = _nothing
 ) -> torch._ops.OpOverload:
-    """An operation of graphs with this signature that `run` carries out on every device. fake: what it makes
-    of fake tensors."""
+    """Define an operation of graphs with this signature, which `run` carries out on every device. fake: what
+    it makes of fake tensors."""
     name = signature.partition("(")[0]
     _library.define(signature)
     _library.impl(name, run, "CompositeExplicitAutograd")
@@ -66,7 +67,7 @@ _NUMBERED = {5: torch.float16, 6: torch.float32, 7: torch.float64, 15: torch.bfl
 
 
 def _named(dtype: torch.dtype | int) -> torch.dtype:
-    """Torch 2.11 hands a ScalarType to Python as its number."""
+    """The dtype itself: torch 2.11 hands a ScalarType to Python as its number."""
     return _NUMBERED[dtype] if isinstance(dtype, int) else dtype
 
 

@@ -1,9 +1,9 @@
-"""Which units stay gathered until the weights change: those whose gathers cost most time per byte.
+"""Which units stay gathered until the weights change: those whose gathers cost the most time per byte.
 
-Decided after the first steps, by all ranks together. Two steps are watched for what they gather and
-for their highest point in memory; then each unit is gathered alone a few times and timed. A gather that is
-repeated in a step, in the backward or in a later micro-batch, is what persisting saves. When later steps come
-too close to what the device has, those worth least are given up again.
+All ranks decide this together after the first steps. Two steps are watched for what they gather and for their
+highest point in memory; then each unit is gathered alone a few times and timed. What persisting saves is the
+gathers that are repeated within a step, in the backward or in a later micro-batch. When later steps come too
+close to what the device has, the units worth least are given up again.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ REPEATS = 3  # gathers of each unit that are timed; the fastest counts
 
 @dataclass(frozen=True)
 class Candidate:
-    """A unit that may persist. nbytes: what it takes then, beside memory that ranks have in common, where
-    that is most. saved: gathers a step. seconds: of one gather. Both are means over the ranks."""
+    """A unit that may persist. nbytes: what it then takes, besides memory that ranks have in common, on the
+    rank where that is most. saved: gathers saved per step. seconds: of one gather. Both are means over the
+    ranks.
+    """
 
     unit: str
     what: Gathered
@@ -39,12 +41,13 @@ class Candidate:
 
     @property
     def worth(self) -> float:
-        """Seconds a step for each byte."""
+        """Seconds per step that each byte saves."""
         return self.saved * self.seconds / max(self.nbytes, 1)
 
 
 def choose(candidates: Iterable[Candidate], room: int) -> tuple[Candidate, ...]:
-    """The most worth per byte first, as far as `room` bytes go; equals in the order given."""
+    """Choose those with the most worth per byte first, as far as `room` bytes go; equals in the order
+    given."""
     chosen: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: -c.worth):
         if candidate.saved > 0 and candidate.nbytes <= room:
@@ -56,7 +59,7 @@ def choose(candidates: Iterable[Candidate], room: int) -> tuple[Candidate, ...]:
 class Persistence:
     """budget: bytes that units may take on each rank; "auto": what the watched steps left of the device.
 
-    chosen: units that persist, most worth first. room: the budget in bytes; None before it is decided.
+    chosen: units that persist, worth most first. room: the budget in bytes; None before it is decided.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Persistence:
         self._steps = 0
 
     def after_step(self) -> None:
-        """Collective, between optimizer steps."""
+        """Collective. Called between optimizer steps."""
         if self.room is not None:
             self._follow_growth()
         elif self._budget != 0:
@@ -101,7 +104,7 @@ class Persistence:
             memory.reset_peak()
 
     def _give_up(self, nbytes: int) -> None:
-        """Let units go that are worth least, until so many bytes are free."""
+        """Let the units go that are worth least, until this many bytes are free."""
         assert self.room is not None
         while self.chosen and nbytes > 0:
             *stay, last = self.chosen
@@ -118,7 +121,7 @@ class Persistence:
             self._runtime.set_persistent(candidate.what, True)
 
     def _candidates(self, profile: Profile) -> list[Candidate]:
-        """The same on every rank."""
+        """The candidates, the same on every rank."""
         repeated = self._repeated(profile)
         with self._runtime.unseen():
             mine = [
@@ -135,13 +138,13 @@ class Persistence:
         return found
 
     def _repeated(self, profile: Profile) -> list[Gathered]:
-        """What all ranks gather more than once a step, in the same order."""
+        """What all ranks gather more than once per step, in the same order."""
         mine = [(unit, str(dtype)) for (unit, dtype), n in profile.gathers.items() if n > WATCHED]
         theirs = ({(unit, name) for unit, name in found} for found in self._communicator.share_all(mine))
         return [(u, getattr(torch, n.removeprefix("torch."))) for u, n in sorted(set.intersection(*theirs))]
 
     def _seconds(self, what: Gathered) -> float:
-        """The time of a gather by itself, as graphs do it."""
+        """The time of one gather by itself, carried out as graphs do it."""
         unit, dtype = what
         handle, streams = self._runtime.handle, self._accelerator.streams
         numbers, params = self._runtime.parameters_of(unit)

@@ -24,7 +24,7 @@ from zero.settings.compilation import Compile
 
 
 def for_inference(graph: ShardedGraph, settings: Compile) -> GraphReport:
-    """A forward that no backward follows."""
+    """Run the passes on a forward that no backward follows."""
     counts = _gathers(graph, settings)
     counts |= {"list_schedule": list_schedule(graph, inputs_go=False)}
     counts |= _begin_ahead(graph, settings)
@@ -42,10 +42,10 @@ def for_training(
     settings: Compile,
     activations: float,
 ) -> tuple[GraphReport, GraphReport]:
-    """A forward and its backward, as they were partitioned.
+    """Run the passes on a forward and its backward, as they were partitioned.
 
-    inputs: of the forward, by place; None for what is no parameter. kept: the forward's outputs that are the
-    model's own. activations: the part of what is saved that waits on the host.
+    inputs: of the forward, by place; None for those that are not parameters. kept: how many of the forward's
+    outputs are the model's own. activations: the part of what is saved that waits on the host.
     """
     saved = save_sharded(forward, backward, kept)
     ahead = {"save_sharded": saved} | _gathers(forward, settings)

@@ -1,9 +1,9 @@
 """Units for graphs: parameters that are used alike and together.
 
-A graph gathers each unit where it is used, whatever module holds it, so the root's large matrices
-(embedding, head) need not stay whole all the time: each is a unit of its own. Vectors (norms, biases) are
-used as they are where autocast uses matrices cast; one unit for all of them is a small gather, and the
-others travel narrow.
+A graph gathers each unit where it is used, whatever module holds it. So the root's large matrices (embedding,
+head) need not stay whole all the time: each is a unit of its own. Vectors (norms, biases) are used as they
+are where autocast casts matrices. One unit for all of them is a small gather, and the other units travel
+narrow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is derived from a sharded parameter alone (a cast, a transpose) is computed right before its use.
+"""Computes what is derived from a sharded parameter alone (a cast, a transpose) right before its use.
 
-A model that casts its weights up front, or a partitioner that puts such nodes in front, would otherwise have
-every unit gathered at the top of the graph and kept until its use.
+If a model casts its weights up front, or a partitioner puts such nodes first, every unit would otherwise be
+gathered at the top of the graph and kept until its use.
 
 Needs: a graph without gathers.
 """
@@ -16,7 +16,7 @@ from zero.compiled.graphs import ShardedGraph
 
 
 def derive_late(graph: ShardedGraph) -> int:
-    """Returns how many nodes have moved."""
+    """Returns how many nodes were moved."""
     order: dict[fx.Node, float] = dict(graph.positions().items())
     moved = 0
     for node in reversed(graph.derived()):

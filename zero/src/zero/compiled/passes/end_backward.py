@@ -1,4 +1,4 @@
-"""The end of a backward is an operation of its own, behind everything else.
+"""Makes the end of a backward an operation of its own, after everything else.
 
 Needs: a backward in which everything else has its place.
 """
@@ -10,7 +10,7 @@ from zero.compiled.ops import END_BACKWARD
 
 
 def end_backward(graph: ShardedGraph) -> int:
-    """Returns 1; 0 where the graph has no parameters."""
+    """Returns 1, or 0 if the graph has no parameters."""
     parameters = list(graph.parameters)
     if parameters:
         with graph.graph.inserting_before(outputs(graph.graph)):

@@ -1,8 +1,8 @@
-"""A unit that is only ever used cast to one narrower dtype is gathered in that dtype.
+"""Where a unit is only ever used cast to one narrower dtype, gathers it in that dtype.
 
-Each rank casts its shard before it travels: half the bytes for bf16, no whole fp32 copy, and no cast left
-in the graph. Values are the same, for a cast works on each element alone. Where uses want several dtypes,
-the unit is gathered in the widest that one of them needs and the others cast from it.
+Each rank casts its shard before it travels: half the bytes for bf16, no whole fp32 copy, and no cast left in
+the graph. The values are the same, because a cast works on each element alone. Where uses want several
+dtypes, the unit is gathered in the widest that one of them needs, and the others cast from it.
 
 Needs: gathers and releases (`insert_gathers`).
 """
@@ -30,7 +30,7 @@ def fuse_casts(graph: ShardedGraph) -> int:
 
 
 def _release_late(wait: fx.Node, order: dict[fx.Node, int]) -> None:
-    """Move the release behind the last reader: who read a cast now reads what is released."""
+    """Move the release after the last reader: nodes that read a cast now read what is released."""
     found = [reader for value in wait.users for reader in readers(value)]
     (release,) = {reader for reader in found if reader.target is RELEASE}
     last = max((reader for reader in found if reader is not release), key=order.__getitem__)
@@ -67,7 +67,7 @@ def _wanted(value: fx.Node) -> Iterator[torch.dtype | None]:
 
 
 def _retype(value: fx.Node, cast: torch.dtype) -> int:
-    """Let `value` and its views be of the dtype `cast`; drop the casts to it."""
+    """Give `value` and its views the dtype `cast`; drop the casts to it."""
     value.meta["val"] = _as(value.meta["val"], cast)
     gone = 0
     for user in tuple(value.users):

@@ -1,7 +1,7 @@
-"""Every sharded unit is gathered right before its first use in a graph and released right after its last.
+"""Gathers every sharded unit right before its first use in a graph and releases it right after its last.
 
-Needs: a graph without gathers. Raises ModelError where it writes to a sharded parameter: the value would be
-lost with the bytes.
+Needs: a graph without gathers. Raises ModelError if the graph writes to a sharded parameter, because the
+value would be lost with the bytes.
 """
 
 from __future__ import annotations

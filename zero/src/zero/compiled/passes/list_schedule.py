@@ -1,16 +1,16 @@
-"""The nodes of a graph in an order that takes less memory.
+"""Puts the nodes of a graph into an order that takes less memory.
 
-List scheduling: of the nodes whose inputs are there, the one that raises the peak least runs next, then the
-one that leaves least behind, then the one that is wanted first. A gather takes memory and gives nothing
-back, so it waits until nothing else can run; what drops a unit or an activation runs at once. The new order
-is taken only where its predicted peak is lower.
+List scheduling: of the nodes whose inputs are there, the one that raises the peak least runs next; among
+equals the one that leaves least behind, then the one that is wanted first. A gather takes memory and gives
+nothing back, so it waits until nothing else can run; what drops a unit or an activation runs at once. The new
+order is taken only if its predicted peak is lower.
 
-Collectives keep their order, gathers and gradients alike: sizes of activations may differ between ranks, what
-ranks do together may not. So do operations with effects and random ones; and whatever writes to a value stays
-between those that read it before and after.
+Collectives keep their order, gathers and gradients alike: sizes of activations may differ between ranks, but
+what ranks do together may not. Operations with effects and random ones keep theirs too; and whatever writes
+to a value stays between those that read it before and after.
 
-Needs: gathers and releases, in the dtypes they will have (`fuse_casts`), gradients on their way
-(`reduce_gradients`), and no gather that begins ahead.
+Needs: gathers and releases in their final dtypes (`fuse_casts`), gradients on their way (`reduce_gradients`),
+and no gather that begins ahead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zero.compiled.liveness import Liveness
 from zero.compiled.ops import ALLGATHER, NAMESPACE, REDUCE
 
 COLLECTIVES = (ALLGATHER, REDUCE)
-WINDOW = 64  # nodes looked at, those wanted first
+WINDOW = 64  # ready nodes looked at, those wanted first
 
 Before = dict[fx.Node, set[fx.Node]]
 
@@ -69,7 +69,7 @@ def _greedy(graph: ShardedGraph, liveness: Liveness) -> list[fx.Node]:
 
 
 def _as_wanted(before: Before, written: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Each node's place if nothing ran before somebody wants it."""
+    """Each node's place if nothing ran before something wants it."""
     places: dict[fx.Node, int] = {}
     needed = set().union(*before.values())
     for last in (node for node in before if node not in needed):
@@ -84,7 +84,7 @@ def _as_wanted(before: Before, written: dict[fx.Node, int]) -> dict[fx.Node, int
 
 
 def _before(graph: ShardedGraph, liveness: Liveness) -> Before:
-    """By node, in the order as written, what has to run before it; without inputs and the output."""
+    """For each node, in the order as written, what has to run before it; without inputs and the output."""
     nodes = [n for n in graph.graph.nodes if n.op not in ("placeholder", "output")]
     found: Before = {node: {i for i in node.all_input_nodes if i.op != "placeholder"} for node in nodes}
     for chain in ([n for n in nodes if n.target in COLLECTIVES], [n for n in nodes if _has_effect(n)]):
@@ -110,7 +110,7 @@ def _keep_writes(nodes: Sequence[fx.Node], liveness: Liveness, found: Before) ->
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether its order among others of the kind shows, beyond what is written to its inputs."""
+    """Whether its order among others of its kind matters, beyond what is written to its inputs."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags or (
             node.is_impure() and node.target.namespace != NAMESPACE

@@ -1,11 +1,12 @@
-"""What the forward saves for the backward waits on the host in between.
+"""Keeps what the forward saves for the backward on the host in between.
 
-It begins to leave behind its last use in the forward, one value after another: the device's work waits for a
-copy, and has the memory, where the next one begins. In the backward values come back in the order of their
-first uses, two of them ahead. Those saved first leave first: they are needed last, and wait longest.
+A value begins to leave after its last use in the forward, one value after another: where the next copy
+begins, the device's work waits for the one before it, and has that value's memory from then on. In the
+backward, values come back in the order of their first uses, two of them ahead. Those saved first leave first:
+they are needed last, and wait longest.
 
-Taken are dense floating-point values of some size whose memory nothing else that the forward returns is in:
-else it would not be free.
+Only dense floating-point values of some size are taken, and only if nothing else that the forward returns is
+in the same memory, which would then not become free.
 
 Needs: a forward and a backward whose nodes have their order (`list_schedule`), crossing as AOTAutograd
 partitioned them; on a device with memory of its own.
@@ -32,7 +33,8 @@ AHEAD = 2  # values that come back ahead of their use
 def offload_activations(
     forward: ShardedGraph, backward: ShardedGraph, kept: int, part: float, least: int = LEAST
 ) -> int:
-    """kept: outputs of the forward that are the model's own. part: how much of the bytes that may go, of 1.
+    """kept: how many outputs of the forward are the model's own. part: how much of the bytes that may go does
+    go, from 0 to 1.
 
     Returns how many values go.
     """
@@ -51,7 +53,7 @@ def _is_used(placeholder: fx.Node) -> bool:
 def _chosen(
     forward: ShardedGraph, kept: int, part: float, least: int, received: Container[str]
 ) -> list[fx.Node]:
-    """What leaves, in the order of being saved."""
+    """What leaves, in the order in which it is saved."""
     result: Sequence[fx.Node] = outputs(forward.graph).args[0]  # type: ignore[assignment]
     liveness, order = Liveness(forward, inputs_go=False), forward.positions()
     alone = Counter(s for node in result if isinstance(node, fx.Node) for s in liveness.storages(node))

@@ -1,10 +1,10 @@
-"""Gathers begin before the unit in front of them is used, as far ahead as a byte budget allows.
+"""Begins gathers before the unit in front of them is used, as far ahead as a byte budget allows.
 
-The budget bounds what is under way or waiting ahead of its first use. It is the same number on every rank
-and so is the graph: all ranks issue the same gathers in the same order. Those that begin at one place are one
-operation, which carries their dtypes.
+The budget bounds what is under way or waiting ahead of its first use. It is the same number on every rank,
+and so is the graph: all ranks issue the same gathers in the same order. Gathers that begin at one place are
+one operation, which carries their dtypes.
 
-Needs: gathers in the dtypes they will have (`fuse_casts`), each begun where it is waited for.
+Needs: gathers in their final dtypes (`fuse_casts`), each begun where it is waited for.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def prefetch(graph: ShardedGraph, budget: int | None) -> int:
 
 
 def _begin(graph: ShardedGraph, later: Sequence[fx.Node], current: fx.Node) -> None:
-    """Begin the gathers of `later` behind the last value of `current`."""
+    """Begin the gathers of `later` after the last value of `current`."""
     begins, units = graph.begins(), [graph.unit_of(wait) for wait in later]
     for unit in units:
         graph.graph.erase_node(begins[unit])

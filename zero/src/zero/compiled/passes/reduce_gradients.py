@@ -1,8 +1,9 @@
-"""A parameter's gradient goes to the engine as soon as it is there, and is not an output of the backward.
+"""Hands each parameter's gradient to the engine as soon as it exists, instead of returning it from the
+backward.
 
 Its buffer is reduced while the backward goes on, and no more than a few units' gradients are ever whole. A
-gradient that the graph only casts to fp32 at the end travels as it was computed, as in the eager engine
-under autocast; all of a unit in this graph, or none.
+gradient that the graph only casts to fp32 at the end travels as it was computed, as in the eager engine under
+autocast; this holds for all gradients of a unit in this graph, or for none.
 
 Needs: a backward whose outputs are the gradients of the forward's inputs, in their order.
 """
@@ -20,7 +21,8 @@ from zero.compiled.ops import REDUCE
 
 
 def reduce_gradients(graph: ShardedGraph, inputs: Sequence[ParameterFacts | None]) -> int:
-    """inputs: of the forward, by place; None for what is no parameter. Returns how many gradients go."""
+    """inputs: of the forward, by place; None for those that are not parameters. Returns how many gradients
+    go."""
     result = list(outputs(graph.graph).args[0])  # type: ignore[arg-type]
     if len(result) != len(inputs):
         raise RuntimeError(f"a backward with {len(result)} outputs for {len(inputs)} inputs")
@@ -32,7 +34,7 @@ def reduce_gradients(graph: ShardedGraph, inputs: Sequence[ParameterFacts | None
     gradients = _as_computed(result, taken)
     order = graph.positions()
     last = {taken[p].unit: p for p in sorted(taken, key=lambda p: order[gradients[p]])}
-    ends = {node: node for node in gradients.values()}  # of several parameters: behind what is there already
+    ends = {node: node for node in gradients.values()}  # if one is of several parameters: after what is there
     for place, parameter in taken.items():
         gradient = gradients[place]
         with graph.graph.inserting_after(ends[gradient]):
@@ -45,7 +47,8 @@ def reduce_gradients(graph: ShardedGraph, inputs: Sequence[ParameterFacts | None
 
 
 def _as_computed(result: Sequence[fx.Node], taken: dict[int, ParameterFacts]) -> dict[int, fx.Node]:
-    """The gradient by place, before its widening where the whole unit's gradients are only widened."""
+    """The gradients by place; as they were before being widened, if all of the unit's gradients are only
+    widened."""
     narrow = {place: _before_widening(result[place]) for place in taken}
     wide = {taken[place].unit for place, node in narrow.items() if node is None}
     return {
@@ -55,7 +58,7 @@ def _as_computed(result: Sequence[fx.Node], taken: dict[int, ParameterFacts]) ->
 
 
 def _before_widening(gradient: fx.Node) -> fx.Node | None:
-    """What a cast to fp32 at the very end was made from; None where there is no such cast."""
+    """What a cast to fp32 at the very end is made from; None if there is no such cast."""
     if cast_of(gradient) is not torch.float32 or len(gradient.users) > 1:
         return None
     source = gradient.all_input_nodes[0]

@@ -1,9 +1,9 @@
-"""Shards that are on the host or on disk are brought to the device ahead of their gather.
+"""Brings shards that are on the host or on disk to the device ahead of their gather.
 
-Each is under way while those in front of it are gathered, and goes from the device when its own gather is
-done. Nothing waits for the host or the disk that could have been asked before.
+Each is under way while those in front of it are gathered, and leaves the device when its own gather is done.
+Nothing waits for the host or the disk that could have been asked earlier.
 
-Needs: gathers that begin where they will (`prefetch`).
+Needs: gathers that begin at their final places (`prefetch`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a forward uses last and its backward first stays gathered in between.
+"""Keeps what a forward uses last and its backward uses first gathered in between.
 
-Only where it costs no peak: after the unit's release no other unit is gathered in the forward, and before its
-gather none in the backward. If the backward never comes, the next forward drops the bytes.
+Only where this does not raise the peak: no other unit is gathered after the unit's release in the forward,
+and none before its gather in the backward. If the backward never comes, the next forward drops the bytes.
 
-Needs: a forward and its backward with gathers in the dtypes they will have (`fuse_casts`).
+Needs: a forward and its backward with gathers in their final dtypes (`fuse_casts`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Nothing that is derived from a sharded parameter alone is kept from forward to backward.
+"""Keeps nothing from forward to backward that is derived from a sharded parameter alone.
 
-A partitioner saves a weight's 16-bit copy or its transpose, which would keep a whole copy of the model
-alive. Backward gets the parameter itself instead, which costs nothing while it is sharded, and derives the
-rest again.
+A partitioner would save a weight's 16-bit copy or its transpose, and so keep a whole copy of the model alive.
+The backward gets the parameter itself instead, which costs nothing while it is sharded, and derives the rest
+again.
 
 Needs: a forward and a backward as AOTAutograd partitioned them, before any other pass.
 """
@@ -17,7 +17,7 @@ from zero.compiled.graphs import ShardedGraph, outputs
 def save_sharded(forward: ShardedGraph, backward: ShardedGraph, kept: int) -> int:
     """Change what crosses from `forward` to `backward`; returns how many values no longer do.
 
-    kept: outputs of the forward that are the model's own, in front of those saved for backward.
+    kept: how many outputs of the forward are the model's own, in front of those saved for backward.
     """
     derived = forward.derived()
     result = list(outputs(forward.graph).args[0])  # type: ignore[arg-type]
@@ -59,7 +59,7 @@ def _derive_again(backward: ShardedGraph, node: fx.Node, root: fx.Node, received
 
 
 def _chain(node: fx.Node, root: fx.Node) -> list[fx.Node]:
-    """What `node` is computed by from `root`, in order."""
+    """The nodes that compute `node` from `root`, in order."""
     found: dict[fx.Node, None] = {}
 
     def visit(step: fx.Node) -> None:

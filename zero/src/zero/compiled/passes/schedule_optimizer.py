@@ -1,12 +1,13 @@
-"""Optimizer state on the host comes to the device while the backward runs, and leaves while the forward does.
+"""Brings optimizer state from the host to the device while the backward runs, and back while the forward
+does.
 
 A backward gives memory back as it goes. A unit's state comes as soon as it fits under the peak that the two
-graphs have anyway, from there to the end, so that the step finds it there. Behind its step it stays, and the
-next forward sends it: all at the top, and each has gone before its memory is needed. What does not fit comes
-in turn in the step, which needs room for those that pass.
+graphs have anyway, from there to the end, so that the step finds it there. After its step it stays, and the
+next forward sends it back: all at the top, and each has gone before its memory is needed. What does not fit
+comes on its turn in the step, which needs room for the records that pass through.
 
-Which state is there is known when a graph runs: a backward that no step follows brings nothing, and what a
-forward with other shapes has brought goes first.
+Which state is there is known only when a graph runs: a backward that no step follows brings nothing, and what
+was brought for a forward with other shapes goes first.
 
 Needs: a forward and a backward in which everything else has its place (`prefetch`, `reload_parameters`).
 """
@@ -37,7 +38,8 @@ def schedule_optimizer(forward: ShardedGraph, backward: ShardedGraph) -> int:
 
 
 def send_optimizer(graph: ShardedGraph) -> None:
-    """For a forward that no backward follows: optimizer state that has stayed on the device goes first."""
+    """For a forward that no backward follows: send back, at the top, the optimizer state that has stayed on
+    the device."""
     _send(graph, [], {}, 0)
 
 
@@ -60,7 +62,7 @@ def _chosen(backward: ShardedGraph, room: int) -> list[int]:
 
 
 def _bring(backward: ShardedGraph, coming: Sequence[int], places: Sequence[tuple[fx.Node, int]]) -> None:
-    """Begin each at the first place where it fits, with those before it."""
+    """Begin to bring each at the first place where it fits together with those before it."""
     wanted = accumulate(backward.facts.units[unit].visiting for unit in coming)
     firsts = [next(node for node, room in places if room >= nbytes) for nbytes in wanted]
     for node, group in groupby(zip(firsts, coming, strict=True), key=lambda pair: pair[0]):
@@ -68,14 +70,14 @@ def _bring(backward: ShardedGraph, coming: Sequence[int], places: Sequence[tuple
 
 
 def _room_from(graph: ShardedGraph, during: dict[fx.Node, int], peak: int) -> list[tuple[fx.Node, int]]:
-    """By node, in order, the bytes below the peak that are left from there to the end."""
+    """For each node, in order, the bytes below the peak that stay free from there to the end."""
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     highest = list(accumulate((during[n] for n in [outputs(graph.graph), *reversed(nodes)]), max))[:0:-1]
     return [(node, peak - most) for node, most in zip(nodes, highest, strict=True)]
 
 
 def _send(forward: ShardedGraph, staying: Sequence[int], during: dict[fx.Node, int], peak: int) -> None:
-    """Begin all at the top; wait for each where its memory is needed, or at the end."""
+    """Begin to send all of `staying` at the top; wait for each where its memory is needed, or at the end."""
     nodes = [n for n in forward.graph.nodes if n.op == "call_function"]
     others = [unit for unit in _away(forward) if unit not in staying]
     top = [*nodes, outputs(forward.graph)][0]
