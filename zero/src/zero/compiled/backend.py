@@ -26,8 +26,8 @@ class NotOneGraph(Exception):
 class ShardingBackend:
     """A dynamo backend for graphs some of whose inputs are the engine's parameters.
 
-    parameters: by number. activations: the part of those saved for backward that waits on the host, from 0 to
-    1. reports: of all graphs so far. Keeps no tensor, because dynamo keeps backends.
+    parameters: by number. activations: the part, of 1, of those saved for backward that waits on the host.
+    reports: of all graphs so far. Keeps no tensor, because dynamo keeps backends.
     """
 
     def __init__(

@@ -54,7 +54,9 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Explanation:
-    """mode: "graph" (the whole model is one graph) or "units" (each unit by itself). why: what kept it from
+    """How a model was compiled.
+
+    mode: "graph" (the whole model is one graph) or "units" (each unit by itself). why: what kept it from
         being one graph, or "".
     graphs: in the order in which they were compiled.
     measured_peak: most bytes of whole units at one time in a graph since the engine was made.

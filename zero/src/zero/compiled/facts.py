@@ -19,7 +19,9 @@ from zero.sharding.sharded_unit import ShardedUnit
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """resident: whether it is always whole, and never gathered.
+    """What passes know of a unit.
+
+    resident: whether it is always whole, and never gathered.
     elements: of the whole flat buffers, by dtype. rounded: those of them that travel in codes.
     away: whether shards are not on the device.
     visiting: bytes of optimizer state that come to the device for the step.

@@ -99,7 +99,8 @@ class Live:
         self._left = Counter(liveness._touches)
 
     def would(self, node: fx.Node) -> tuple[int, int]:
-        """Bytes by which running `node` next would raise the peak, and what it would leave behind."""
+        """Bytes by which running `node` next would raise the peak, and bytes that would be there afterwards
+        in addition."""
         taken = self._liveness.taken(node)
         left = taken - self._liveness.given_back(node, self._left)
         return max(self.nbytes + taken - self.peak, 0), left

@@ -1,5 +1,4 @@
-"""Hands each parameter's gradient to the engine as soon as it exists, instead of returning it from the
-backward.
+"""Hands each parameter's gradient to the engine as soon as it exists, not as an output of the backward.
 
 Its buffer is reduced while the backward goes on, and no more than a few units' gradients are ever whole. A
 gradient that the graph only casts to fp32 at the end travels as it was computed, as in the eager engine under

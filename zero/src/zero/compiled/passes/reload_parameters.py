@@ -1,7 +1,7 @@
 """Brings shards that are on the host or on disk to the device ahead of their gather.
 
 Each is under way while those in front of it are gathered, and leaves the device when its own gather is done.
-Nothing waits for the host or the disk that could have been asked earlier.
+Nothing waits for a shard from the host or the disk that could have been asked for earlier.
 
 Needs: gathers that begin at their final places (`prefetch`).
 """

@@ -1,5 +1,4 @@
-"""Brings optimizer state from the host to the device while the backward runs, and back while the forward
-does.
+"""Brings optimizer state to the device while the backward runs, and back to the host while the forward does.
 
 A backward gives memory back as it goes. A unit's state comes as soon as it fits under the peak that the two
 graphs have anyway, from there to the end, so that the step finds it there. After its step it stays, and the

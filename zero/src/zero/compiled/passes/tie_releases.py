@@ -1,8 +1,9 @@
 """Gives a release, as arguments, the results that were computed from the values and are still needed.
 
 A compiler that fuses operations computes a result where it is used. That may be after a release, which is
-only declared to write to the values, and they would then be read once more. Results that are arguments have
-to be there first: those in front of the release that descend from the values and are used after it.
+only declared to write to the values; the released values would then be read once more. Results that are
+arguments have to be there first: those in front of the release that descend from the values and are used
+after it.
 
 Needs: releases in their final places. Only for compilers that fuse; elsewhere the order of the graph holds.
 """
