@@ -6,8 +6,8 @@ for batch in loader:
     engine.backward(loss)
     engine.step()
 
-Importing this package does not import torch; that comes with the first name that needs it. So tools that only
-move bytes of checkpoints start at once.
+Importing this package does not import torch; the first name that needs torch does. So tools that only move
+bytes of checkpoints start at once.
 """
 
 from importlib import import_module

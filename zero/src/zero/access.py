@@ -1,4 +1,4 @@
-"""`zero.gathered`: the whole values of sharded parameters, for a moment."""
+"""`zero.gathered`: sharded parameters made whole for the length of a block."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from zero.sharding.uncopied import Uncopied
 from zero.sharding.whole import WholeValues
 
 WHOLE_ATTRIBUTE = "_zero_whole"
-"""In a module's __dict__ its engine's WholeValues; in a parameter's an _Owner."""
+"""Key of the engine's WholeValues in a module's __dict__, and of an _Owner in a parameter's."""
 
 
 class _Owner(Uncopied):
-    """An engine's WholeValues, which modules hold. Autograd's graphs hold parameters, where Python's
-    collector does not see, and a model may keep an output of its own: a cycle would never be freed."""
+    """A weak reference to an engine's WholeValues; modules hold the strong one.
+
+    Autograd's graphs hold parameters where Python's garbage collector does not see it, and a model may keep
+    one of its own outputs: with a strong reference, that cycle would never be freed.
+    """
 
     def __init__(self, whole: WholeValues) -> None:
         self._whole = weakref.ref(whole)
@@ -32,8 +35,11 @@ class _Owner(Uncopied):
 
 
 def own(model: nn.Module, whole: WholeValues) -> None:
-    """Say that an engine has the model's parameters. Its `load_state_dict()` raises UsageError from now on,
-    except inside `gathered`: at 16 bits the masters would bring the old values back in the next step."""
+    """Mark the model's parameters as owned by an engine.
+
+    From now on the model's `load_state_dict()` raises UsageError, except inside `gathered`: at 16 bits the
+    masters would bring the old values back in the next step.
+    """
     owner = _Owner(whole)
     for parameter in model.parameters():
         parameter.__dict__[WHOLE_ATTRIBUTE] = owner
@@ -46,19 +52,22 @@ def own(model: nn.Module, whole: WholeValues) -> None:
 def gathered(
     parameters: nn.Parameter | nn.Module | Iterable[nn.Parameter], write_rank: int | None = None
 ) -> _Block:
-    """Make parameters (or all of a module's) whole inside the block. Collective: every rank enters it.
+    """Make parameters, or all parameters of a module, whole inside the block. Collective.
 
-    write_rank: that rank may change the values in place (under torch.no_grad()); on leaving, they go to
-    every rank's shards and fp32 masters. Without it the values are for reading, and a change raises
-    UsageError. Parameters that no engine owns pass through untouched. After an error in a block that has
-    changed parameters which are always whole (stages 0 to 2) the engine refuses to go on, as after an
-    interrupted step. A graph of torch.compile breaks here.
+    write_rank: the rank that may change the values in place (under torch.no_grad()); when the block ends, its
+    values go to every rank's shards and fp32 masters. Without it the values are read-only, and a change
+    raises UsageError. Parameters that no engine owns are left alone. If a block that has changed parameters
+    which are always whole (stages 0 to 2) raises, the engine refuses to go on, as after an interrupted step.
+    A graph of torch.compile breaks here.
     """
     return _Block(lambda: _gathered(parameters, write_rank))
 
 
 class _Block(ContextDecorator):
-    """A block whose beginning and end dynamo leaves alone. make: what is to be entered, anew each time."""
+    """A context manager that dynamo does not trace on entry and exit.
+
+    make: makes the context manager to enter, a new one each time.
+    """
 
     def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
         self._make = make
@@ -75,7 +84,10 @@ class _Block(ContextDecorator):
 
 
 def _outside_of_graphs(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Not as a decorator: dynamo takes seconds to import, which only engines need."""
+    """Make a call that dynamo does not trace.
+
+    `disable` is not used as a decorator because dynamo takes seconds to import and only engines need it.
+    """
     return torch.compiler.disable(call)(*arguments)
 
 
@@ -112,7 +124,7 @@ def _gathered(
 def _by_owner(
     parameters: nn.Parameter | nn.Module | Iterable[nn.Parameter],
 ) -> dict[WholeValues, list[nn.Parameter]]:
-    """The sharded ones among `parameters`, by the engine that owns them."""
+    """Return the sharded ones among `parameters`, by the engine that owns them."""
     if isinstance(parameters, nn.Parameter):
         listed: Iterable[nn.Parameter] = [parameters]
     else:
@@ -169,14 +181,17 @@ def _check_unchanged(versions: Mapping[nn.Parameter, int]) -> None:
 
 
 def _tell_of_changes(versions: Mapping[nn.Parameter, int]) -> None:
-    """After an error: what is whole all the time has values now that only this rank may have."""
+    """Interrupt the engine, after an error, if parameters that are always whole were changed.
+
+    This rank may be the only one that has the new values.
+    """
     for name, whole in _changed(versions):
         if whole.locate(name)[0].resident:
             whole.interrupt()
 
 
 def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, WholeValues]]:
-    """Names of parameters that have another version now, and where they belong."""
+    """Yield the names of parameters whose version has changed, with the WholeValues they belong to."""
     for parameter, version in versions.items():
         whole = parameter.__dict__[WHOLE_ATTRIBUTE].alive()
         if parameter._version != version and whole is not None:
@@ -184,7 +199,7 @@ def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, WholeV
 
 
 def _fate(name: str, whole: WholeValues) -> str:
-    """What becomes of a change that is not written back."""
+    """Say, for a message, what becomes of a change that is not written back."""
     if whole.locate(name)[0].resident:
         return "this rank has the change, and masters and other ranks may not"
     return "the change is lost"

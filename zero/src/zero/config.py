@@ -25,37 +25,40 @@ class Config(Validated):
         3 also the parameters (Rajbhandari et al., ZeRO, 2020).
     precision: dtype of the floating-point parameters. "bf16" and "fp16" keep fp32 master weights in the
         optimizer; "model" leaves every parameter the dtype it has.
-    shard_ranks: how many ranks share a copy of the model: consecutive ones, such as those of a machine, where
-        the network between machines is slow (hybrid sharding; MiCS, Zhang et al., 2022). Every further
-        so many ranks have a copy of their own, and only reduced slices of gradients travel between copies.
-        None, or as many as there are: all ranks share one copy. It must divide the number of ranks.
+    shard_ranks: how many consecutive ranks share a copy of the model, such as those of a machine if the
+        network between machines is slow (hybrid sharding; MiCS, Zhang et al., 2022). Each further set of so
+        many ranks has its own copy, and only reduced slices of gradients travel between copies. None, or the
+        number of ranks: all ranks share one copy. It must divide the number of ranks.
     gradient_accumulation_steps: micro-batches (calls of `backward`) per optimizer step.
     accumulate: "sharded" reduces every micro-batch and keeps only this rank's slice; "local" keeps whole
         gradients and communicates once per optimizer step. Stage 1 is always local.
-    reduce_dtype: dtype in which gradients travel; None sends them as they are computed, or added up.
-    gather_dtype: 8-bit dtype in which matrices travel to be computed with (stage 3), rounded in blocks of 128
-        with a scale each (ZeRO++, Wang et al., 2023); masters, vectors and `zero.gathered` stay exact. None
-        sends values as they are.
-    autocast_modules: module classes (or their names) of your own whose matrices torch.autocast casts before
-        each use, as it does those of Linear layers and convolutions: they travel cast (stage 3).
-    clip_norm: largest global L2 norm of the gradient; None leaves it alone.
-    loss_scale: what the loss is multiplied by, so that small gradients do not vanish in fp16: "dynamic", or a
-        fixed factor. None is "dynamic" with precision="fp16" and no scale else; set it for fp16 autocast.
+    reduce_dtype: dtype in which gradients travel; None sends them in the dtype in which they were computed or
+        accumulated.
+    gather_dtype: 8-bit dtype in which matrices travel for computation (stage 3), rounded in blocks of 128
+        with one scale per block (ZeRO++, Wang et al., 2023); masters, vectors and `zero.gathered` stay
+        exact. None sends values as they are.
+    autocast_modules: module classes of your own (or their names) whose matrices torch.autocast casts before
+        each use, as it does for Linear layers and convolutions; these matrices are cast before they travel
+        (stage 3).
+    clip_norm: largest global L2 norm of the gradient; None does not clip.
+    loss_scale: factor by which the loss is multiplied so that small gradients do not vanish in fp16:
+        "dynamic", or a fixed number. None means "dynamic" with precision="fp16" and otherwise no scale; set
+        it for fp16 autocast.
     loss_scale_window: steps without overflow after which a dynamic scale doubles.
-    whole_parameters: whether the optimizer steps whole parameters, each on one rank, where ranks have slices
-        of them. None does that for all that are not known to work element by element: Muon, Adafactor, and
-        optimizers that are not torch's. Set False for one of your own that does, which saves the exchange.
-        What a kernel steps, it steps in slices.
-    units: what is gathered together. "auto" finds repeated blocks; or module classes (or their names);
+    whole_parameters: whether the optimizer steps each parameter whole, on one rank, even if ranks have slices
+        of it. None does so for every optimizer that is not known to work element by element: Muon, Adafactor,
+        and optimizers that are not torch's. Set False for an optimizer of your own that works element by
+        element, which saves the exchange. Parameters that a kernel steps are always stepped in slices.
+    units: what is gathered together: "auto" finds repeated blocks; or give module classes (or their names),
         or a function (name, module) -> bool that picks the modules.
     persistent_below: parameters with fewer elements than this stay gathered all the time (stage 3).
     prefetch: units gathered ahead of their use (stage 3); 0 gathers on demand only.
     cast_inputs: cast floating-point arguments of the model to a 16-bit `precision`.
     cast_buffers: cast floating-point buffers too, as `module.bfloat16()` would.
-    offload: what does not stay on the device; see `Offload`. "auto" measures two steps with the optimizer
-        state on the host, then keeps as much of it on the device as there is room for.
-    compile: run forward and backward through torch.compile; True, or the settings `Compile(...)`.
-    timeout: seconds after which a collective that does not complete is an error.
+    offload: state that does not stay on the device; see `Offload`. "auto" measures two steps with the
+        optimizer state on the host, then keeps as much of it on the device as there is room for.
+    compile: run forward and backward through torch.compile: True, or settings as `Compile(...)`.
+    timeout: seconds after which an incomplete collective is an error.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -129,14 +132,14 @@ class Config(Validated):
 
     @property
     def tiers(self) -> Offload:
-        """`offload` as settings; those that "auto" begins with."""
+        """`offload` as settings; for "auto", the settings that it begins with."""
         if self.offload == "auto":
             return Offload(optimizer="host")
         return self.offload or Offload()
 
     @property
     def compiling(self) -> Compile | None:
-        """`compile` as settings; None for a model that runs as it is."""
+        """`compile` as settings; None if the model is not compiled."""
         assert not isinstance(self.compile, bool)
         return self.compile
 
@@ -147,7 +150,7 @@ class Config(Validated):
 
     @property
     def scaling(self) -> float | str | None:
-        """`loss_scale` as it applies; None for none."""
+        """The loss scale that applies with this `precision`; None for no scale."""
         return self.loss_scale or ("dynamic" if self.precision == "fp16" else None)
 
     @property

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 class Engine:
     """Trains a sharded model; made by `zero.initialize`.
 
-    module: the model. optimizer: the user's own object; of several, one that has the param_groups of all.
-    steps: optimizer steps taken (skipped ones included).
+    module: the model. optimizer: the user's own object; where there are several, one object that has the
+    param_groups of all of them. steps: optimizer steps taken, skipped ones included.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Engine:
         self._stores = stores
         self._communicator = communicator
         self._micro_steps = 0
-        self._interrupted = False  # in the middle of an optimizer step or a load
+        self._interrupted = False  # an optimizer step or a load did not complete
         trainable = [g for u in units for g in u.groups if g.trainable]
         self._sharded_optimizer = sharded = ShardedOptimizer(
             optimizer, trainable, param_group_of, stores, communicator, stepping
@@ -117,12 +117,12 @@ class Engine:
     # -- training -----------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; the same as calling the model itself, but where it finds no room.
+        """Run the model's forward. Calling the model itself differs only when memory runs out.
 
-        With offload="auto", an operation that finds no room in a forward larger than any before is repeated,
-        where optimizer state can make some. Other forwards, and compiled ones, are repeated whole, on one
-        rank; on several, the OutOfMemoryError says what to do. Gradients of earlier micro-batches stay where
-        it does not say otherwise.
+        With offload="auto", an operation that runs out of memory in a forward larger than any before is
+        repeated if moving optimizer state off the device makes room. Any other forward, and a compiled one,
+        is repeated as a whole on a single rank; on several ranks, the OutOfMemoryError says what to do.
+        Gradients of earlier micro-batches are kept unless that error says otherwise.
         """
         if self._balancer is None:
             return self.module(*args, **kwargs)
@@ -141,9 +141,8 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """Run autograd from `loss` (one element) and reduce the gradients.
 
-        The gradient is that of the mean over ranks and over the micro-batches of an optimizer step. If
-        anything raises, all gradients since the last optimizer step are dropped and the engine stays
-        usable.
+        Gradients are of the mean loss over all ranks and all micro-batches of the optimizer step. If anything
+        raises, all gradients since the last optimizer step are dropped and the engine stays usable.
         """
         self._check_backward(loss)
         try:
@@ -170,8 +169,8 @@ class Engine:
         """Update the parameters once the micro-batches of an optimizer step are complete.
 
         Returns whether this call was an optimizer step; before the last micro-batch it does nothing. With
-        a loss scale a step whose gradients overflow changes nothing but that. Inside `zero.gathered` it
-        raises UsageError, and may be called again outside.
+        a loss scale, a step whose gradients overflow changes nothing but the scale. Inside `zero.gathered`
+        it raises UsageError, and may be called again after the block.
         """
         if not self._micro_steps:
             raise UsageError("step() without backward(): call engine.backward(loss) first")
@@ -211,7 +210,7 @@ class Engine:
         self._micro_steps = 0
 
     def explain(self) -> Explanation:
-        """What compilation made of the model so far; `str()` of it is for people."""
+        """Report what compilation has made of the model so far; `str()` of the result is for people."""
         if self._passes.compiled is None:
             raise UsageError("explain() is about compiled models: set zero.Config(compile=True)")
         return self._passes.compiled.explain()
@@ -223,18 +222,20 @@ class Engine:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The global L2 norm before clipping at the last step, 0-dim fp32; None unless clip_norm or a loss
-        scale asks for it. Reading it as a number waits for the device."""
+        """The global L2 norm of the gradient at the last step, before clipping, 0-dim fp32.
+
+        None unless clip_norm or a loss scale needs it. Reading it as a number waits for the device.
+        """
         return None if self._factor.norm is None else self._factor.norm.clone()
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """The loss scale, 0-dim fp32 on the device; None without, see `Config`."""
+        """The loss scale, 0-dim fp32 on the device; None if there is none, see `Config`."""
         return None if self._loss_scale is None else self._loss_scale.scale.clone()
 
     @property
     def traffic(self) -> Traffic:
-        """Collectives issued so far, by kind: counts and bytes. `traffic.clear()` starts again."""
+        """Collectives issued so far, by kind: counts and bytes. `traffic.clear()` resets them."""
         return self._communicator.traffic
 
     @property
@@ -255,12 +256,12 @@ class Engine:
         return self.train(False)
 
     def refresh_weights(self) -> None:
-        """Make the weights those that the optimizer has; collective.
+        """Update the weights from the optimizer's values; collective.
 
-        For what changes them in place through `optimizer.param_groups` outside of a step: train() and eval()
-        of schedule-free optimizers, a clamp. Until then forwards, `zero.gathered`, whole states, saves and
-        loads raise UsageError, but for load_checkpoint with strict=True, which replaces all values. Between
-        optimizer steps only, and outside of `zero.gathered`.
+        Call it after changing those values in place through `optimizer.param_groups` outside of a step, as
+        train() and eval() of schedule-free optimizers do, or a clamp. Until then forwards, `zero.gathered`,
+        whole states, saves and loads raise UsageError, except load_checkpoint with strict=True, which
+        replaces all values. Call it only between optimizer steps and outside of `zero.gathered`.
         """
         self._parking.check()
         if self._micro_steps:
@@ -276,9 +277,10 @@ class Engine:
     # -- whole values (collective: every rank must call these) ------------------------------------------
 
     def state_dict(self, master: bool = False) -> dict[str, Any]:
-        """The whole model in rank 0's host memory, {} on other ranks; loads into the plain model.
+        """Return the whole model in rank 0's host memory, and {} on other ranks.
 
-        master: the fp32 masters instead of the 16-bit weights.
+        The result can be loaded into the plain model. master: return the fp32 masters instead of the 16-bit
+        weights. Raises UsageError after an optimizer step or a load that was interrupted.
         """
         self._check_complete()
         self._check_model()
@@ -297,7 +299,7 @@ class Engine:
         self._settle()
 
     def full_master(self, name: str) -> Tensor:
-        """The whole fp32 master of parameter `name`, in its shape, on every rank.
+        """Return the whole fp32 master of parameter `name`, in the parameter's shape, on every rank.
 
         A frozen parameter has no master: its own value is returned, in fp32.
         """
@@ -306,9 +308,9 @@ class Engine:
         return self._whole.parameter(name, group.widest)
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """The whole gradient of `name`, fp32: averaged and unscaled, before clipping.
+        """Return the whole gradient of parameter `name`, fp32: averaged and unscaled, before clipping.
 
-        Between backward() and step(). None if no rank has one.
+        Call it between backward() and step(). None if no rank has a gradient.
         """
         _, group, index = self._whole.locate(name)
         if self._micro_steps and not self.is_boundary and self._reducer.local:
@@ -322,7 +324,7 @@ class Engine:
             return value if factor is None else value.mul_(factor)
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """The whole optimizer state of parameter `name` (for Adam: step, exp_avg, exp_avg_sq), fp32."""
+        """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), fp32."""
         return self._optimizer_state.of(name)
 
     def save_checkpoint(
@@ -334,20 +336,20 @@ class Engine:
         keep_last: int | None = None,
         async_: bool = False,
     ) -> None:
-        """Write everything that training needs to go on to the directory `path`, e.g. "runs/a/step-100".
+        """Write everything needed to resume training to the directory `path`, e.g. "runs/a/step-100".
 
-        Every rank writes its share; the checkpoint then takes its name in one step, in place of an older
-        one of that name, and `latest` beside it points to it.
+        Every rank writes its share. The checkpoint then takes its name in one step, replacing any older
+        checkpoint of that name, and `latest` beside it is made to point to it.
 
-        state: rank 0's values to get back from load_checkpoint: JSON values, tuples, tensors, and objects
-        with state_dict(), such as schedulers. rank_state: the same, each rank's own. keep_last: afterwards
-        remove all but this many of the checkpoints in the directory that were saved with keep_last. async_:
-        return once the state has been copied, into host memory of its size that is kept for the next time,
-        and write it beside training; an error is then logged, and raised by the next save_checkpoint,
-        load_checkpoint or wait_for_checkpoint.
+        state: values of rank 0 for load_checkpoint to return: JSON values, tuples, tensors, and objects with
+        state_dict(), such as schedulers. rank_state: the same, but each rank's own. keep_last: afterwards,
+        of the checkpoints in the directory that were saved with keep_last, remove all but this many. async_:
+        return once the state has been copied, and write it while training goes on. The copy takes host memory
+        of the state's size, which is kept for the next save. An error in writing is logged, and raised by
+        the next save_checkpoint, load_checkpoint or wait_for_checkpoint.
 
-        Raises, on every rank, UsageError for what cannot be saved and CheckpointError where writing fails;
-        checkpoints that were there stay as they were.
+        Raises, on every rank, UsageError for what cannot be saved and CheckpointError if writing fails;
+        existing checkpoints stay as they were.
         """
         self._check_complete()
         self._check_model()
@@ -370,15 +372,15 @@ class Engine:
     ) -> Loaded:
         """Restore what save_checkpoint wrote, at any world size, stage and device.
 
-        path: a checkpoint, or the directory of several, whose `latest` is taken. restore: objects with
-        load_state_dict(), by their key in `state`. strict: refuse names that are missing or unexpected.
-        weights_only: parameters and buffers alone. rename: a mapping or function from names in the
-        checkpoint to the model's, None for those to leave out. Generators of random numbers are restored
-        on ranks that saved them.
+        path: a checkpoint, or a directory of several, in which `latest` is loaded. restore: objects with
+        load_state_dict(), by their key in `state`. strict: refuse missing and unexpected names.
+        weights_only: load parameters and buffers only. rename: a mapping or function from names in the
+        checkpoint to names in the model, None for names to leave out. Random number generators are restored
+        on the ranks that saved them.
 
-        Raises, on every rank: CheckpointError if there is no complete checkpoint, StateError with all names
-        that do not fit, both before anything changes; CorruptCheckpointError where bytes are damaged. The
-        engine then refuses to go on until a whole checkpoint has been loaded.
+        Raises, on every rank: CheckpointError if there is no complete checkpoint, and StateError with all
+        names that do not fit, both before anything changes; CorruptCheckpointError if bytes are damaged,
+        after which the engine refuses to go on until a whole checkpoint has been loaded.
         """
         self._check_not_in_use("load_checkpoint")
         self._check_model()
@@ -389,16 +391,16 @@ class Engine:
         self._settle()
         if not weights_only:
             self.steps = loaded.steps
-        # What was left half done may still be there, unless everything has been loaded.
+        # Values of an interrupted step or load may remain, unless everything has been loaded.
         self._interrupted = before and (weights_only or not strict)
         return loaded
 
     def load_pretrained(self, path: str | Path, *, strict: bool = True, rename: Rename | None = None) -> None:
         """Fill parameters and buffers from safetensors, each rank reading its slices; collective.
 
-        The arguments are those of `zero.load_pretrained`, which does this before `zero.initialize`. The
-        optimizer's state and the step count stay as they are. Raises, on every rank, what that does, before
-        anything changes; after an error in reading the engine refuses to go on until a checkpoint is loaded.
+        Takes the arguments of `zero.load_pretrained`, which does the same before `zero.initialize`. The
+        optimizer's state and the step count stay as they are. Raises the same errors, on every rank, before
+        anything changes; after an error in reading, the engine refuses to go on until a checkpoint is loaded.
         """
         self._check_loadable("load_pretrained")
         before = self._interrupted
@@ -408,18 +410,19 @@ class Engine:
         self._interrupted = before
 
     def wait_for_checkpoint(self) -> None:
-        """Return once a save in the background is complete; raises its error."""
+        """Wait until a save in the background is complete; raises its error."""
         self._checkpoints.wait()
 
     # -- memory (collective) -----------------------------------------------------------------------------
 
     def offload_states(self) -> None:
-        """Move parameters and optimizer state to host memory, and give the device's memory to others.
+        """Move parameters and optimizer state to host memory, and release the device's memory.
 
-        For a while in which something else runs on the device: generation, evaluation. Until
-        `reload_states()` checkpoints and whole values can be had, and what uses or changes parameters raises
-        UsageError. Between optimizer steps only, and outside of `zero.gathered`. After an error, such as no
-        room on the host, some of it is away: call this again, or `reload_states()`, on every rank.
+        For a time in which something else runs on the device, such as generation or evaluation. Until
+        `reload_states()`, checkpoints and whole values are still available, and whatever uses or changes
+        parameters raises UsageError. Call it only between optimizer steps and outside of `zero.gathered`.
+        After an error, such as no room on the host, part of the state has been moved: call this again, or
+        `reload_states()`, on every rank.
         """
         if self._micro_steps:
             raise UsageError("offload_states between backward() and step(): there are gradients; step first")
@@ -435,10 +438,10 @@ class Engine:
         self.accelerator.memory.trim()
 
     def reload_states(self) -> None:
-        """Bring back what `offload_states` moved, bit for bit. Does nothing where nothing is away.
+        """Bring back what `offload_states` moved, bit for bit. Does nothing if nothing is away.
 
-        Where a rank has no room it raises OutOfMemoryError, and the others OffloadError: when there is room,
-        every rank may call this again.
+        A rank that has no room raises OutOfMemoryError, and the others raise OffloadError; once there is
+        room, every rank may call this again.
         """
         if self._parking.away:
             self._parking.unpark()
@@ -446,17 +449,17 @@ class Engine:
                 self._balancer.resume()
 
     def trace_memory(self, steps: int = 1) -> None:
-        """Follow the device's memory through the next optimizer steps, for `memory_report`.
+        """Trace the device's memory through the next `steps` optimizer steps, for `memory_report`.
 
-        Of a step that has begun, with a forward, nothing is followed: then it is those after it. The device's
-        peak statistics start again many times meanwhile.
+        A step that has already begun with a forward is not traced; tracing starts with the one after it.
+        Meanwhile the device's peak statistics are reset many times.
         """
         if steps < 1:
             raise UsageError(f"trace_memory(steps={steps}): at least one step is needed")
         self._tracer.steps = max(self._tracer.steps, steps)  # offload="auto" may be measuring already
 
     def memory_report(self) -> MemoryReport:
-        """The last optimizer step that was traced: a timeline, its peaks by phase, a picture as HTML."""
+        """Report the last traced optimizer step: a timeline, its peaks by phase, a picture as HTML."""
         if self._tracer.report is None:
             raise UsageError("no step was traced: call engine.trace_memory() and train a step")
         return self._tracer.report
@@ -467,7 +470,7 @@ class Engine:
         self._tracer.mark("backward" if self._passes.phase.in_backward else "forward", unit)
 
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
-        """Move state off the device, as much as there is; raise where there is none."""
+        """Move all state that can be moved off the device; raise `error` if there is none."""
         if not self._stores.relieve(self.accelerator.memory.stats().capacity):
             raise error
 
@@ -478,31 +481,30 @@ class Engine:
         self._whole.begin_write()
 
     def _check_loadable(self, call: str) -> None:
-        """Before weights are loaded from elsewhere."""
+        """Check that weights may be loaded from elsewhere."""
         self._parking.check()
         self._check_not_in_use(call)
         self._check_model()
         self._check_refreshed()
 
     def _check_model(self) -> None:
-        """Before values of the whole model are saved or loaded: its parameters are those that the engine
-        has."""
+        """Check, before whole values are saved or loaded, that the model's parameters are the engine's."""
         self._late.check_model()
         self._whole.take_in_frozen()
 
     def _check_not_in_use(self, call: str) -> None:
-        """Raise UsageError inside a forward or `zero.gathered`, which would go on with old values."""
+        """Raise UsageError inside a forward or `zero.gathered`, which would continue with old values."""
         if self._passes.in_use():
             shown = any(unit.shown for unit in self.units)
             where = "zero.gathered: leave the block" if shown else "a forward: let it return"
             raise UsageError(f"{call} inside {where} first")
 
     def _interrupt(self) -> None:
-        """Some values are new and others old: nothing goes on before a checkpoint is loaded."""
+        """Record that some values are new and others old: the engine refuses to go on until a load."""
         self._interrupted = True
 
     def _check_showable(self) -> None:
-        """Before a `gathered` block: the values are there, and are those that the optimizer has."""
+        """Check, before a `gathered` block, that the values are present and match the optimizer's."""
         self._parking.check()
         self._check_refreshed()
 
@@ -511,22 +513,27 @@ class Engine:
         self._tracer.begin()
 
     def _check_refreshed(self) -> None:
-        """Raise UsageError where the optimizer's values were changed in place, and the weights do not have
-        them. An interrupted step or load says by itself that some values are old."""
+        """Raise UsageError if the optimizer's values were changed in place and the weights lack the change.
+
+        After an interrupted step or load this is not checked: that has its own error for old values.
+        """
         if not self._interrupted and (changed := self._sharded_optimizer.changed()):
             names = dict.fromkeys(name for written in changed.values() for name in written)
             raise UsageError(_LEFT_BEHIND.format(some(list(names))))
 
     def _settle(self) -> None:
-        """Weights and masters have the same values now: changes are told from here on."""
+        """Record that weights and masters have the same values now; changes from here on are reported."""
         self._late.settle()
         self._sharded_optimizer.settle()
 
     @contextmanager
     def _changing_weights(self) -> Iterator[None]:
-        """Around what changes shards. Interrupted half-way it cannot be repeated: some values are new then,
-        others old, so that the engine refuses to go on."""
-        self._passes.release_all()  # whole values that somebody kept are old now
+        """Wrap a change of the shards.
+
+        A change that is interrupted half-way cannot be repeated, because some values are then new and others
+        old; from then on the engine refuses to go on.
+        """
+        self._passes.release_all()  # whole values that were kept are about to be old
         self._whole.begin_write()
         try:
             yield
@@ -543,18 +550,18 @@ class Engine:
             with self._communicator.postponing_disk_errors():
                 self._sharded_optimizer.step(self._reducer.all, scale, skip)
         finally:
-            self._stores.join()  # weights are under way to shards, also where a later group failed
+            self._stores.join()  # weights are on their way to shards, even if a later group failed
         self._raise_disk_errors()
         if self._loss_scale is not None and skip is not None:
             self._loss_scale.update(skip)
 
     def _raise_disk_errors(self) -> None:
-        """Collective. Raise OffloadError, on every rank, where the disk of one has failed."""
+        """Raise OffloadError on every rank if the disk of any rank has failed. Collective."""
         if self.config.tiers.path is not None:
             self._communicator.agree()
 
     def _run_autograd(self, loss: Tensor) -> None:
-        with torch.enable_grad():  # where it is off, loss.backward() works as well
+        with torch.enable_grad():  # loss.backward() works under no_grad, and so must this
             scaled = self._scaled(loss)
         entry = self._passes.watch(scaled)
         try:
@@ -563,7 +570,7 @@ class Engine:
             entry.remove()  # the user may keep the loss
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        """The part of the loss that this micro-batch is of the step's, times the loss scale."""
+        """Return this micro-batch's part of the step's loss, times the loss scale."""
         count = self.config.gradient_accumulation_steps
         scaled = loss / count if count > 1 else loss
         if self._loss_scale is not None:
@@ -594,7 +601,7 @@ class Engine:
             )
 
     def _check_gradients(self) -> None:
-        """What stands for the gradients since backward is what stands there still."""
+        """Raise UsageError if the stand-ins that backward left in place of gradients were replaced."""
         changed = self._absent.changed()
         if changed or self._sharded_optimizer.absent.changed():
             names = {parameter: name for name, parameter in self.module.named_parameters()}
@@ -602,8 +609,10 @@ class Engine:
             raise UsageError(_NOT_HEEDED.format(some(which) or "of what is in optimizer.param_groups"))
 
     def _show_absent(self) -> None:
-        """Behind the last backward of a step: put what raises on use where gradients would be, see
-        `absent`."""
+        """After the last backward of a step, put stand-ins that raise on use where gradients would be.
+
+        See `gradients.absent`.
+        """
         if self.is_boundary:
             self._absent.show(self._reducer.used())
             self._sharded_optimizer.absent.show(self._sharded_optimizer.first_pieces_of(self._reducer.all))
@@ -613,7 +622,7 @@ class Engine:
         self._sharded_optimizer.absent.hide()
 
     def _recover(self) -> None:
-        """After an exception: drop gradients, gathers and calls under way."""
+        """Drop gradients, gathers and calls under way, after an exception."""
         self._tracer.drop()
         self._hide_gradients()
         self._passes.recover()

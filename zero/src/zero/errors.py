@@ -1,10 +1,10 @@
-"""Errors of the engine. Each says what was expected, what came and what to do."""
+"""Errors of the engine. Each message says what was expected, what was found and what to do."""
 
 from collections.abc import Sequence
 
 
 def some(names: Sequence[str], limit: int = 8) -> str:
-    """The first few names for a message, and how many more there are."""
+    """Format the first `limit` names for a message, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
@@ -26,11 +26,11 @@ class OptimizerError(ZeroError):
 
 
 class ShardedParameterError(ZeroError):
-    """The values of a parameter were touched while only its shards exist."""
+    """The values of a parameter were used while only its shards exist."""
 
 
 class UsageError(ZeroError):
-    """Engine calls in an order that has no meaning, such as step() without backward()."""
+    """The engine was called in a meaningless order, such as step() without backward()."""
 
 
 class StateError(ZeroError):
@@ -38,11 +38,11 @@ class StateError(ZeroError):
 
 
 class CheckpointError(ZeroError):
-    """A checkpoint is not there, is not complete, or could not be written."""
+    """A checkpoint is missing, is incomplete, or could not be written."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Bytes of a checkpoint are not those that were written. The message names the file and the tensor."""
+    """A checkpoint's bytes differ from those that were written. The message names the file and the tensor."""
 
 
 class OffloadError(ZeroError):

@@ -1,4 +1,4 @@
-"""Forward and backward through a sharded model: units come and go, gradients arrive and are reduced."""
+"""Forward and backward through a sharded model: units are gathered and released, gradients reduced."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class Passes(Uncopied):
-    """The hooks on a model and its parameters, and what the engine does before, in and after a backward.
+    """The hooks on a model and its parameters, and the engine's work before, during and after a backward.
 
-    reducer: of the gradients that arrive. compiled: the model's calls through torch.compile; None without.
-    on_forward: called when a forward of the whole model begins and nothing is gathered for it yet.
+    reducer: reduces the gradients that arrive. compiled: the model's calls through torch.compile; None if not
+    compiled. on_forward: called when a forward of the whole model begins, before anything is gathered for it.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Passes(Uncopied):
         self.compiled = None if config.compiling is None else self._compile(stores)
 
     def try_twice(self, second_try: SecondTry) -> None:
-        """Repeat operations that find no room. Those of compiled models are not seen one by one."""
+        """Repeat operations that run out of memory. Those of a compiled model are not seen one by one."""
         if self.compiled is None:
             anchors = (anchor for unit in self._units for anchor in unit.anchors)
             second_try.watch(dict.fromkeys((self._module, *anchors)))
@@ -91,16 +91,16 @@ class Passes(Uncopied):
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
-        """Around autograd's run. last: of the micro-batches of an optimizer step.
+        """Wrap autograd's run. last: this is the last micro-batch of an optimizer step.
 
-        After an exception the caller has to `recover`.
+        After an exception the caller must call `recover`.
         """
         try:
             self.phase.in_backward = self._communicator.in_pass = True
-            # A graph's schedule is of itself alone: with another one under way records come in the step.
+            # A graph's schedule knows only that graph: with another one under way, records come in the step.
             self._visits.expected = last and self._forwards == 1
             self.phase.mark("")
-            self._forget_progress()  # of torch.autograd.grad, which may have ended anywhere
+            self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
             self._forget_interrupted()
             self.reducer.begin_backward(last)
             with nullcontext() if self._second_try is None else self._second_try.on():
@@ -108,15 +108,15 @@ class Passes(Uncopied):
             self.reducer.finish_backward()
         finally:
             self.phase.in_backward = self._communicator.in_pass = self._visits.expected = False
-            if not self._forwards:  # of the whole model: its parts have been called, whose order this was
+            if not self._forwards:  # of the whole model: only parts were called, and this was their order
                 self._schedule.begin(training=True)
             self._forwards = 0
         self._reset()
-        torch.clear_autocast_cache()  # a block that goes on casts anew: these casts are of units gone since
+        torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
         self.release_all()
 
     def watch(self, loss: Tensor) -> RemovableHandle:
-        """Know when autograd begins to run from the loss, until the handle is removed."""
+        """Watch for autograd to start running from the loss, until the returned handle is removed."""
         self._progress.look_at(loss)
         handle: RemovableHandle = loss.register_hook(self._enter)
         return handle
@@ -139,14 +139,18 @@ class Passes(Uncopied):
             hooks.reset()
 
     def in_use(self, own_calls: int = 0) -> bool:
-        """Whether a forward is under way, or a `zero.gathered` block. own_calls: calls of modules on the
-        stack that are the caller's own, and count as none."""
+        """Return whether a forward or a `zero.gathered` block is under way.
+
+        own_calls: how many module calls on the stack are the caller's own, and do not count.
+        """
         self._forget_interrupted(own_calls)
         return any(unit.holds for unit in self._units)
 
     def _forget_interrupted(self, own_calls: int = 0) -> None:
-        """Let go of units that a forward still holds which a KeyboardInterrupt has ended: no hook did. They
-        would keep the values they have, whatever changes the weights."""
+        """Let go of units still held by a forward that a KeyboardInterrupt ended without running any hook.
+
+        They would otherwise keep the values they have, whatever changes the weights.
+        """
         held = any(unit.holds and unit.in_forward for unit in self._units)
         if held and calls_under_way(self._called) <= own_calls:
             self._communicator.in_pass = self.phase.in_backward
@@ -154,19 +158,18 @@ class Passes(Uncopied):
                 hooks.leave_forward()
 
     def release_all(self, keep: object = None) -> None:
-        """Drop whole values, also of forwards that no backward has followed; see ShardedUnit.forget_calls."""
+        """Drop whole values, including those of forwards without a backward; see ShardedUnit.forget_calls."""
         for unit in self._units:
             unit.forget_calls(keep)
             unit.release()
 
     def drop_forward(self) -> None:
-        """After an exception in a forward: release what it gathered ahead. Its hooks have let go of the
-        rest."""
+        """Release what a forward gathered ahead, after an exception in it; its hooks released the rest."""
         for unit in self._units:
             unit.release()
 
     def recover(self) -> None:
-        """After an exception: drop gradients, gathers and calls under way."""
+        """Drop gradients, gathers and calls under way, after an exception."""
         self._drop_accumulated()
         try:
             self.reducer.clear()
@@ -177,21 +180,23 @@ class Passes(Uncopied):
             pass  # the original error says more
 
     def _drop_accumulated(self) -> None:
-        """Drop gradients that autograd has accumulated and `receive` has not taken, because a hook before it
-        raised: the next backward would add to them."""
+        """Drop gradients that autograd accumulated but `receive` did not take.
+
+        That happens if a hook before it raises; the next backward would add to them.
+        """
         for gradients in self.reducer.all:
             for parameter in gradients.group.parameters:
                 parameter.grad = None
 
     def after_step(self) -> None:
-        """Collective, when the optimizer has stepped."""
+        """Do what follows an optimizer step in compiled training. Collective."""
         if self.compiled is not None:
             self.compiled.after_step()
 
     def receive(self, gradients: GroupGradients, index: int, parameter: Tensor) -> None:
-        """Autograd has accumulated a parameter's gradient."""
+        """Take a parameter's gradient, once autograd has accumulated it."""
         gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:  # None: there is none, or a compiled graph has handed it over
+        if gradient is not None:  # None: there is no gradient, or a compiled graph has handed it over
             self._take(gradients, index, gradient)
 
     def _take(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
@@ -204,32 +209,31 @@ class Passes(Uncopied):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
         if self.phase.in_graph:
-            return None  # done before the graph was entered
+            return None  # this was done before the graph was entered
         if not self.phase.in_backward:
             self._communicator.in_pass = self._config.tiers.params == "disk"
-            self._visits.rest()  # which graphs do themselves
+            self._visits.rest()  # graphs do this themselves
         return self._prepare(module, args, kwargs, own_calls=1)
 
     def _leave_forward(self, *_: Any) -> None:
         self._communicator.in_pass = self.phase.in_backward
 
     def _agree_on_forward(self, *_: Any) -> None:
-        """Raise OffloadError on every rank where one could not read its parameters from disk in this
-        forward."""
+        """Raise OffloadError on every rank if one could not read parameters from disk in this forward."""
         if not (self.phase.in_backward or self.phase.in_graph):
             self._communicator.agree()
 
     def _prepare(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own_calls: int = 0
     ) -> tuple[Any, Any] | None:
-        """What comes before a forward, of hooks or of a graph. own_calls: as in `in_use`."""
+        """Prepare a forward, run by hooks or by a graph. own_calls: as in `in_use`."""
         self._parking.check()
         if not self.phase.in_backward:
-            self._visits.dropped()  # whose room this forward may need
+            self._visits.dropped()  # this forward may need their room
             self._forwards += torch.is_grad_enabled()
             self._watch.look()
         if not (_in_autograd() or self.in_use(own_calls)):
-            self.release_all(keep=DIFFERENTIATED)  # what a forward prefetched or kept, and never used
+            self.release_all(keep=DIFFERENTIATED)  # what a forward prefetched or kept but never used
             self._forget_progress()
             self._schedule.begin(torch.is_grad_enabled())
             self.on_forward()
@@ -269,12 +273,15 @@ _OUTSIDE = (
 
 
 def _in_autograd() -> bool:
-    """Whether this is inside a backward, of this engine or of another: a forward here recomputes."""
+    """Return whether a backward is running, of this engine or another: a forward here recomputes."""
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def _receiver(passes: Passes, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:
-    """Holds neither: Python's collector does not see into these hooks, and a cycle would never be freed."""
+    """Make a hook that calls `passes.receive` and holds only weak references.
+
+    Python's garbage collector does not see into these hooks, so a cycle would never be freed.
+    """
     passes_alive, gradients_alive = weakref.ref(passes), weakref.ref(gradients)
 
     def receive(parameter: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Parameters from safetensors files, each rank reading its slices.
+"""Load parameters from safetensors files, each rank reading its slices.
 
-Before `zero.initialize` a parameter that was made under `zero.init()` is only *promised* its values: the
-engine's units are built with their memory left open, and then this rank's slices are read into its shards.
+Before `zero.initialize`, a parameter that was made under `zero.init()` is only *promised* its values: the
+engine's units are built with uninitialised memory, and this rank's slices are then read into its shards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zero.sources.safetensors_weights import SafetensorsWeights
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of load_pretrained(). storage: the file system; tests put another in its place."""
+    """The arguments of load_pretrained(). storage: the file system; tests replace it."""
 
     path: Path
     strict: bool = True
@@ -40,7 +40,7 @@ class Request:
     storage: Storage = DISK
 
     def open(self) -> SafetensorsWeights:
-        """The weights, whose files are opened when they are read."""
+        """Return the weights; their files are opened when they are read."""
         if not is_safetensors(self.path):
             raise CheckpointError(
                 f"{self.path} is no file of safetensors, and no directory with model.safetensors or an "
@@ -49,13 +49,13 @@ class Request:
         return SafetensorsWeights(self.path, self.storage)
 
     def match(self, weights: SafetensorsWeights, model: nn.Module) -> dict[str, str]:
-        """For names of the model, those of the tensors that fill them."""
+        """Map names in the model to names of the tensors that fill them."""
         return match(weights.stored, targets(model), self.rename, self.strict, TensorReader(weights).same)
 
 
 @dataclass(frozen=True)
 class Promise:
-    """Where a deferred parameter's values will come from. key: the tensor's name there."""
+    """Where a deferred parameter's values will come from. key: the tensor's name in `weights`."""
 
     weights: SafetensorsWeights
     key: str
@@ -76,23 +76,24 @@ def load_pretrained(
         with zero.init(): model = BigModel()
         zero.load_pretrained(model, "weights/")
 
-    Parameters made under `zero.init()` are filled by `zero.initialize`, each rank reading its slices: no rank
-    holds more than its shards and one unit. Others are filled at once, whole. Values are cast to the
-    parameter's dtype; fp32 masters are filled from the file's values, not from their 16-bit rounding.
+    Parameters made under `zero.init()` are filled by `zero.initialize`, each rank reading its slices, so that
+    no rank holds more than its shards and one unit. Other parameters are filled whole, immediately. Values
+    are cast to the parameter's dtype; fp32 masters are filled from the file's values, not from their 16-bit
+    rounding.
 
-    path: a file of safetensors, or a directory with model.safetensors or an index, which every rank sees.
-    strict: refuse names that are missing or unexpected; what is missing otherwise keeps the constructor's
-    values. rename: a mapping or function from names in the files to the model's, None for those to leave
-    out. For a model that has an engine, see Engine.load_pretrained.
+    path: a safetensors file, or a directory with model.safetensors or an index, visible to every rank.
+    strict: refuse missing and unexpected names; otherwise parameters that are missing keep the constructor's
+    values. rename: a mapping or function from names in the files to names in the model, None for names to
+    leave out. For a model that has an engine, see Engine.load_pretrained.
 
-    Raises, before anything changes: CheckpointError where files are missing, CorruptCheckpointError where
-    they make no sense, StateError with all names that do not fit, UsageError for a sharded model.
+    Raises, before anything changes: CheckpointError if files are missing, CorruptCheckpointError if they
+    make no sense, StateError with all names that do not fit, UsageError for a sharded model.
     """
     fill(model, Request(Path(path), strict, rename))
 
 
 def fill(model: nn.Module, request: Request) -> None:
-    """load_pretrained()."""
+    """Do what load_pretrained() does."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if any(WHOLE_ATTRIBUTE in parameter.__dict__ for parameter in model.parameters()):
@@ -114,7 +115,7 @@ def fill(model: nn.Module, request: Request) -> None:
 def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> None:
     """Fill the shards and masters of parameters that were promised their values. Collective if there are any.
 
-    Raises CheckpointError, on every rank, where a file cannot be read any more.
+    Raises CheckpointError, on every rank, if a file can no longer be read.
     """
     keys: dict[SafetensorsWeights, dict[str, str]] = {}
     for group in (group for unit in units for group in unit.groups):
@@ -131,7 +132,7 @@ def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> N
 def fill_engine(
     model: nn.Module, whole: WholeValues, request: Request, before_change: Callable[[], None]
 ) -> None:
-    """See Engine.load_pretrained. before_change: called when everything has been checked."""
+    """Do what Engine.load_pretrained does. before_change: called once everything has been checked."""
     together = Together(whole.communicator, "pretrained weights")
     opened: list[SafetensorsWeights] = []
     keys: dict[str, str] = {}
