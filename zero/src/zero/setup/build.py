@@ -1,4 +1,4 @@
-"""From drafts to sharded units, one unit after another."""
+"""Build sharded units from drafts, one unit after another."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from zero.tiers.stores import Stores
 def build_units(
     drafts: Sequence[UnitDraft], config: Config, stores: Stores, communicator: Communicator
 ) -> list[ShardedUnit]:
-    """Flatten, equalise over the ranks (rank 0's values win) and shard, one unit at a time. Old gradients
-    are dropped: they are of this rank's data alone, and would be added to the first ones."""
+    """Flatten, broadcast rank 0's values and shard, one unit at a time.
+
+    Old gradients are dropped: they are of this rank's data alone, and the first new ones would add to them.
+    """
     unshare(parameter for draft in drafts for _, parameter in draft.plan.parameters)
     return [_build_unit(index, draft, config, stores, communicator) for index, draft in enumerate(drafts)]
 

@@ -26,8 +26,10 @@ from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 
 
 def check_model(model: nn.Module, shapes_only: bool = False) -> None:
-    """Raise ModelError if the model cannot be sharded. Changes nothing. shapes_only: it need not have values,
-    and may be on the meta device."""
+    """Raise ModelError if the model cannot be sharded. Changes nothing.
+
+    shapes_only: the model need not have values, and may be on the meta device.
+    """
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, (DataParallel, DistributedDataParallel)):
@@ -52,7 +54,7 @@ def check_model(model: nn.Module, shapes_only: bool = False) -> None:
 
 
 def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
-    """Raise ConfigError where the device does not have a dtype that training would use."""
+    """Raise ConfigError if the device lacks a dtype that training would use."""
     wanted = (
         {config.dtype} if config.dtype else {p.dtype for p in model.parameters() if p.is_floating_point()}
     )
@@ -68,8 +70,11 @@ def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> 
 
 
 def check_movable(model: nn.Module, device: torch.device) -> None:
-    """Raise ModelError where a parameter on the host cannot become one on the device, whose Parameters torch
-    gives no host data, and keep its identity. Changes nothing."""
+    """Raise ModelError if a parameter on the host cannot move to the device and keep its identity.
+
+    That concerns devices for which torch cannot replace a host Parameter's data by a device tensor. Changes
+    nothing.
+    """
     there = torch.empty(0, device=device)
     for name, parameter in model.named_parameters():
         if deferred_init.is_deferred(parameter) or torch._has_compatible_shallow_copy_type(parameter, there):
@@ -85,7 +90,7 @@ def check_movable(model: nn.Module, device: torch.device) -> None:
 
 
 def _is_in_graph(parameter: nn.Parameter) -> bool:
-    """Whether something in C++ holds it, other than the node that accumulates its gradient."""
+    """Return whether C++ code holds the parameter, other than the node that accumulates its gradient."""
 
     def holders() -> int:
         return int(parameter._use_count()) - 1  # type: ignore[attr-defined]
@@ -97,12 +102,14 @@ def _is_in_graph(parameter: nn.Parameter) -> bool:
 
 
 _COMPARED_ELSEWHERE = ("units", "autocast_modules", "whole_parameters", "offload", "compile")
-"""Settings that are equal where what they lead to is."""
+"""Settings that are not compared themselves, because what they lead to is."""
 
 
 def check_equal(prepared: Prepared, config: Config, communicator: Communicator) -> None:
-    """Collective. Raise RankMismatchError where ranks bring different settings, models, optimizers or tiers.
-    Changes nothing."""
+    """Raise RankMismatchError if ranks have different settings, models, optimizers or tiers.
+
+    Collective. Changes nothing.
+    """
     told = {
         f"Config({name}=...)": repr(getattr(config, name))
         for name in Config.model_fields
@@ -122,7 +129,7 @@ def _how_stepped(optimizer: Optimizer, config: Config) -> str:
 
 
 def _layout(prepared: Prepared) -> str:
-    """What the model's units and parameters have to have in common."""
+    """Describe, as text, what must be equal on all ranks about the model's units and parameters."""
     text = []
     for plan in prepared.plans:
         text.append(plan.name)
@@ -178,7 +185,7 @@ def _check_buffer(name: str, buffer: Tensor) -> None:
 
 
 def _check_overlaps(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Two Parameter objects over the same memory would be torn apart by flattening."""
+    """Raise ModelError for two Parameter objects over the same memory: flattening would separate them."""
     spans = []
     for name, parameter in named:
         if deferred_init.is_deferred(parameter) or parameter.is_meta or parameter.numel() == 0:

@@ -1,4 +1,4 @@
-"""Units before they are built: their groups, what these travel as, and where the state of each will be."""
+"""Units before they are built: their groups, how each group travels, and where its state will be."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Named = tuple[str, nn.Parameter]
 
 @dataclass(frozen=True)
 class GroupKind:
-    """What the parameters of a group have in common."""
+    """What all parameters of a group have in common."""
 
     dtype: torch.dtype
     trainable: bool
@@ -38,7 +38,7 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class GroupDraft:
-    """named: its parameters by name."""
+    """A group before it is built. named: its parameters with their names."""
 
     named: tuple[Named, ...]
     kind: GroupKind
@@ -48,15 +48,17 @@ class GroupDraft:
 
 @dataclass(frozen=True)
 class UnitDraft:
-    """whole: every rank keeps the unit's whole parameters."""
+    """A unit before it is built. whole: every rank keeps the unit's whole parameters."""
 
     plan: UnitPlan
     whole: bool
     groups: tuple[GroupDraft, ...]
 
     def is_resident(self, ranks: int) -> bool:
-        """Whether its whole buffers stay on the device: also those of a rank that shares the model with no
-        other. ranks: that share a copy."""
+        """Return whether the unit's whole buffers stay on the device.
+
+        They also do on a rank that shares its copy with no other. ranks: how many share a copy.
+        """
         return self.whole or (ranks == 1 and all(g.placement.params == "device" for g in self.groups))
 
 
@@ -71,10 +73,12 @@ class _Cut:
 
 @dataclass(frozen=True)
 class _Ways:
-    """What the parameters of a unit may become when it is gathered. codes: dtype that matrices are rounded
-    to, in blocks with a scale each; None for none. Vectors never are: most are shorter than a block, and a
-    norm's weights do not stand the rounding. castable: parameters that autocast casts before each use, which
-    may be cast before they are gathered."""
+    """What the parameters of a unit may be converted to when it is gathered.
+
+    codes: dtype that matrices are rounded to, in blocks with one scale each; None for no rounding. Vectors
+    are never rounded: most are shorter than a block, and a norm's weights do not tolerate it.
+    castable: parameters that autocast casts before each use, which may be cast before they are gathered.
+    """
 
     codes: torch.dtype | None = None
     castable: Collection[nn.Parameter] = ()
@@ -86,7 +90,7 @@ class _Ways:
 
 
 _EXACT = _Ways()
-"""For units that every rank keeps whole: no forward gathers them."""
+"""For units that every rank keeps whole, which no forward gathers."""
 
 
 def draft_units(
@@ -96,10 +100,10 @@ def draft_units(
     ranks: int,
     moments: Mapping[nn.Parameter, float],
 ) -> list[UnitDraft]:
-    """Cut units into groups, and decide in which tier the state of each will be. Changes nothing.
+    """Divide units into groups, and decide in which tier the state of each group will be. Changes nothing.
 
-    ranks: that share a copy of the model. moments: how many values optimizers keep for an element of each
-    parameter; empty where no setting limits the memory of optimizer state.
+    ranks: how many share a copy of the model. moments: how many values optimizers keep per element of each
+    parameter; empty if no setting limits the memory of optimizer state.
     """
     ways = _Ways(config.codes if ranks > 1 else None, prepared.castable)
     cuts = []
@@ -127,8 +131,10 @@ def _draft(kind: GroupKind, named: list[Named], candidate: Candidate, placement:
 def reserve_disk(
     drafts: Sequence[UnitDraft], config: Config, stores: Stores, communicator: Communicator
 ) -> None:
-    """Collective. Take the space of all state on disk. Raises OffloadError, on every rank, where one of them
-    finds none."""
+    """Reserve the space of all state on disk. Collective.
+
+    Raises OffloadError, on every rank, if any of them finds no space.
+    """
     policy = GradientPolicy.of(config, communicator.group.size)
     nbytes = sum(
         stores.disk_bytes(g.shard_numel, g.kind.dtype, g.placement, policy.slice_dtype(g.kind.dtype))
@@ -142,7 +148,7 @@ def reserve_disk(
 
 
 def target_dtype(parameter: nn.Parameter, config: Config) -> torch.dtype:
-    """The dtype that the parameter will have in the engine."""
+    """Return the dtype that the parameter will have in the engine."""
     return config.dtype if config.dtype and parameter.is_floating_point() else parameter.dtype
 
 
@@ -165,8 +171,10 @@ def _candidate(
 
 
 class _OwnState:
-    """The state that the user's optimizer keeps of groups that no kernel serves. moments: as in
-    `draft_units`. ranks: that have slices of a group."""
+    """The state that the user's optimizer keeps for groups that no kernel serves.
+
+    moments: as in `draft_units`. ranks: how many have slices of a group.
+    """
 
     def __init__(self, cuts: Sequence[_Cut], moments: Mapping[nn.Parameter, float], ranks: int) -> None:
         whole = (
@@ -181,7 +189,7 @@ class _OwnState:
         self._rank_of = share_out(whole, ranks)
 
     def of(self, kind: GroupKind, named: Sequence[Named], shard_numel: int) -> tuple[int, ...]:
-        """Bytes that each rank keeps of a group; empty where none keeps any, or nobody asks."""
+        """Return the bytes that each rank keeps for a group; empty if none, or if `moments` is empty."""
         if kind.stepping.rule is not None or not kind.trainable or not self._moments:
             return ()
         wide = max(kind.dtype.itemsize, 4)
@@ -197,7 +205,7 @@ class _OwnState:
 def _partition(
     plan: UnitPlan, config: Config, ways: _Ways, prepared: Prepared
 ) -> dict[GroupKind, list[Named]]:
-    """A unit's parameters by kind, those of one param group side by side: one kernel call steps them then."""
+    """Return a unit's parameters by kind; those of one param group are adjacent, for a single kernel call."""
     groups: dict[GroupKind, list[Named]] = {}
     param_group_of, stepping = prepared.param_group_of, prepared.stepping
     unknown = of_unknown(stepping)

@@ -34,18 +34,20 @@ def initialize(
 ) -> Engine:
     """Shard `model` and `optimizer` over the ranks of the job and return the engine that trains them.
 
-    The job is what torchrun's environment says, or an initialised default process group, or one rank.
-    The model may be on the host or on the device; rank 0's values win. Both objects keep their identity,
-    so schedulers and references to modules and parameters stay valid; the optimizer's param_groups then
-    hold what this rank steps: its slices, or whole parameters (see Config.whole_parameters).
+    The job is given by torchrun's environment or an initialised default process group, and is otherwise one
+    rank. The model may be on the host or on the device; every rank starts from rank 0's values. Both objects
+    keep their identity, so schedulers and references to modules and parameters stay valid; the optimizer's
+    param_groups then hold what this rank steps: its slices, or whole parameters (see
+    Config.whole_parameters).
 
-    optimizer: or a list of them, for different parameters, such as Muon for matrices and AdamW for the rest.
-        Of a model that is frozen as a whole, to be read only, it has nothing to step, and keeps no state.
+    optimizer: one optimizer, or a list of them for different parameters, such as Muon for matrices and AdamW
+        for the rest. For a model that is entirely frozen, only to be read, it has nothing to step and keeps
+        no state.
 
-    Raises ConfigError, ModelError or OptimizerError, RankMismatchError where ranks bring different models,
-    optimizers or settings, and OffloadError where a rank finds no place on its disk, before anything is
-    changed. After OutOfMemoryError, CommunicationError, and CheckpointError where pretrained weights cannot
-    be read any more, model and optimizer have to be built anew.
+    Raises, before anything is changed: ConfigError, ModelError or OptimizerError; RankMismatchError if ranks
+    have different models, optimizers or settings; OffloadError if a rank finds no space on its disk. After
+    OutOfMemoryError, CommunicationError, or CheckpointError (pretrained weights can no longer be read), model
+    and optimizer must be built anew.
     """
     config = settings(config)
     check_model(model)
@@ -81,8 +83,11 @@ def initialize(
 
 @contextmanager
 def _taking_over(model: nn.Module) -> Iterator[None]:
-    """Around all that changes parameters. Half-way some have values on other ranks only, or none: after an
-    error they say so whenever they are used."""
+    """Wrap everything that changes parameters.
+
+    Half-way through, some parameters have values only on other ranks, or none: after an error they raise
+    whenever they are used.
+    """
     try:
         yield
     except BaseException as error:
@@ -95,7 +100,7 @@ def _taking_over(model: nn.Module) -> Iterator[None]:
 def _move_buffers(
     model: nn.Module, config: Config, accelerator: accelz.Accelerator, communicator: Communicator
 ) -> None:
-    """Buffers go to the device whole, with rank 0's values."""
+    """Move buffers to the device, whole and with rank 0's values."""
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -108,7 +113,7 @@ def _move_buffers(
 
 
 def _writable(buffer: Tensor) -> Tensor:
-    """With memory for every element, as expanded buffers have not, and no conjugation left to do."""
+    """Return the buffer with memory for every element (expanded ones lack it) and no pending conjugation."""
     expanded = any(step == 0 and size > 1 for size, step in zip(buffer.shape, buffer.stride(), strict=True))
     plain = buffer.resolve_conj().resolve_neg()
     return plain.contiguous() if expanded else plain

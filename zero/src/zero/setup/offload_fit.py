@@ -1,4 +1,4 @@
-"""Whether the settings of offload fit the model, the optimizer and the device. Changes nothing."""
+"""Check that the offload settings fit the model, the optimizer and the device. Changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero.optimizer.kernel_rules import rule_for
 
 
 def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device: torch.device) -> None:
-    """Raises ConfigError for what cannot be done."""
+    """Raise ConfigError for offload that is not possible."""
     for each in members(optimizer):
         if rule_for(each) is None:
             _check_own_steps(each, config)
@@ -33,8 +33,7 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device
 
 
 def _check_own_steps(optimizer: Optimizer, config: Config) -> None:
-    """Raise ConfigError where state is to be stepped from the disk, on a visit or ahead, by an optimizer that
-    steps itself."""
+    """Raise ConfigError if an optimizer that steps itself is to step from disk, on a visit or ahead."""
     serves = f"serves what kernels step: Adam, AdamW, SGD, Lion. This {name_of(optimizer)} steps its own"
     if config.tiers.optimizer == "disk":
         raise ConfigError(

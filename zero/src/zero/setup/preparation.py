@@ -1,4 +1,4 @@
-"""A model, its optimizer and the settings, looked at together before anything is changed."""
+"""Examine a model, its optimizer and the settings together, before anything is changed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ from zero.sharding.units import UnitPlan, find_units
 
 @dataclass(frozen=True)
 class Prepared:
-    """plans: the units to be. castable: parameters that autocast casts before each use. optimizer: the one
-    that was given, or several as one. param_group_of: the index of each parameter's param group. stepping:
-    how each is stepped."""
+    """What `prepare` found out.
+
+    plans: the units to be built. castable: parameters that autocast casts before each use. optimizer: the one
+    that was given, or several joined into one. param_group_of: the index of each parameter's param group.
+    stepping: how each parameter is stepped.
+    """
 
     plans: Sequence[UnitPlan]
     castable: Collection[nn.Parameter]
@@ -34,7 +37,7 @@ class Prepared:
 
 
 def settings(config: Config | None) -> Config:
-    """What was given, or what holds where nothing is. Raises ConfigError for something else."""
+    """Return the given settings, or the defaults for None. Raises ConfigError for anything else."""
     config = Config() if config is None else config
     if not isinstance(config, Config):
         raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
@@ -48,8 +51,11 @@ def prepare(
     device: torch.device,
     for_graphs: bool,
 ) -> Prepared:
-    """Raises ConfigError or OptimizerError for what does not fit together. for_graphs: units are those of
-    compiled training, if the settings ask for it. Warnings name the line that called this one's caller."""
+    """Examine model, optimizer and settings; raise ConfigError or OptimizerError if they do not fit together.
+
+    for_graphs: make the units of compiled training, if the settings ask for it. Warnings name the line that
+    called this function's caller.
+    """
     plans = find_units(model, config.units, config.persistent_below)
     if for_graphs and config.compiling is not None and config.stage == 3:
         plans = split_by_use(plans)
