@@ -1,1 +1,1 @@
-"""Settings and how they are checked: of where state lives, of compilation; sizes for people."""
+"""Settings and their validation: where state lives, compilation; and human-readable sizes."""

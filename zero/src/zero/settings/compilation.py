@@ -1,4 +1,4 @@
-"""How the compiled path works: the settings."""
+"""Settings of compiled training."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from zero.settings.validated import Bytes, Validated
 
 
 class Compile(Validated):
-    """`torch.compile` for the model's forward and backward.
+    """Settings for running the model's forward and backward through `torch.compile`.
 
-    inner: what compiles the graphs once gathers are in them. "inductor" generates code; "aot_eager" runs the
-        operations one by one, with the bits of training without compile.
+    inner: what compiles the graphs after gathers have been inserted. "inductor" generates code; "aot_eager"
+        runs the operations one by one, with bitwise the results of training without compile.
     fuse_casts: a unit whose parameters are only used cast to one narrower dtype travels in that dtype (the
         shard is cast before it travels).
-    prefetch_budget: bytes, or e.g. "64MiB", that may be under way ahead of their use; 0 gathers on demand.
-        None: as many as the largest unit of a graph takes, so that at least the next one always is.
+    prefetch_budget: bytes, or e.g. "64MiB", of gathers that may be under way ahead of their use; 0 gathers on
+        demand. None: the size of a graph's largest unit, so that at least the next unit is always under way.
     persist_budget: bytes, or e.g. "1GiB", for units that stay gathered from one use to the next, until the
-        weights change; "auto": what the first steps leave free of the device, less a margin. Chosen are those
-        whose gathers cost most time per byte, as measured in the first steps.
+        weights change; "auto": the device memory that the first steps leave free, less a margin. The units
+        whose gathers cost most time per byte are chosen, as measured in the first steps.
     dynamic: as in torch.compile: None makes a dimension dynamic when it changes, True at once, False never.
     """
 
@@ -39,11 +39,11 @@ class Compile(Validated):
 
     @property
     def prefetch_bytes(self) -> int | None:
-        """`prefetch_budget`."""
+        """`prefetch_budget` in bytes."""
         assert not isinstance(self.prefetch_budget, str)
         return self.prefetch_budget
 
     @property
     def persist(self) -> Literal["auto"] | int:
-        """`persist_budget`."""
+        """`persist_budget` in bytes, or "auto"."""
         return self.persist_budget if isinstance(self.persist_budget, int) else "auto"

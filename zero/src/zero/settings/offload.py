@@ -1,4 +1,4 @@
-"""Where state lives between its uses: the settings."""
+"""Settings for where state lives between its uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Kind = Literal["optimizer", "params", "gradients", "activations"]
 
 
 class Parts(Validated):
-    """Parts of the state that leave the device, above 0 and at most 1. None: not named, all of it."""
+    """Fraction of each kind of state that leaves the device, above 0 and at most 1. None: all of it."""
 
     optimizer: float | None = None
     params: float | None = None
@@ -24,7 +24,7 @@ class Parts(Validated):
 
 
 class Budgets(Validated):
-    """Bytes of host memory per rank, by kind of state. None: no limit."""
+    """Bytes of host memory per rank, by kind of state. None: not given; see `Offload.host_budget`."""
 
     optimizer: int | None = None
     params: int | None = None
@@ -32,41 +32,45 @@ class Budgets(Validated):
 
 
 class Offload(Validated):
-    """State that does not stay on the device. Values and results are those of training without it.
+    """State that does not stay on the device. Values and results are those of training without offload.
 
-    optimizer: fp32 masters and moments. "disk" serves Adam, AdamW, SGD and Lion, by the host's kernels.
-    step: whose kernels step what is on the host. "host": the host's, where it is. "device": the device's; it
-        is in page-locked memory then, and on the device for its step only, with the bits of training that has
-        it there always. Serves Adam, AdamW, SGD and Lion. fp32 shards on the device are their own masters.
-    params: shards of the parameters (stage 3).
-    gradients: reduced slices, from backward to the step. None: on the host where their optimizer state is
-        stepped by the host. "disk" is for when not even the gradients fit in host memory.
-    activations: what the forward saves for the backward, between the two; of models that are compiled as one
-        graph (`Config.compile`). The longest-lived values leave first.
-    fraction: part of the state, by elements, that leaves the device; the rest stays. A number is of optimizer
-        state; {"params": 0.5, "gradients": 0.25} of each kind, those that are not named leaving whole. Of
-        parameters and gradients, and of optimizer state that no kernel steps, what a unit has in one dtype
-        and one optimizer steps stays together: a warning tells where that is too coarse to come near.
-    host_budget: host memory per rank in bytes, or e.g. "8GiB". A number is for optimizer state, the second
-        copies of `overlap` included; {"optimizer": "8GiB", "params": "2GiB"} is for each kind. What it cannot
-        hold stays on the device where the kind is set to "host", and is on disk with "disk". Kinds that are
-        not named: no limit with "host", and none of it with "disk". It holds on every rank, where ranks step
-        whole parameters also; what a step needs for a moment beside state is not counted.
+    optimizer: tier of the fp32 masters and moments. "disk" supports Adam, AdamW, SGD and Lion, stepped by the
+        host's kernels.
+    step: whose kernels step the state that is on the host. "host": the host's, in place. "device": the
+        device's; the state is then in page-locked memory and on the device only for its step, with bitwise
+        the results of training that always has it there. Supports Adam, AdamW, SGD and Lion. fp32 shards on
+        the device are their own masters.
+    params: tier of the parameters' shards (stage 3).
+    gradients: tier of the reduced slices, from backward to the step. None: on the host if the host steps
+        their optimizer state. "disk" is for when not even the gradients fit in host memory.
+    activations: tier, between forward and backward, of what the forward saves for the backward; only for
+        models that are compiled as one graph (`Config.compile`). The longest-lived values leave first.
+    fraction: part of the state, by elements, that leaves the device; the rest stays. A number applies to
+        optimizer state; {"params": 0.5, "gradients": 0.25} gives one for each kind, and kinds that are not
+        given leave entirely. For parameters, gradients, and optimizer state that no kernel steps, what a unit
+        has in one dtype and one optimizer steps stays together: a warning says if that is too coarse to come
+        near the fraction.
+    host_budget: host memory per rank in bytes, or e.g. "8GiB". A number is for optimizer state, including the
+        second copies of `overlap`; {"optimizer": "8GiB", "params": "2GiB"} gives one for each kind. What does
+        not fit stays on the device if the kind is set to "host", and goes to disk if it is set to "disk". A
+        kind that is not given has no limit with "host", and no host memory with "disk". The budget holds on
+        every rank, even if ranks step whole parameters; what a step needs temporarily is not counted.
     sub_group_size: elements, rounded up to a multiple of 64, of the largest record of optimizer state that is
-        away from the device and stepped by a kernel. A few records at a time are on their way, so this bounds
-        the buffers: three records in host memory for "disk", on the device for step="device". On disk a
-        record takes whole pages: below some 10,000 elements these are more than values.
-    path: directory on a local disk for what is there. A rank's file has mode 0600 and no name, so nothing is
-        left when a job ends, however it ends.
-    overlap: step what is on the host while backward goes on, once its gradients are there. Exact: each record
-        is stepped in a second copy, which takes its place in `Engine.step` if nothing was clipped, overflowed
-        or changed. That takes the memory of the record again, and of the weights where the master is not the
-        shard itself (2 bytes per parameter in bf16); `host_budget` counts both. Change masters and optimizer
-        state in place between backward and step through the tensors themselves, under `torch.no_grad()`:
-        changes through `.data` or a numpy view are not seen, and may be lost. See `zero.optimizer.ahead`.
-    compact: keep of masters on disk only what the 16-bit parameters lack (Adam: 20 bytes moved per parameter
-        and step instead of 24). Same values, bit for bit; more work for the processor. ConfigError where no
-        parameter is bf16.
+        away from the device and stepped by a kernel. A few records are in transit at a time, so this bounds
+        the buffers: three records, in host memory for "disk" and on the device for step="device". On disk a
+        record takes whole pages: below some 10,000 elements it takes more room than its values.
+    path: directory on a local disk for the state on disk. A rank's file has mode 0600 and no name, so nothing
+        is left when a job ends, however it ends.
+    overlap: step the state on the host while backward goes on, as soon as its gradients are there. Exact:
+        each record is stepped in a second copy, which replaces it in `Engine.step` if nothing was clipped,
+        overflowed or changed. That takes the memory of the record again, and that of the weights if the
+        master is not the shard itself (2 bytes per parameter in bf16); `host_budget` counts both. To change
+        masters and optimizer state in place between backward and step, change the tensors themselves, under
+        `torch.no_grad()`: changes through `.data` or a numpy view are not seen, and may be lost. See
+        `zero.optimizer.ahead`.
+    compact: keep only the part of masters on disk that the 16-bit parameters lack (Adam: 20 bytes moved per
+        parameter and step instead of 24). Same values, bit for bit; more work for the processor. ConfigError
+        if no parameter is bf16.
     """
 
     optimizer: Tier = "device"
@@ -163,19 +167,19 @@ class Offload(Validated):
             raise ValueError("overlap steps from gradients on the host: leave gradients=None")
 
     def part(self, kind: Kind) -> float:
-        """How much of a kind of state leaves the device, of 1, where its tier is another."""
+        """Fraction of a kind of state that leaves the device if the kind's tier is another."""
         part = self._fraction(kind)
         return 1.0 if part is None else part
 
     def budget(self, kind: Kind) -> int | None:
-        """Bytes of host memory for a kind of state; None: no limit."""
+        """Bytes of host memory for a kind of state; None: not given."""
         assert isinstance(self.host_budget, Budgets)
         budget: int | None = getattr(self.host_budget, kind, None)
         return budget
 
     @property
     def folder(self) -> Path | None:
-        """`path`."""
+        """`path` as a Path."""
         assert not isinstance(self.path, str)
         return self.path
 

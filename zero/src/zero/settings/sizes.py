@@ -1,4 +1,4 @@
-"""Sizes for people: "5GB", "512MiB" and back."""
+"""Human-readable sizes such as "5GB" and "512MiB", parsed and formatted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def size(text: str) -> int:
-    """Bytes from e.g. "5GB" (powers of 1000) or "512MiB" (of 1024); raises UsageError."""
+    """Parse a number of bytes, e.g. "5GB" (powers of 1000) or "512MiB" (of 1024); raises UsageError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         raise UsageError(f"{text!r} is no size; write e.g. 5GB, 512MiB or a number of bytes")
@@ -21,7 +21,7 @@ def size(text: str) -> int:
 
 
 def human(nbytes: float) -> str:
-    """Bytes for people."""
+    """Format a number of bytes for people."""
     for unit in ("B", "kB", "MB", "GB"):
         if nbytes < 999.5:  # which is 1000 in three digits
             return f"{nbytes:.3g} {unit}"

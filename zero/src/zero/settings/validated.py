@@ -1,4 +1,4 @@
-"""Settings whose wrong values and unknown keys are a ConfigError that says what to write instead."""
+"""Settings that answer wrong values and unknown keys with a ConfigError saying what to write instead."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Validated(BaseModel):
 
 
 def as_bytes(value: Any) -> Any:
-    """A size such as "8GiB" as a number; what is no text stays as it is. Raises ValueError."""
+    """Convert a size such as "8GiB" to a number; return anything but text unchanged. Raises ValueError."""
     if not isinstance(value, str):
         return value
     try:
@@ -34,14 +34,14 @@ def as_bytes(value: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    Bytes = int | str  # what is written
+    Bytes = int | str  # what a caller may pass
 else:
-    Bytes = Annotated[int, BeforeValidator(as_bytes)]  # what is there then
+    Bytes = Annotated[int, BeforeValidator(as_bytes)]  # what the field holds after validation
 """A number of bytes, or a size such as "8GiB"."""
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:
-    reasons: dict[str, list[str]] = {}  # by setting; a value that may be of several types is wrong for each
+    reasons: dict[str, list[str]] = {}  # by setting; a value of several allowed types is wrong for each
     for problem in error.errors():
         key = str(problem["loc"][0]) if problem["loc"] else ""
         message = problem["msg"].removeprefix("Value error, ")
