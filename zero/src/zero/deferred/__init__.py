@@ -1,1 +1,1 @@
-"""Models born sharded: `zero.init()`."""
+"""Models that are sharded as they are built: `zero.init()`."""

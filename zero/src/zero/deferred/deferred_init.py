@@ -1,11 +1,11 @@
-"""Models born sharded: the constructor runs, but its parameters get values only when they are sharded.
+"""Deferred initialisation: the constructor runs, but parameters get values only when they are sharded.
 
 Inside `zero.init()` every floating-point tensor that the constructor makes is *hollow*: it has a device, a
-shape and strides, and a storage of no bytes. Operations on hollow tensors are recorded. Random ones also
-draw from the generator as they would have, into scratch memory, and the record keeps the generator's
-state; so replaying the operations of one parameter, in any order and at any time, gives exactly the value
-that it would have had, and the generator ends where it would have ended. Recording and replaying follow
-the idea of deferred initialisation in torchdistX (2022).
+shape and strides, and a storage of zero bytes. Operations on hollow tensors are recorded. Random operations
+also draw from the generator as they would have, into scratch memory, and the recording keeps the generator's
+state. So the parameters can be replayed in any order and at any time: each gets exactly the value that it
+would have had, and the generator ends where it would have ended. Recording and replaying follow the idea of
+deferred initialisation in torchdistX (2022).
 
 `zero.initialize` replays unit by unit: no rank ever holds more than its shards and one unit.
 """
@@ -40,19 +40,19 @@ from zero.deferred.recording import (
 from zero.errors import ConfigError
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, UNBORN, guard
 
-_MOVES = (torch.ops.aten.resize_, torch.ops.aten.set_)  # these change what storage stands behind a tensor
-_PAST = frozenset(  # these read memory without a dispatch mode being asked
+_MOVES = (torch.ops.aten.resize_, torch.ops.aten.set_)  # these change which storage a tensor has
+_PAST = frozenset(  # these read memory without going through a dispatch mode
     getattr(Tensor, name)
     for name in """
         numpy __array__ __dlpack__ tolist __repr__ __deepcopy__ __reduce_ex__ untyped_storage storage
         share_memory_ apply_ map_ map2_
     """.split()  # noqa: SIM905
 )
-SMALL = 4096  # elements below which a new tensor is simply made: masks, tables, scalars
+SMALL = 4096  # elements; smaller new tensors are made at once: masks, tables, scalars
 
 
 _RECORDING_ATTRIBUTE = "_zero_recording"  # (recording, class) in a deferred parameter's __dict__
-_PROMISE_ATTRIBUTE = "_zero_promise"  # in the __dict__ of one whose values come from elsewhere
+_PROMISE_ATTRIBUTE = "_zero_promise"  # in the __dict__ of a parameter whose values come from elsewhere
 
 
 @contextmanager
@@ -61,9 +61,9 @@ def init(config: Config | None = None) -> Iterator[None]:
 
         with zero.init(config): model = BigModel()
 
-    Values equal those of the plain constructor after the same seed, bit for bit. config: taken for
-    symmetry with `zero.initialize`, and checked for its type. Buffers and other tensors are real when
-    the block ends, and so are parameters that have their memory in common with one.
+    Values equal those of the plain constructor with the same seed, bit for bit. config: accepted for symmetry
+    with `zero.initialize`; only its type is checked. When the block ends, buffers and other tensors have
+    their values, and so do parameters that share memory with one of them.
     """
     if config is not None and not isinstance(config, Config):
         raise ConfigError(f"expected a zero.Config, got {type(config).__name__}; write zero.Config(...)")
@@ -73,8 +73,10 @@ def init(config: Config | None = None) -> Iterator[None]:
 
 @contextmanager
 def outlined() -> Iterator[None]:
-    """As `init`, for a model that will never have values: nothing is drawn, which would take time and, for
-    once, the memory of each parameter."""
+    """Do as `init` does, for a model that will never have values.
+
+    Nothing is drawn: that would take time and, temporarily, the memory of each parameter.
+    """
     with _recorded(draws=False):
         yield
 
@@ -90,28 +92,30 @@ def _recorded(draws: bool) -> Iterator[None]:
 
 
 def is_deferred(parameter: nn.Parameter) -> bool:
-    """Whether a parameter was made under `init()` and has no values yet."""
+    """Return whether a parameter was made under `init()` and has no values yet."""
     return _RECORDING_ATTRIBUTE in parameter.__dict__
 
 
 def promise(parameter: nn.Parameter, source: object) -> None:
-    """Say that a deferred parameter's values will come from `source`: materialize() then leaves them open."""
+    """Declare that a deferred parameter's values will come from `source`: materialize() will not set them."""
     parameter.__dict__[_PROMISE_ATTRIBUTE] = source
 
 
 def promised(parameter: nn.Parameter) -> Any:
-    """What promise() was given; None without a promise."""
+    """Return the `source` that promise() was given; None without a promise."""
     return parameter.__dict__.get(_PROMISE_ATTRIBUTE)
 
 
 def forget_promise(parameter: nn.Parameter) -> None:
-    """After the values have come."""
+    """Forget the promise, once the values have come."""
     parameter.__dict__.pop(_PROMISE_ATTRIBUTE, None)
 
 
 def materialize(parameters: Iterable[nn.Parameter]) -> None:
-    """Give deferred parameters their memory, and their values unless these are promised; others are left
-    alone."""
+    """Give deferred parameters their memory, and their values unless these are promised.
+
+    Other parameters are left alone.
+    """
     for parameter in parameters:
         recording, cls = parameter.__dict__.pop(_RECORDING_ATTRIBUTE, (None, None))
         if recording is not None:
@@ -122,7 +126,7 @@ def materialize(parameters: Iterable[nn.Parameter]) -> None:
 
 
 class _Past(TorchFunctionMode):
-    """Gives hollow tensors their values before calls that read memory and never come to a dispatch mode."""
+    """Gives hollow tensors their values before calls that read memory without reaching a dispatch mode."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -142,7 +146,7 @@ class _Past(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Turns new tensors hollow and records what is done to them."""
+    """Makes new tensors hollow and records what is done to them."""
 
     def __init__(self, draws: bool) -> None:
         super().__init__()
@@ -171,7 +175,10 @@ class _Recorder(TorchDispatchMode):
         return self._record(func, args, kwargs, shape)
 
     def _view(self, func: Any, args: Any, kwargs: Any, hollow: Sequence[Tensor]) -> Any:
-        """Metadata only, so nothing is recorded; the bytes are there for the bounds check and untouched."""
+        """Run a call that changes metadata only, without recording it.
+
+        The bytes exist meanwhile, untouched, for the call's bounds check.
+        """
         storages = [storage_of(t) for t in hollow]
         for storage in storages:
             storage.resize_(self._recording.nbytes[self._recording.numbers[storage._cdata]])
@@ -182,21 +189,21 @@ class _Recorder(TorchDispatchMode):
                 storage.resize_(0)
 
     def fill(self, tensors: Iterable[Tensor]) -> None:
-        """Make tensors real that are hollow."""
+        """Give the hollow ones among `tensors` their values."""
         numbers = {self._number(t) for t in tensors}
         replay(self._recording, [n for n in numbers if n is not None])
 
     def finish(self) -> None:
-        """Parameters stay hollow and are guarded; every other hollow tensor becomes real, and so do
-        Parameters whose memory another tensor uses too: a buffer, or another Parameter.
+        """End recording: guard the parameters, which stay hollow, and give all other hollow tensors values.
 
-        The interpreter's own list of objects says which exist: parameters are also made by deepcopy, and
-        tensors are kept in places that no module knows.
+        Parameters get values, too, if another tensor uses their memory: a buffer, or another Parameter. Which
+        tensors exist is taken from the garbage collector's list of objects, because parameters are also made
+        by deepcopy, and tensors are kept in places that no module knows.
         """
         hollow = self._hollow()
         if self._draws and _shared(hollow):
             hollow.clear()
-            gc.collect()  # what waits for the collector alone shares nothing
+            gc.collect()  # garbage that waits for the collector must not count as sharing
             hollow = self._hollow()
         shared = _shared(hollow) if self._draws else set()
         kept = {p: n for p, n in hollow if isinstance(p, nn.Parameter) and n not in shared}
@@ -208,12 +215,12 @@ class _Recorder(TorchDispatchMode):
         guard(kept)
 
     def _hollow(self) -> list[tuple[Tensor, int]]:
-        """The hollow tensors that there are, with the numbers of their storages."""
+        """Return all living hollow tensors with the numbers of their storages."""
         alive = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
         return [(t, number) for t in alive if (number := self._number(t)) is not None]
 
     def _number(self, tensor: Tensor) -> int | None:
-        """The recording's number of a tensor's storage; None for tensors of other kinds, too."""
+        """Return the recording's number of a tensor's storage; None also for tensors of other kinds."""
         if is_lazy(tensor):
             return None
         with suppress(RuntimeError, NotImplementedError):
@@ -221,7 +228,7 @@ class _Recorder(TorchDispatchMode):
         return None
 
     def _recordable(self, func: Any, shape: Any, args: Any, kwargs: Any, touches_hollow: bool) -> bool:
-        """One plain floating-point tensor out, written to hollow memory or to a new and large one."""
+        """Return whether the call makes one plain float tensor, in hollow memory or new and large."""
         if func.overloadpacket in _MOVES or not isinstance(shape, Tensor) or not shape.is_floating_point():
             return False
         target = _mutated(func, args, kwargs)
@@ -252,7 +259,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _draw(self, operation: Operation, func: Any, args: Any, kwargs: Any, result: Tensor) -> None:
-        """Advance the generator as the real call would, and remember where it stood before."""
+        """Advance the generator as the real call would, and record its state before."""
         operation.generator = kwargs.get("generator") or result.device
         operation.state = generator_state(operation.generator)
         scratch: dict[int, Tensor] = {}
@@ -267,7 +274,7 @@ class _Recorder(TorchDispatchMode):
         func(*map_each(Tensor, stand_in, args), **map_each(Tensor, stand_in, kwargs))
 
     def _really(self, func: Any, args: Any, kwargs: Any, hollow: Sequence[Tensor]) -> Any:
-        """Run a call that cannot be put off; its hollow inputs get their values now."""
+        """Run a call that cannot be deferred; its hollow inputs get their values now."""
         self.fill(hollow)
         return func(*args, **kwargs)
 
@@ -279,7 +286,7 @@ class _Recorder(TorchDispatchMode):
         )
 
     def _saved(self, value: Any) -> Any:
-        """Arguments as the record keeps them: hollow tensors by reference, real ones by value."""
+        """Return arguments as the recording keeps them: hollow tensors by reference, others by value."""
         return map_each(
             Tensor,
             lambda t: t.detach().clone() if self._recording.number(t) is None else self._reference(t),
@@ -288,7 +295,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _shared(hollow: Iterable[tuple[Tensor, int]]) -> set[int]:
-    """Storages that several of the tensors use."""
+    """Return the numbers of the storages that several of the tensors use."""
     return {number for number, uses in Counter(number for _, number in hollow).items() if uses > 1}
 
 
@@ -297,7 +304,7 @@ def _meta(tensor: Tensor) -> Tensor:
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """The call's result as a meta tensor: shape, strides and dtype without values."""
+    """Return the call's result as a meta tensor: shape, strides and dtype without values."""
     kwargs = map_each(Tensor, _meta, kwargs)
     if "device" in kwargs:
         kwargs["device"] = torch.device("meta")
@@ -315,7 +322,7 @@ def _hollow_like(shape: Tensor, device: torch.device) -> Tensor:
 
 
 def _explicit(func: Any, args: Any, kwargs: Any, shape: Tensor) -> Any:
-    """kwargs, with the dtype that is the default now and may be another when the call is replayed."""
+    """Return kwargs with the default dtype made explicit, as it may be another when the call is replayed."""
     takes_dtype = any(argument.name == "dtype" for argument in func._schema.arguments)
     if not takes_dtype or kwargs.get("dtype") is not None or each_in(Tensor, (args, kwargs)):
         return kwargs
@@ -331,7 +338,7 @@ def _device(args: Any, kwargs: Any) -> torch.device:
 
 
 def _makes_new(func: Any, args: Any, kwargs: Any) -> bool:
-    """A factory call: no tensor goes in, and it names a place that is not the meta device."""
+    """Return whether this is a factory call: no tensor goes in, and it names a device other than meta."""
     if each_in(Tensor, (args, kwargs)):
         return False
     return "device" in kwargs and torch.device(kwargs["device"] or HOST).type != "meta"
@@ -344,17 +351,17 @@ def _is_view(func: Any) -> bool:
 
 
 def _restrides(func: Any) -> bool:
-    """Changes a tensor's shape or strides in place, and nothing else."""
+    """Return whether the call changes a tensor's shape or strides in place, and nothing else."""
     return torch.Tag.inplace_view in func.tags and func.overloadpacket not in _MOVES
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor that an in-place or out= operation writes to and returns."""
+    """Return the tensor that an in-place or out= operation writes to and returns; None for others."""
     return next((value for value in _written(func, args, kwargs) if isinstance(value, Tensor)), None)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation writes to."""
+    """Return the arguments that an operation writes to."""
     return [
         args[position] if position < len(args) else kwargs.get(argument.name)
         for position, argument in enumerate(func._schema.arguments)

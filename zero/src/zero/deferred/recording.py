@@ -1,7 +1,7 @@
-"""What was done to hollow tensors, and doing it for real: the memory of deferred initialisation.
+"""Record operations on hollow tensors, and replay them: the memory of deferred initialisation.
 
-Everything is kept by storage. A view of a hollow storage is its number, shape, strides and offset, so
-aliases need no bookkeeping of their own.
+Everything is kept by storage. A view of a hollow storage is described by the storage's number and by shape,
+strides and offset, so aliases need no bookkeeping of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hollow:
-    """A view of a hollow storage, as an operation saw it."""
+    """A view of a hollow storage, as an operation received or returned it."""
 
     storage: int  # number of the storage in its recording
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class Hollow:
 
 @dataclass
 class Operation:
-    """One recorded call. touches: the hollow storages it reads or writes; writes: those that it changes."""
+    """One recorded call. touches: the hollow storages it reads or writes; writes: those that it writes."""
 
     function: Any
     args: Any
@@ -55,7 +55,7 @@ class Recording:
     numbers: dict[int, int] = field(default_factory=dict)  # storage address -> number
 
     def number(self, tensor: Tensor) -> int | None:
-        """The number of a tensor's storage; None if that is not hollow or there is none."""
+        """Return the number of a tensor's storage; None if it is not hollow or the tensor has none."""
         with torch._C.DisableTorchFunction():
             strided = tensor.layout is torch.strided
         return self.numbers.get(storage_of(tensor)._cdata) if strided else None
@@ -74,13 +74,13 @@ class Recording:
 
 
 def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    """A tensor's storage, without function modes, which take that for reading what is in it."""
+    """Return a tensor's storage, bypassing function modes, which would take that for reading its values."""
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()
 
 
 def allocate(recording: Recording, numbers: Sequence[int]) -> None:
-    """Give hollow storages their bytes, with whatever is in them."""
+    """Give hollow storages their bytes, uninitialised."""
     for number in numbers:
         storage = recording.storages[number]
         storage.resize_(recording.nbytes[number])
@@ -88,7 +88,7 @@ def allocate(recording: Recording, numbers: Sequence[int]) -> None:
 
 
 def replay(recording: Recording, numbers: Sequence[int]) -> None:
-    """Give hollow storages their bytes by running what was recorded about them, in order.
+    """Give hollow storages their values by running the operations recorded for them, in order.
 
     Other storages that they depend on exist as scratch memory meanwhile.
     """
@@ -104,12 +104,15 @@ def replay(recording: Recording, numbers: Sequence[int]) -> None:
     with torch.no_grad():
         for index in chosen:
             _run(recording.operations[index], memory)
-    for number in targets:  # real from here on, and no longer recorded
+    for number in targets:  # have values from here on, and are no longer recorded
         del recording.numbers[recording.storages[number]._cdata]
 
 
 def _closure(recording: Recording, targets: Sequence[int]) -> list[int]:
-    """Operations that decide the targets' values: those that write them, and, up to then, what those read."""
+    """Find the operations that the targets' values depend on.
+
+    They are those that write the targets and, before each of them, those that write what it touches.
+    """
     chosen: set[int] = set()
     limits: dict[int, int] = {}
     work = [(n, len(recording.operations)) for n in targets]
@@ -161,15 +164,17 @@ def _set_generator_state(source: torch.Generator | torch.device, state: Tensor) 
 
 
 def each_in(kind: type[T], value: Any) -> list[T]:
-    """What is of a kind among an operator's arguments, which are tensors, lists of tensors and plain
-    values."""
+    """Return the values of type `kind` among an operator's arguments.
+
+    Arguments are tensors, lists of tensors and plain values.
+    """
     found: list[T] = []
     map_each(kind, found.append, value)
     return found
 
 
 def map_each(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
-    """An operator's arguments, with what `function` makes of those of a kind."""
+    """Return an operator's arguments with `function` applied to those of type `kind`."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, (list, tuple)):
