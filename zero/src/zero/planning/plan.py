@@ -1,4 +1,4 @@
-"""`zero.plan`: what a configuration takes, before anything is allocated."""
+"""`zero.plan`: what a configuration will take, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero.setup.preparation import prepare, settings
 from zero.tiers.placement import Placer
 
 ANY_DEVICE = torch.device("meta")
-"""A device with memory of its own."""
+"""Stands for a device with memory of its own."""
 
 AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 """What `torch.autocast` casts to."""
@@ -32,7 +32,10 @@ AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes of one rank; `str()` of it is for people. parameters, trainable: elements of the whole model."""
+    """What one rank takes, in bytes; `str()` of it is for people.
+
+    parameters, trainable: elements of the whole model.
+    """
 
     config: Config
     ranks: int
@@ -60,19 +63,18 @@ def plan(
     ranks: int,
     autocast: torch.dtype | None = None,
 ) -> Plan:
-    """What `zero.initialize(model, optimizer, config)` on `ranks` ranks would take of memory, and what an
-    optimizer step would move.
+    """Plan the memory and traffic of `zero.initialize(model, optimizer, config)` on `ranks` ranks.
 
-    Needs no device and no other rank, and changes nothing. The model need not have memory either: build it
-    under torch.device("meta"), or under `zero.init`. What is planned is model state, on a device with memory
-    of its own whose kernels step the optimizer, for eager training in steady state. Activations, the modules'
-    buffers, and temporaries of libraries and of torch's own optimizers are not included. offload="auto" is
-    planned as it begins, with the optimizer's state on the host.
+    Needs no device and no other rank, and changes nothing. The model needs no memory either: build it under
+    torch.device("meta"), or under `zero.init`. The plan covers model state in the steady state of eager
+    training, on a device with memory of its own whose kernels step the optimizer, and the traffic of an
+    optimizer step. It does not include activations, the modules' buffers, or temporaries of libraries and of
+    torch's own optimizers. offload="auto" is planned as it begins, with the optimizer's state on the host.
 
-    autocast: dtype of `torch.autocast` around the forward; None for none. What it casts of parameters that
-    stay whole counts as activations.
+    autocast: dtype of `torch.autocast` around the forward; None for no autocast. Casts that it makes of
+    parameters that stay whole count as activations.
 
-    Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for less
+    Raises what `initialize` raises for settings, models and optimizers that do not fit; UsageError for fewer
     than one rank, and for a dtype that `torch.autocast` does not cast to.
     """
     config = settings(config)
