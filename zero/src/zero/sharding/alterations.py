@@ -1,8 +1,8 @@
-"""What becomes of parameters beside the engine: written in place, or given other memory.
+"""Detect changes to parameters that bypass the engine: written in place, or given other memory.
 
-`parameter.data = ...` leaves a parameter cut off: no gather fills what it shows, and no step changes it. A
-write in place, to a unit that is released behind its forward, goes with the bytes; where ranks have memory in
-common it reaches them all, in the middle of what they compute.
+`parameter.data = ...` detaches a parameter from the engine: no gather fills its memory, and no step changes
+it. A write in place to a unit that is released after its forward is lost with the bytes; if ranks have common
+memory it reaches them all, in the middle of their computation.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _version = attrgetter("_version")
 
 
 def versions_of(parameters: Iterable[nn.Parameter]) -> list[int]:
-    """How often each was written to; what is written through `.data` is not counted."""
+    """Return how often each parameter was written to; writes through `.data` are not counted."""
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_version, parameters))
 
 
 def elsewhere(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> list[int]:
-    """Indices of parameters that are not where their views are."""
+    """Return the indices of parameters that are not at the address of their views."""
     with torch._C.DisableTorchFunctionSubclass():
         here, there = list(map(Tensor.data_ptr, parameters)), list(map(Tensor.data_ptr, views))
     return [] if here == there else [i for i, where in enumerate(here) if where != there[i]]
 
 
 def written(name: str) -> ModelError:
-    """A forward has changed a parameter in place."""
+    """Make the error for a forward that has changed a parameter in place."""
     return ModelError(
         f"the forward writes to parameter {name!r}, which is sharded. Change parameters between "
         "steps, inside `with zero.gathered(parameter, write_rank=0):`"
@@ -40,7 +40,7 @@ def written(name: str) -> ModelError:
 
 
 def replaced(names: Sequence[str]) -> ModelError:
-    """Parameters have other memory than the engine's."""
+    """Make the error for parameters that have other memory than the engine's."""
     return ModelError(f"other memory than the engine's is behind {some(names)}. {_REPLACED}")
 
 

@@ -1,8 +1,9 @@
 """Which fp32 parameters travel in autocast's dtype while torch.autocast is on.
 
-Those that it casts before every use: they are cast once, before the gather, and values stay those of plain
-autocast. What it reads in fp32 (embeddings, norms, biases), and what cannot be told from outside, travels as
-it is. torch.amp's reference has the operations that autocast casts for.
+These are the parameters that autocast casts before every use. They are cast once, before the gather, and the
+results stay those of plain autocast. Parameters that are read in fp32 (embeddings, norms, biases), and those
+whose use cannot be told from outside, travel as they are. torch.amp's reference lists the operations for
+which autocast casts.
 """
 
 from __future__ import annotations
@@ -29,20 +30,23 @@ _CAST: dict[Callable[..., Any], tuple[str, ...]] = {
     **{kind.forward: ("weight",) for kind in (nn.Linear, *_CONVOLUTIONS)},
     nn.MultiheadAttention.forward: ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
 }
-"""Names of parameters, by the forward that casts them; a subclass may have a forward of its own."""
-_TOLD_FROM = 0.1  # of a model's elements, in matrices of unknown use
+"""Names of parameters, by the forward that casts them; a subclass may have its own forward."""
+_TOLD_FROM = 0.1  # share of a model's elements in matrices of unknown use, for a warning
 
 
 def enabled_dtype(device_type: str) -> torch.dtype | None:
-    """What autocast casts to, here and now; None where it is off."""
+    """Return the dtype that autocast casts to at this moment; None if it is off."""
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
 
 def cast_before_use(model: nn.Module, config: Config) -> set[nn.Parameter]:
-    """The matrices that all modules which hold them multiply with, as torch's own layers or as the settings
-    say. Raises ConfigError where a setting matches nothing."""
+    """Return the matrices that autocast casts before each use in all modules that hold them.
+
+    Known for torch's own layers and from `config.autocast_modules`. Raises ConfigError if one of those
+    matches nothing.
+    """
     casting, others = set[nn.Parameter](), set[nn.Parameter]()
     named = set[type[nn.Module] | str]()
     for module in model.modules():
@@ -60,8 +64,10 @@ def cast_before_use(model: nn.Module, config: Config) -> set[nn.Parameter]:
 
 
 class AutocastWatch:
-    """Warns, once each, of forwards under autocast that lose gradients or take memory without need. gathers:
-    whether parameters are whole only while they are used."""
+    """Warns, once each, of forwards under autocast that lose gradients or take memory needlessly.
+
+    gathers: whether parameters are whole only while they are used.
+    """
 
     def __init__(self, model: nn.Module, config: Config, device_type: str, gathers: bool) -> None:
         self._device_type = device_type
@@ -70,7 +76,7 @@ class AutocastWatch:
         self._wide = _tell_of_unknown(model, config) if gathers and not graphs_tell else ""
 
     def look(self) -> None:
-        """A forward begins."""
+        """Give the warnings that apply to a forward that begins."""
         dtype = enabled_dtype(self._device_type) if self._vanish or self._wide else None
         if dtype is None or not torch.is_grad_enabled():
             return
@@ -83,7 +89,7 @@ class AutocastWatch:
 
 
 def _tell_of_unknown(model: nn.Module, config: Config) -> str:
-    """The warning of matrices of unknown use; "" where they are few."""
+    """Return the warning about matrices of unknown use; "" if they are few."""
     known = cast_before_use(model, config)
     unknown = {p: type(m).__name__ for m, p in _of_unknown_use(model) if p not in known}
     elements, wide = (sum(p.numel() for p in of) for of in (model.parameters(), unknown))
@@ -94,7 +100,7 @@ def _tell_of_unknown(model: nn.Module, config: Config) -> str:
 
 
 def _of_unknown_use(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """fp32 matrices of modules that are not torch's own."""
+    """Yield the fp32 matrices of modules that are not torch's own, and of these modules."""
     for module in model.modules():
         if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not _is_torchs(type(module)):
             for parameter in module._parameters.values():

@@ -1,18 +1,18 @@
-"""Parameters of one unit that have one dtype, travel and are stepped alike, or are frozen: one flat buffer.
+"""A flat buffer for parameters of one unit that share a dtype, travel alike, and are stepped alike or frozen.
 
 Glossary
 --------
 home        the flat buffer in the parameters' own dtype.
-cast buffer a flat buffer for another form of the values: in autocast's dtype, where it casts them before each
-            use, or rounded by a gather in 8 bits.
-shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). Where the whole
-            buffer stays (stages 0 to 2, one rank, persistent units, ranks with memory in common) it is a
-            view of `home`. With offloaded parameters it is on the host, or on disk.
-private     a copy of `home` for a `zero.gathered` block: where that is common and the block may write, or
-            where a forward under way computes with another buffer, and `home` goes before its backward.
-master      fp32 values of the shard, what the optimizer updates. For fp32 groups it *is* the shard
-            where both are in the same memory.
-record      the master and the optimizer's moments, wherever they are: of each sub-group one.
+cast buffer a flat buffer for another form of the values: in autocast's dtype, if autocast casts them before
+            each use, or rounded by a gather in 8 bits.
+shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). If the whole buffer
+            stays (stages 0 to 2, one rank, persistent units, ranks with common memory) it is a view of
+            `home`. If parameters are offloaded it is on the host or on disk.
+private     a copy of `home` for a `zero.gathered` block, made if `home` is common and the block may write, or
+            if a forward under way computes with another buffer and `home` is released before its backward.
+master      fp32 values of the shard, which the optimizer updates. For fp32 groups it *is* the shard if both
+            are in the same memory.
+record      the master and the optimizer's moments, wherever they are; one for each sub-group.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from zero.tiers.swap_file import Section
 from zero.tiers.values import Values, lasting
 
 Pending = NamedHandle | Journey
-"""What is under way to a buffer, or from it."""
+"""A transfer under way to or from a buffer."""
 
 
 class FlatGroup:
-    """Flattens its parameters when built; `settle()` then leaves the shard, or shard and whole.
+    """One flat buffer: flattens its parameters when built; `settle()` leaves the shard, or shard and whole.
 
-    unit: its name. parameters keep their identity; `dtype` is what they are cast to. shards: slices the
-    buffer is cut in (1: replicated). shard: which one this rank owns. placement: where its state goes.
-    travel: what the values may become on their way.
+    unit: the unit's name. Parameters keep their identity and are cast to `dtype`. shards: how many slices the
+    buffer is cut into (1: replicated). shard: which of them this rank owns. placement: where its state goes.
+    travel: what the values may be converted to on their way.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class FlatGroup:
         self._cast_buffers: dict[Cast, FlatBuffer] = {}
         self._travelling: dict[Cast, Quantised] = {}
         self._private: FlatBuffer | None = None
-        # Whose views the parameters are; None for `home`, before they are bound for the first time.
+        # The buffer that the parameters are views of; None: `home`, before they are bound for the first time.
         self._bound: FlatBuffer | None = None
-        # Masters start from the values as they were given, not from their 16-bit rounding.
+        # Masters start from the values as given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
             self.parameters, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
@@ -102,7 +102,7 @@ class FlatGroup:
 
     @property
     def on_disk(self) -> bool:
-        """Whether parameters, gradients or optimizer state of the group are on disk."""
+        """Whether any parameters, gradients or optimizer state of the group are on disk."""
         tiers = (self.placement.params, self.placement.gradients, *(sub.tier for sub in self.subs))
         return "disk" in tiers
 
@@ -118,29 +118,33 @@ class FlatGroup:
 
     @property
     def master(self) -> Values | None:
-        """The masters of all sub-groups as one: the shard itself where it serves as it. None of a frozen
-        group."""
+        """The masters of all sub-groups as one; the shard itself where it serves as master.
+
+        None for a frozen group.
+        """
         return joined([sub.kept.master for sub in self.subs]) if self.subs else None
 
     @property
     def overwritten(self) -> bool:
-        """Whether a step overwrites the shard, or a part of it, from a master in other memory."""
+        """Whether a step overwrites the shard, or part of it, from a master in other memory."""
         return not all(sub.shard_serves for sub in self.subs)
 
     @property
     def widest(self) -> Values:
-        """The most precise values there are: the master's, or a frozen group's own."""
+        """The most precise values there are: the master, or a frozen group's shard."""
         master = self.master
         return self.shard if master is None else master
 
     def room_for_whole(self, dtype: torch.dtype) -> AbstractContextManager[None]:
-        """Around what needs a whole buffer beside the unit's own; see `room_for`."""
+        """Wrap an operation that needs a whole buffer beside the unit's own; see `room_for`."""
         nbytes = self.layout.numel * dtype.itemsize
         return room_for(self._accelerator, "for whole values of", self.unit, nbytes)
 
     def settle(self, whole: bool, ranks: Group) -> None:
-        """Once the values are final: make masters, take on `dtype`, and leave the shard alone unless the
-        whole buffer stays. ranks: those that the shards are spread over."""
+        """Make masters, convert to `dtype`, and keep only the shard unless the whole buffer stays.
+
+        Called once the values are final. ranks: those that the shards are spread over.
+        """
         for sub in self.subs:
             if not self.placement.shard_serves(self.dtype.itemsize, sub.tier):
                 self._make_record(sub)
@@ -160,15 +164,17 @@ class FlatGroup:
         )
 
     def park(self) -> None:
-        """Keep the shard on the host and give all memory of the device back, until `unpark`."""
+        """Move the shard to the host and give back all device memory, until `unpark`."""
         shard = self.source.resting
         if shard is not None and self._stores.resolve("host") == "host":
             self.shard = self._stores.keep(shard, "host")
             self.home.release()
 
     def unpark(self, whole: bool) -> None:
-        """End `park`: the shard is where the placement says. whole: in the whole buffer, whose other slices
-        have to be gathered then."""
+        """End `park`: move the shard back to where the placement says.
+
+        whole: into the whole buffer, whose other slices must then be gathered.
+        """
         shard = self.shard
         if self.placement.params != "device" or self.source.resting is not None or isinstance(shard, Stored):
             return
@@ -184,9 +190,9 @@ class FlatGroup:
         return self.home.data[self.window]
 
     def _part_with_whole(self, ranks: Group) -> None:
-        """Make the whole buffer memory that all ranks have in common, or release it and keep the shard."""
+        """Move the whole buffer into memory common to all ranks, or release it and keep the shard."""
         tier = self.placement.params
-        here = tier == "device" and self.travel.codes is None  # codes are not what the shards hold
+        here = tier == "device" and self.travel.codes is None  # shards do not hold codes
         common = self._accelerator.flat_buffers.share(self.home, ranks) if here else None
         if common is not None:
             self.home = common
@@ -209,7 +215,7 @@ class FlatGroup:
         return (self._private or self.home).data
 
     def held(self) -> Held:
-        """Bytes of the device in use for the group."""
+        """Return the bytes of the device in use for the group."""
         buffers = [self.home, *self._cast_buffers.values(), *([self._private] if self._private else [])]
         whole = sum(b.nbytes for b in buffers if b.materialized)
         whole += sum(quantised.nbytes for quantised in self._travelling.values())
@@ -224,9 +230,11 @@ class FlatGroup:
         return Held(parameters=shard.nbytes, gathered=whole, optimizer=record)
 
     def isolate(self, beside: Cast) -> None:
-        """Make the gathered parameters a `private` copy where they may not be views of `home`: no write to
-        them reaches another rank then, and what is computed with them outlives `home` up to its backward.
-        beside: the cast that a forward under way computes in."""
+        """Make the gathered parameters a `private` copy if they may not be views of `home`.
+
+        Then no write to them reaches another rank, and what is computed with them stays valid up to its
+        backward, longer than `home`. beside: the cast that a forward under way computes in.
+        """
         if self._private is None and (self.home.common or self.form(beside) != OWN):
             self._private = allocate(self._stores, "to show", self.unit, self.home.nbytes, self._copy)
             self._bind_to(self._private)
@@ -238,34 +246,33 @@ class FlatGroup:
         return copy
 
     def rejoin(self, bound: Cast) -> None:
-        """End isolate(): bind the parameters to the buffer of `bound`, if they were a copy's views."""
+        """End isolate(): if the parameters were views of a copy, bind them to the buffer of `bound`."""
         if self._private is not None:
             self._private = None
             self.bind(bound)
 
     def rebound(self) -> list[int]:
-        """Indices of parameters that a program has given other memory than what they were bound to."""
+        """Return the indices of parameters that a program has moved away from their bound memory."""
         return elsewhere(self.parameters, self._views)
 
     def check_fits(self, index: int) -> None:
-        """Raise ModelError where the values that a parameter was given have another shape, dtype or
-        device."""
+        """Raise ModelError if the values that a parameter was given have another shape, dtype or device."""
         if not _fits(self.parameters[index].data, self._views[index]):
             raise replaced([self.names[index]])
 
     def take_in(self, index: int) -> None:
-        """Copy the values that a parameter was given with other memory to the group's, and bind it again."""
+        """Copy the values that a parameter was given in other memory to the group's memory, and rebind it."""
         view = self._views[index]
         view.copy_(self.parameters[index].data)
         rebind(self.parameters[index], view)
 
     def differs(self, index: int) -> bool:
-        """Whether a parameter has other values than the group's."""
+        """Return whether a parameter's values differ from the group's."""
         values, view = self.parameters[index].data, self._views[index]
         return not (_fits(values, view) and torch.equal(values, view))
 
     def bind_again(self) -> None:
-        """Bind parameters that are `rebound` to the group's memory again."""
+        """Bind parameters that `rebound` reports to the group's memory again."""
         for index in self.rebound():
             rebind(self.parameters[index], self._views[index])
 
@@ -274,7 +281,7 @@ class FlatGroup:
         return (self._bound or self.home).views
 
     def buffer(self, cast: Cast) -> FlatBuffer:
-        """The buffer to gather into: `home` for the values as they are, else a cast buffer."""
+        """Return the buffer to gather into: `home` for values as they are, else a cast buffer."""
         form = self.form(cast)
         if form == OWN:
             return self.home
@@ -285,11 +292,11 @@ class FlatGroup:
         return self._cast_buffers[form]
 
     def nbytes(self, cast: Cast) -> int:
-        """Bytes of the buffer to gather into."""
+        """Return the bytes of the buffer to gather into."""
         return self.layout.numel * (self.form(cast).dtype or self.dtype).itemsize
 
     def release(self, cast: Cast) -> None:
-        """Drop the bytes of `buffer`, if it was ever made: memory may have run out before."""
+        """Drop the bytes of `buffer(cast)`, if it was ever made: memory may have run out before."""
         form = self.form(cast)
         self._travelling.pop(form, None)
         buffer = self.home if form == OWN else self._cast_buffers.get(form)
@@ -297,14 +304,15 @@ class FlatGroup:
             buffer.release()
 
     def form(self, cast: Cast) -> Cast:
-        """The form in which the group is gathered for a unit's cast; each form has its buffer."""
+        """Return the form in which the group is gathered for a unit's cast; each form has its own buffer."""
         return self.travel.form(cast, self.dtype)
 
     def start_gather(self, communicator: Communicator, cast: Cast) -> list[Pending]:
-        """Begin to fill the buffer from all ranks' shards; what is to be waited for before `finish_gather`.
+        """Begin to fill the buffer from all ranks' shards; return what to wait for before `finish_gather`.
 
-        Values are cast, or rounded to codes, before anything travels. A shard that is away and comes as it is
-        comes beside the computation. Nothing travels between ranks where nobody else has a shard.
+        Values are cast, or rounded to codes, before anything travels. A shard that is away and needs no
+        conversion is copied concurrently with the computation. Nothing travels between ranks if no other rank
+        has a shard.
         """
         form = self.form(cast)
         room = self._open(form) if form.codes is None else self._open_quantised(form, form.codes)
@@ -332,7 +340,7 @@ class FlatGroup:
         return whole
 
     def finish_gather(self, cast: Cast) -> None:
-        """Unpack values that have travelled in codes, once the gather has been waited for."""
+        """Unpack values that travelled as codes, after the gather has been waited for."""
         form = self.form(cast)
         if form in self._travelling:
             self._travelling[form].unpack(self._accelerator.kernels, self._open(form).data)
@@ -347,7 +355,7 @@ class FlatGroup:
         return allocate(self._stores, "to gather", self.unit, self.nbytes(form), materialized)
 
     def _mine_in(self, buffer: FlatBuffer) -> Tensor:
-        """This rank's slice as it goes into `buffer`: the shard itself where it fits, else put there."""
+        """Return this rank's slice for `buffer`: the shard itself if it fits, else a copy in `buffer`."""
         mine = buffer.data[self.window]
         if buffer is not self.home:
             with self.source.on_device() as shard:
@@ -368,7 +376,7 @@ class FlatGroup:
         self._bound = buffer
 
     def values(self, cast: Cast) -> tuple[Tensor, ...]:
-        """What `bind` would make of the parameters, in their order."""
+        """Return the views that `bind` would make the parameters, in their order."""
         return self._readable(cast).views
 
     def _readable(self, cast: Cast) -> FlatBuffer:

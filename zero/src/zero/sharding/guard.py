@@ -1,9 +1,9 @@
-"""Sharded parameters refuse to show values they do not have.
+"""Make sharded parameters raise on access to values that they do not have.
 
-A released parameter keeps its shape while no bytes stand behind it; reading it would be a segmentation
-fault. While it is released its `__class__` is `ShardedParameter`, whose `__torch_function__` lets metadata
-through and raises for everything else. Swapping the class costs nothing on the hot path and keeps the
-object's identity.
+A released parameter keeps its shape but has no bytes behind it; reading it would be a segmentation fault.
+While it is released its `__class__` is `ShardedParameter`, whose `__torch_function__` lets metadata through
+and raises for everything else. Swapping the class costs nothing on the hot path and keeps the object's
+identity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero.errors import ShardedParameterError
 NAME_ATTRIBUTE = "_zero_name"
 REASON_ATTRIBUTE = "_zero_reason"
 
-# What may be asked of a parameter that has no values: attributes to read, to write, and methods.
+# What is allowed on a parameter that has no values: attributes to read, attributes to write, methods.
 _READABLE = frozenset(
     """
     shape dtype device layout ndim grad grad_fn requires_grad is_leaf names itemsize nbytes
@@ -41,12 +41,12 @@ _serving: set[Callable[..., Any]] = set()
 
 
 def admit(operation: Callable[..., Any]) -> None:
-    """Let `operation` take sharded parameters: it reads none of their values."""
+    """Allow `operation` on sharded parameters: it reads none of their values."""
     _serving.add(operation)
 
 
 class ShardedParameter(nn.Parameter):
-    """The class of a parameter whose values are spread over the ranks."""
+    """The class of a parameter whose values are sharded over the ranks."""
 
     @classmethod
     def __torch_function__(
@@ -73,14 +73,14 @@ def guard(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def abandon(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Guard parameters for good, with their names: nobody will bring their values back."""
+    """Guard parameters permanently, under their names: their values will not come back."""
     for name, parameter in named:
         parameter.__dict__ |= {NAME_ATTRIBUTE: name, REASON_ATTRIBUTE: LOST}
         parameter.__class__ = ShardedParameter
 
 
 def is_lost(parameter: nn.Parameter) -> bool:
-    """Whether it was abandoned."""
+    """Return whether a parameter was abandoned."""
     return parameter.__dict__.get(REASON_ATTRIBUTE) == LOST
 
 
@@ -90,7 +90,7 @@ def unguard(parameters: Iterable[nn.Parameter], classes: Iterable[type[nn.Parame
 
 
 def is_metadata(func: Callable[..., Any]) -> bool:
-    """Whether a function of a tensor needs none of its values."""
+    """Return whether a function of a tensor needs none of its values."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -99,7 +99,7 @@ def is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def describe(func: Callable[..., Any]) -> str:
-    """What was called, for a message."""
+    """Name the function that was called, for a message."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         return f"`.{getattr(getattr(func, '__self__', None), '__name__', '?')}`"

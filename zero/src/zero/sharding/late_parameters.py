@@ -1,4 +1,4 @@
-"""Parameters that came to a model, were unfrozen in it, or changed, after its engine was made."""
+"""Parameters that were added to a model, unfrozen, or changed after its engine was made."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from zero.sharding.sharded_unit import ShardedUnit
 
 
 class LateParameters:
-    """Refuses to train or save a model as if they were the engine's.
+    """Refuses to train or save such parameters as if they were the engine's.
 
-    It has no shards of new ones, and neither gradients nor optimizer state of those that were frozen.
+    The engine has no shards of new parameters, and no gradients or optimizer state of those that were frozen.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[ShardedUnit]) -> None:
@@ -25,7 +25,7 @@ class LateParameters:
         self._known = {id(parameter) for group in groups for parameter in group.parameters}
         self._names_then = _names_of(module)
         self._units = tuple(units)
-        # Trained, with their whole buffers kept, so that a program may change them at any time.
+        # Trained groups whose whole buffers stay, so that a program may change them at any time.
         self._kept = [
             group for unit in self._units for group in unit.groups if unit.resident and group.trainable
         ]
@@ -34,12 +34,12 @@ class LateParameters:
         self._frozen = [p for group in groups if not group.trainable for p in group.parameters]
 
     def check_trained(self) -> None:
-        """Before each backward: a walk through modules and parameters, 0.2 ms for 400 of each."""
-        with torch._C.DisableTorchFunctionSubclass():  # as they are: the guard of sharded ones costs time
+        """Check parameters before a backward: walks the modules, 0.2 ms for 400 modules and parameters."""
+        with torch._C.DisableTorchFunctionSubclass():  # the guard of sharded ones would cost time
             self._check_rebound()
             thawed = {id(p) for p in self._frozen if p.requires_grad}
         names = self._names(p for p in self._frozen if id(p) in thawed) if thawed else []
-        if names:  # not of what has left the model
+        if names:  # not those that have left the model
             raise ModelError(f"frozen at zero.initialize, and not any more: {some(names)}. {_THAWED}")
         self._refuse("trained", [p for p in self._new() if p.requires_grad])
 
@@ -49,11 +49,11 @@ class LateParameters:
             raise replaced(rebound)
 
     def settle(self) -> None:
-        """Weights and masters have the same values now."""
+        """Note that weights and masters have the same values now."""
         self._versions = [versions_of(group.parameters) for group in self._kept]
 
     def warn_of_changes(self) -> None:
-        """Before a step: warn of weights that were changed in place since `settle()`, which it undoes."""
+        """Warn, before a step, of weights changed in place since `settle()`; the step undoes the changes."""
         changed = [
             name
             for group, before in zip(self._kept, self._versions, strict=True)
@@ -66,7 +66,7 @@ class LateParameters:
             warnings.warn(f"{what}. {_CHANGED}", stacklevel=3)
 
     def check_model(self) -> None:
-        """Before values of the whole model are saved or loaded."""
+        """Check parameters before values of the whole model are saved or loaded."""
         self._refuse("saved or loaded", list(self._new()))
         with torch._C.DisableTorchFunctionSubclass():
             self._check_rebound()
@@ -86,8 +86,10 @@ class LateParameters:
             )
 
     def _new(self) -> Iterator[nn.Parameter]:
-        """Parameters that the engine does not have. Found by hand: `named_parameters()` takes eight times as
-        long."""
+        """Yield the parameters that the engine does not have.
+
+        Walks the modules itself, as `named_parameters()` takes eight times as long.
+        """
         known, modules, seen = self._known, [self._module], set[int]()
         while modules:
             module = modules.pop()
@@ -105,7 +107,7 @@ class LateParameters:
 
 
 def _names_of(module: nn.Module) -> dict[str, int]:
-    """Every name of every parameter, with its identity."""
+    """Return every name of every parameter, with the parameter's id."""
     return {name: id(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 

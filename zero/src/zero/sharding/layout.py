@@ -2,7 +2,7 @@
 
 The buffer of a group is cut into `shards` equal slices; rank r owns elements
 [r × shard_numel, (r+1) × shard_numel). A parameter may span slices. Offsets are aligned so that every view
-starts on a cache line, and so does every slice.
+and every slice starts on a cache line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A parameter as the layout sees it. stride: dense strides the view in the buffer will have."""
+    """A parameter as the layout sees it. stride: the dense strides of its view in the buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Piece:
         return slice(self.shard_start, self.shard_start + self.length)
 
     def within(self, window: slice) -> Piece | None:
-        """The part of the piece that is in a stretch of the shard, with its place there; None for nothing."""
+        """Return the part of the piece within a stretch of the shard, placed relative to it; None if none."""
         low = max(self.shard_start, window.start)
         high = min(self.shard_start + self.length, window.stop)
         if low >= high:
@@ -54,7 +54,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Slots of a group's parameters in a buffer of `numel` elements (padding included), cut in `shards`."""
+    """Slots of a group's parameters in a buffer of `numel` elements with padding, cut into `shards`."""
 
     specs: tuple[ParameterSpec, ...]
     slots: tuple[Slot, ...]
@@ -66,11 +66,11 @@ class FlatLayout:
         return self.numel // self.shards
 
     def shard_slice(self, shard: int) -> slice:
-        """The elements of the buffer that make up `shard`."""
+        """Return the window of the buffer that makes up `shard`."""
         return slice(shard * self.shard_numel, (shard + 1) * self.shard_numel)
 
     def pieces(self, shard: int) -> tuple[Piece, ...]:
-        """What `shard` owns of each parameter, in buffer order. Parameters it owns none of are left out."""
+        """Return the parts of parameters that `shard` owns, in buffer order."""
         window = self.shard_slice(shard)
         found = []
         for index, slot in enumerate(self.slots):
@@ -91,8 +91,10 @@ class FlatLayout:
 
 
 def plan(specs: Sequence[ParameterSpec], shards: int, itemsize: int, block: int = 1) -> FlatLayout:
-    """Lay `specs` out in the given order. itemsize: bytes per element. block: elements, a power of two, that
-    are all of one parameter and of one slice."""
+    """Lay `specs` out in the given order.
+
+    itemsize: bytes per element. block: elements, a power of two; no block crosses parameters or slices.
+    """
     align = max(block, ALIGN_BYTES // itemsize)
     slots, offset = [], 0
     for spec in specs:

@@ -1,4 +1,4 @@
-"""The model's whole state dict, out of the shards and back into them. Collective."""
+"""Read the model's whole state dict from the shards, and load it into them. Collective."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from zero.sharding.whole import WholeValues, spread_buffer, view_of
 
 
 def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
-    """What `model.state_dict()` would be unsharded, in rank 0's host memory ({} on other ranks).
+    """Return what `model.state_dict()` would be unsharded, in rank 0's host memory ({} on other ranks).
 
-    master: fp32 masters where there are some. One group at a time is whole on the device.
+    master: return fp32 masters where there are any. One group at a time is whole on the device.
     """
     values: dict[nn.Parameter, Tensor] = {}
     with whole.sharing_disk_errors():
@@ -73,7 +73,7 @@ def _no_state(state: object) -> str:
 
 
 def _pack(rest: dict[str, Any], into: BytesIO) -> str:
-    """Entries of any kind, as programs have in one process; returns what is wrong with them."""
+    """Pickle entries, which may be any objects; return what is wrong with them, "" for nothing."""
     try:
         torch.save(rest, into)
     except Exception as error:
@@ -82,7 +82,7 @@ def _pack(rest: dict[str, Any], into: BytesIO) -> str:
 
 
 def _shared(whole: WholeValues, packed: BytesIO) -> dict[str, Any]:
-    """What rank 0 has packed, on every rank."""
+    """Return, on every rank, what rank 0 has packed."""
     data = torch.zeros(whole.communicator.share(packed.tell()), dtype=torch.uint8, device=whole.device)
     if whole.is_source:
         data.copy_(torch.frombuffer(packed.getbuffer(), dtype=torch.uint8))
@@ -115,7 +115,7 @@ def _misfits(model: nn.Module, state: Mapping[str, Any], strict: bool) -> str:
 
 
 def _is_whole_tensor(value: Any) -> bool:
-    """Not one on the meta device, and no DTensor, of which every rank has a part."""
+    """Return whether `value` is a dense tensor with values: not on the meta device, and no DTensor."""
     dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
     return dense and not hasattr(value, "full_tensor")
 

@@ -1,25 +1,26 @@
-"""How far a backward is: which forward calls it is past, and which are to come.
+"""Track how far a backward is: which forward calls it is past, and which are still to come.
 
-Autograd runs the nodes of a graph newest first. So when one runs that is older than a call of a module, every
-node of that call has run, whatever the module does inside: frozen weights, side losses, outputs that nobody
-used. Hooks on tensors say where autograd is; the same on all ranks, whatever each has used within a call.
+Autograd runs the nodes of a graph newest first. So once it runs a node that is older than a call of a module,
+every node of that call has run, whatever the module does inside: frozen weights, side losses, unused outputs.
+Hooks on tensors report where autograd is, the same on all ranks, whatever each has used within a call.
 
-For example, the call of a first unit makes nodes 0 to 4, and that of a second one, which takes the output of
-node 4, makes 5 to 9. A backward runs node 9 first: the second call begins. When the gradient of its input is
-ready, node 4 is next. So nothing from 5 on is left to run: the second call is over and the first one begins.
+For example, the call of a first unit makes nodes 0 to 4, and that of a second unit, which takes the output of
+node 4, makes nodes 5 to 9. A backward runs node 9 first: the second call begins. When the gradient of its
+input is ready, node 4 is next, so nothing from 5 on is left to run: the second call is over and the first one
+begins.
 
 Glossary
 --------
 call        one forward of a unit: `unit_hooks._Call`.
 producer    the node of autograd's graph that a tensor was made by, its `grad_fn`.
-number      of a node, as autograd counts them: newer ones have larger. Each thread counts for itself, so what
-            a device's thread recomputes in a backward is not to be compared with the rest.
-task        one run of autograd over a graph. A backward inside a backward (reentrant checkpointing) has one
-            of its own, with a larger number, which is over before the outer one goes on.
-past        a call that autograd is past has its whole backward behind it.
+number      autograd's sequence number of a node: newer nodes have larger ones. Each thread counts for itself,
+            so nodes that a device's thread recomputes in a backward cannot be compared with the rest.
+task        one run of autograd over a graph. A backward inside a backward (reentrant checkpointing) is a task
+            of its own, with a larger number, and is over before the outer one goes on.
+past        autograd is past a call when the call's whole backward has run.
 
-Each device has a thread. Where a graph is on the host as well (`mixed`), nodes of one do not wait for newer
-ones of the other, and a call is over when the gradient of its newest input is ready, as far as that tells.
+Each device has a thread. If a graph is on the host as well (`mixed`), nodes of one do not wait for newer ones
+of the other; a call then counts as over when the gradient of its newest input is ready, as far as that tells.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Passed(Protocol):
-    """A call. task: that its backward is in. start: the number of the first node that may be its own.
-    newest_input: the number of the newest producer of its inputs; -1 where these have none. index: of its
-    unit."""
+    """A call.
+
+    task: the task of its backward. start: the number of the first node that may be its own. newest_input: the
+    number of the newest producer of its inputs; -1 if they have none. index: that of its unit.
+    """
 
     task: int
     start: int
@@ -49,12 +52,14 @@ class Passed(Protocol):
     index: int
 
     def end(self) -> None:
-        """Its backward is over, or will not come."""
+        """Called when its backward is over, or will not come."""
 
 
 class Progress:
-    """How far the backwards of one engine are. on_entry: called in each task, before anything else of it, to
-    `expect` the calls that are to come in it."""
+    """How far the backwards of one engine are.
+
+    on_entry: called first in each task, to `expect` the calls that are to come in it.
+    """
 
     def __init__(self, device_type: str, on_entry: Callable[[], None]) -> None:
         self._device_type = device_type
@@ -63,17 +68,17 @@ class Progress:
         self._entered = -1  # the newest task so far
         self._ahead: list[Passed] = []  # by task and start
         self._lock = RLock()
-        # Producer, and what to call. Not an attribute of the tensor, which users may want to save.
+        # The producer, and what to call. Not an attribute of the tensor, which users may want to save.
         self._watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def expect(self, call: Passed) -> None:
-        """The call's backward comes in this task, or has begun."""
+        """Note that the call's backward will come in this task, or has begun."""
         call.task = torch._C._current_graph_task_id()
         with self._lock:
             insort(self._ahead, call, key=attrgetter("task", "start", "index"))
 
     def enter(self) -> int:
-        """Autograd runs; returns the task in which it does."""
+        """Note that autograd runs; return the task in which it does."""
         task = torch._C._current_graph_task_id()
         with self._lock:
             if task > self._entered:
@@ -82,14 +87,16 @@ class Progress:
         return task
 
     def come_to(self, number: int) -> None:
-        """Autograd runs a node of this number: calls that are newer are over."""
+        """Note that autograd runs a node of this number: end the calls that are newer."""
         task = self.enter()
         while (call := self._pop_past(task, number)) is not None:
             call.end()
 
     def _pop_past(self, task: int, number: int) -> Passed | None:
-        """Take out the newest call that autograd is past; None for none. Unless the graph is mixed, where it
-        is not past the newest call it is past none."""
+        """Take out the newest call that autograd is past; None if there is none.
+
+        Unless the graph is mixed, autograd is past no call if it is not past the newest one.
+        """
         with self._lock:
             for place in reversed(range(len(self._ahead))):
                 call = self._ahead[place]
@@ -103,18 +110,20 @@ class Progress:
         return call.newest_input == number if self._mixed else call.start > number
 
     def reset(self) -> None:
-        """Expect no call any more: before and after a backward, or after an exception."""
+        """Expect no more calls: before and after a backward, or after an exception."""
         with self._lock:
             self._ahead.clear()
 
     def look_at(self, tensor: Tensor) -> None:
-        """Note where a tensor of the graph is."""
+        """Note which device a tensor of the graph is on."""
         self._mixed |= tensor.device.type != self._device_type
 
     def watch(self, tensor: Tensor, then: Callable[[], None] | None = None, at: int = -1) -> None:
-        """Know when the tensor's gradient is ready, before its producer's backward; and call `then`, the last
-        one given first. at: the number that autograd has come to by then; -1 for the producer's. A tensor
-        that was changed in place since has another producer."""
+        """Watch for the tensor's gradient to be ready, before its producer's backward, and then call `then`.
+
+        Of several `then`, the last one given is called first. at: the number that autograd has come to by
+        then; -1 for the producer's. A tensor that has since been changed in place has another producer.
+        """
         self.look_at(tensor)
         number = number_of(tensor)
         producer, calls = self._watched.get(tensor, (None, []))
@@ -127,7 +136,7 @@ class Progress:
 
 
 Stop = tuple[int, Callable[[], None] | None]
-"""A number that autograd has come to, and what is to be called then."""
+"""A number that autograd has come to, and what to call then."""
 
 
 def _come(progress: weakref.ref[Progress], stops: list[Stop], gradient: Any) -> None:
@@ -140,11 +149,11 @@ def _come(progress: weakref.ref[Progress], stops: list[Stop], gradient: Any) -> 
 
 
 def number_of(tensor: Tensor) -> int:
-    """The number of a tensor's producer."""
+    """Return the number of a tensor's producer."""
     assert tensor.grad_fn is not None
     return tensor.grad_fn._sequence_nr()
 
 
 def next_number() -> int:
-    """The number of the next node that this thread makes."""
+    """Return the number of the next node that this thread makes."""
     return torch.autograd._get_sequence_nr()

@@ -1,8 +1,8 @@
-"""In what order units are needed, as a hint for gathering, and for reading from disk, ahead.
+"""The order in which units are needed, as a hint for gathering and reading from disk ahead of use.
 
-The order of the last forward (and backward) is remembered, separately for training and evaluation. A
-model that takes another path finds no matching hint and is served on demand; nothing asserts on a trace.
-Since ranks run the same modules in the same order, they prefetch the same units.
+The order of the last forward (and backward) is remembered, separately for training and evaluation. If a model
+takes another path, no hint matches and its units are gathered on demand; no path is ever required. Since
+ranks run the same modules in the same order, they prefetch the same units.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _LONGEST = 100_000  # uses of units that an order may hold
 
 
 class Schedule:
-    """ahead: how many units to gather before they are needed. disk: None where no shards are on disk;
-    else those that follow are read before they are gathered, as many as it has room for."""
+    """The order of units, recorded and replayed as a hint.
+
+    ahead: how many units to gather before they are needed. disk: reads shards of units after those before
+    they are gathered, as many as it has room for; None if no shards are on disk.
+    """
 
     def __init__(self, units: list[ShardedUnit], ahead: int, disk: ReadAhead | None) -> None:
         self._units = units
@@ -32,7 +35,7 @@ class Schedule:
         self._training = False
 
     def begin(self, training: bool) -> None:
-        """A forward of the whole model starts; training: with gradients, so a backward may follow."""
+        """Begin a forward of the whole model. training: with gradients, so a backward may follow."""
         if self._current:
             self._records[self._training] = self._current
         self._training = training
@@ -43,7 +46,7 @@ class Schedule:
             self._disk.clear()
 
     def acquire(self, unit: ShardedUnit, cast: Cast) -> None:
-        """Gather `unit` and start on the units that were needed after it last time."""
+        """Gather `unit`, and begin to gather the units that were needed after it last time."""
         if unit.resident:
             return
         self._advance((unit.index, cast))
@@ -54,11 +57,11 @@ class Schedule:
             self._read_ahead()
 
     def needed_soon(self, unit: ShardedUnit) -> bool:
-        """Whether `unit` would be gathered again at once if it were released now."""
+        """Return whether `unit` would be gathered again at once if it were released now."""
         return any(index == unit.index for index, _ in self._upcoming(1 + self._ahead))
 
     def _advance(self, event: Event) -> None:
-        if len(self._current) < _LONGEST:  # parts may be called for ever
+        if len(self._current) < _LONGEST:  # a program may call parts forever
             self._current.append(event)
         with suppress(ValueError):  # another path than last time: no hint until a known event comes
             self._cursor = self._record.index(event, self._cursor) + 1

@@ -1,4 +1,4 @@
-"""A rank's shard on its way into a gather: from the device, the host or the disk, ahead or on demand."""
+"""Supply a rank's shard to a gather: from the device, the host or the disk, ahead or on demand."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from zero.tiers.values import Values
 
 
 class ShardSource:
-    """The rank's shard of a group, for gathers. shard: the values, wherever they are. unit: named in
-    errors."""
+    """This rank's shard of a group, for gathers. shard: the values, in any tier. unit: named in errors."""
 
     def __init__(self, stores: Stores, unit: str, shard: Values) -> None:
         self.shard = shard
@@ -26,7 +25,7 @@ class ShardSource:
         self._stores = stores
         self._device = stores.accelerator.device
         self._streams = stores.accelerator.streams
-        self._brought: tuple[Tensor, Event] | None = None  # the shard on the device, from when on
+        self._brought: tuple[Tensor, Event] | None = None  # the shard on the device, and since when
         self._read: Event | None = None  # the device's last copy from a shard on the host
 
     @property
@@ -37,13 +36,15 @@ class ShardSource:
 
     @property
     def brought_bytes(self) -> int:
-        """Bytes of the device for a shard that stays elsewhere and has been brought for a gather."""
+        """Bytes of the device taken by a shard that lives elsewhere and was brought for a gather."""
         return 0 if self._brought is None else self._brought[0].nbytes
 
     @contextmanager
     def in_memory(self) -> Iterator[Tensor]:
-        """The shard to be copied from in the block, on the device or the host. On an asynchronous device the
-        copy may come later; see `await_reads`."""
+        """Yield the shard, on the device or the host, to be copied from in the block.
+
+        On an asynchronous device the copy may come later; see `await_reads`.
+        """
         if isinstance(self.shard, Section):
             with self._stores.read_ahead.use(self.shard) as shard:
                 yield shard
@@ -60,22 +61,22 @@ class ShardSource:
                 if self.shard.device != self._device:
                     now = self._streams.current()
                     if self._read is not None:
-                        now.wait(self._read)  # which may be of another stream
+                        now.wait(self._read)  # it may be of another stream
                     self._read = now.record()
 
     @contextmanager
     def on_device(self) -> Iterator[Tensor]:
-        """`in_memory`, moved to the device where it is not there."""
+        """Yield what `in_memory` does, moved to the device if it is not there."""
         with self.in_memory() as shard:
             move = partial(shard.to, self._device, non_blocking=True)
             yield allocate(self._stores, "to gather", self._unit, shard.nbytes, move)
 
     def start_read(self) -> bool:
-        """Begin to read a shard that is on disk; False where as much as may be has been read ahead."""
+        """Begin to read a shard that is on disk; return False if the limit of reading ahead is reached."""
         return not isinstance(self.shard, Section) or self._stores.read_ahead.begin(self.shard)
 
     def bring(self) -> None:
-        """Begin to move a shard that is away towards the device, for a gather; ends with `take_back`."""
+        """Begin to move a shard that is away to the device, for a gather, until `take_back`."""
         shard = self.shard
         if isinstance(shard, Section):
             self.start_read()
@@ -86,14 +87,13 @@ class ShardSource:
             self._brought = near, self._read
 
     def take_back(self) -> None:
-        """The device need not have the shard any more: its gather is done, or the weights change."""
+        """Drop the device's copy of the shard: its gather is done, or the weights change."""
         if self._brought is not None:
             self._streams.current().wait(self._brought[1])
             self._brought = None
 
     def await_reads(self) -> None:
-        """Return once the device has read what it was to read of a shard on the host: that may be written to
-        then."""
+        """Wait until the device has finished reading a shard on the host, which may then be written to."""
         if self._read is not None:
             self._read.synchronize()
             self._read = None

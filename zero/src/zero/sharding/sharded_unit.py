@@ -1,8 +1,8 @@
-"""A unit's life: SHARDED -> GATHERING -> GATHERED -> SHARDED, once per dtype it is needed in.
+"""A unit's life cycle: SHARDED -> GATHERING -> GATHERED -> SHARDED, once for each cast it is needed in.
 
 A unit is gathered in a *cast*: in the parameters' own dtypes, or an autocast dtype for fp32 groups, exact
-or through 8 bits. Nearly always one cast is alive; two may be when forwards under different autocast
-settings await one backward, because autograd has saved views of both buffers, or when `zero.gathered` shows
+or through 8 bits. Nearly always one cast is alive. There may be two if forwards under different autocast
+settings await one backward, because autograd has saved views of both buffers, or if `zero.gathered` shows
 exact values of a unit that computes with others.
 """
 
@@ -25,9 +25,9 @@ VIEWED, DIFFERENTIATED = "an output is a view", "create_graph=True"
 
 
 class State(Enum):
-    """What each state holds, in bytes per rank, for a buffer of B bytes over W ranks.
+    """What is held in each state, in bytes per rank, for a buffer of B bytes over W ranks.
 
-    Where the ranks have memory in common it is B for all of them together, in every state.
+    If the ranks have common memory, all of them together hold B in every state.
     """
 
     SHARDED = "B/W: the shard"
@@ -39,10 +39,10 @@ class ShardedUnit:
     """The flat groups that are gathered and released together.
 
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
-    holds: users that need the unit gathered now: a forward under way, or a `zero.gathered` block.
-    calls_in_backward: forward calls whose backward has begun and is not over; VIEWED and DIFFERENTIATED, who
-    need the unit until the end of the engine's backward. computed_in: the cast of the last forward call.
-    persistent: casts whose buffers a release leaves alone, until the weights change.
+    holds: number of users that need the unit gathered now: forwards under way and `zero.gathered` blocks.
+    calls_in_backward: forward calls whose backward has begun and is not over, and VIEWED and DIFFERENTIATED,
+    which need the unit until the end of the engine's backward. computed_in: the cast of the last forward
+    call. persistent: casts whose buffers `release` keeps until the weights change.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class ShardedUnit:
         self.persistent: set[Cast] = set()
         self._communicator = communicator
         self._classes = {p: type(p) for g in groups for p in g.parameters}
-        self._pending: dict[Cast, list[list[Pending]]] = {}  # of each group that has begun
+        self._pending: dict[Cast, list[list[Pending]]] = {}  # one list for each group that has begun
         self._gathered: set[Cast] = set()
-        self._versions: list[int] = []  # of the parameters, as a forward has found them
-        self._stale = False  # the weights have changed: nothing gathered before may stay
+        self._versions: list[int] = []  # of the parameters, when a forward began
+        self._stale = False  # the weights changed: nothing gathered before may stay
         self._exposed = False  # see `expose`
         self._bound = OWN  # the cast whose buffers the parameters are views of
         self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
@@ -76,12 +76,12 @@ class ShardedUnit:
 
     @property
     def common(self) -> bool:
-        """Whether a rank's shard is part of memory that other ranks read."""
+        """Whether this rank's shard is part of memory that other ranks read."""
         return any(group.home.common for group in self.groups)
 
     @property
     def shown(self) -> bool:
-        """Inside `show_exact`."""
+        """Whether the unit is inside `show_exact`."""
         return bool(self._shown_before)
 
     @property
@@ -90,22 +90,22 @@ class ShardedUnit:
 
     @property
     def in_forward(self) -> bool:
-        """Held by a forward, not by `show_exact` alone."""
+        """Whether a forward holds the unit, not only `show_exact`."""
         return self.holds > len(self._shown_before)
 
     def leave_forward(self) -> None:
-        """No forward is under way: what it has not given up itself is not held for it any more."""
+        """Drop the holds of forwards: none is under way any more, even if it did not end them itself."""
         self.holds = len(self._shown_before)
 
     def has_views_among(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of `tensors` lies in the memory of a parameter, which is to be released."""
+        """Return whether one of `tensors` lies in parameter memory that a release would drop."""
         if self.resident:
             return False
         buffers = {group.parameters[0].untyped_storage().data_ptr() for group in self.groups} - {0}
         return any(_memory_of(tensor) in buffers for tensor in tensors)
 
     def forget_calls(self, keep: object) -> None:
-        """No backward of a call is expected to go on. keep: one that stays, if it is there."""
+        """Forget all calls in backward: none is expected to go on. keep: an entry to keep, if present."""
         self.calls_in_backward &= {keep}
 
     def state(self, cast: Cast = OWN) -> State:
@@ -115,27 +115,34 @@ class ShardedUnit:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is gathered or on its way."""
+        """Whether nothing is gathered or being gathered."""
         return not (self._pending or self._gathered)
 
     def cast_for(self, dtype: torch.dtype | None, all: bool = False) -> Cast:
-        """The cast to compute in where autocast casts to `dtype` (None: it is off). all: whether every fp32
-        parameter is wanted in it. What is shown exact is computed with as well."""
+        """Return the cast to compute in when autocast casts to `dtype` (None: it is off).
+
+        all: every fp32 parameter is wanted in `dtype`. A unit that is shown exact also computes with exact
+        values.
+        """
         castable = any(g.dtype is torch.float32 and (all or g.travel.narrows) for g in self.groups)
         narrow = dtype if castable and dtype is not torch.float32 else None
         return Cast(narrow, None if self.shown else self._codes, all and narrow is not None)
 
     def start_gather(self, cast: Cast) -> None:
-        """Issue the gather unless it is done or under way. Of one that a failure has cut short, the groups
-        that are missing begin."""
+        """Begin the gather unless it is done or under way.
+
+        If a failure cut an earlier start short, begin the groups that are missing.
+        """
         if self.state(cast) is not State.GATHERED:
             begun = self._pending.setdefault(cast, [])
             for index in range(len(begun), len(self.groups)):
                 begun.append(self._begin(index, cast))
 
     def _begin(self, index: int, cast: Cast) -> list[Pending]:
-        """Begin a group's gather, or join that of another cast in which the group has the same form: there is
-        one buffer for it."""
+        """Begin a group's gather, or join that of another cast in which the group has the same form.
+
+        There is one buffer for each form.
+        """
         group = self.groups[index]
         form = group.form(cast)
         for other, begun in self._pending.items():
@@ -153,7 +160,7 @@ class ShardedUnit:
             self._bind(cast)
 
     def complete(self, cast: Cast) -> None:
-        """Fill the buffers of `cast`, waiting for the gather if need be; the parameters may show others."""
+        """Fill the buffers of `cast`, waiting for the gather if need be, without binding parameters."""
         if self.resident:
             return
         self.start_gather(cast)
@@ -169,8 +176,10 @@ class ShardedUnit:
             group.finish_gather(cast)
 
     def renew(self) -> None:
-        """Weights have been written in a `show_exact` block: forwards and backwards under way go on with the
-        new ones, as soon as every rank has written. Collective."""
+        """Refill gathered buffers after weights were written in a `show_exact` block. Collective.
+
+        Forwards and backwards under way continue with the new weights, once every rank has written.
+        """
         self.begin_compute()
         if self.in_forward or self.calls_in_backward:
             for cast in tuple(self._pending):
@@ -179,13 +188,15 @@ class ShardedUnit:
                 self._finish(cast, [group.start_gather(self._communicator, cast) for group in self.groups])
 
     def begin_compute(self) -> None:
-        """A forward begins to compute: the parameters must not change until `end_compute`."""
+        """Note that a forward begins to compute: the parameters must not change until `end_compute`."""
         if not self.resident:
             self._versions = versions_of(self._classes)
 
     def end_compute(self) -> None:
-        """Release the unit and raise ModelError where the forward has changed a parameter: that would be
-        lost. Not inside `show_exact`, whose end looks for changes itself."""
+        """Release the unit and raise ModelError if the forward changed a parameter: the change would be lost.
+
+        Does nothing inside `show_exact`, whose end looks for changes itself.
+        """
         if self.resident or self.shown:
             return
         rebound, names = self.rebind(), chain.from_iterable(group.names for group in self.groups)
@@ -196,8 +207,10 @@ class ShardedUnit:
             raise replaced(rebound) if rebound else written(changed[0])
 
     def rebind(self, told: Callable[[FlatGroup, int], bool] = lambda group, index: True) -> list[str]:
-        """Bind parameters again that have been given other memory; returns the names of those that are to be
-        told. A frozen parameter of a resident unit may keep its memory until its values are taken in."""
+        """Bind parameters again that were given other memory; return the names that `told` selects.
+
+        A frozen parameter of a resident unit may keep its memory until its values are taken in.
+        """
         groups = [group for group in self.groups if group.trainable or not self.resident]
         found = [(group, index) for group in groups for index in group.rebound()]
         names = [group.names[index] for group, index in found if told(group, index)]
@@ -206,7 +219,7 @@ class ShardedUnit:
         return names
 
     def show_exact(self) -> None:
-        """Hold the unit, its parameters bound to exact values of this rank's own; ends with `end_show`."""
+        """Hold the unit, its parameters bound to exact values of this rank's own, until `end_show`."""
         self.holds += 1
         self._shown_before.append(self._bound)
         self.gather(OWN)
@@ -214,20 +227,22 @@ class ShardedUnit:
             group.isolate(self._shown_before[-1])
 
     def hold_to_the_end(self) -> None:
-        """Keep the unit gathered until the engine's backward is over: its parameters are read. Collective."""
+        """Keep the unit gathered until the engine's backward is over, for a reader of it. Collective."""
         if not self.resident:
             self.calls_in_backward.add(VIEWED)
             self.gather(self.cast_for(None))
 
     def _show_exact_again(self) -> None:
-        """Inside `show_exact`, bind exact values again once no forward computes with others."""
+        """Bind exact values again, inside `show_exact`, once no forward computes with others."""
         if self.shown and not self.in_forward and OWN in self._gathered:
             self._bind(OWN)
 
     def end_show(self) -> list[str]:
-        """End `show_exact`: a forward that computes with the unit finds what was bound before. The caller
-        releases the unit then. Returns the names of parameters that were given other memory with other
-        values: these are dropped."""
+        """End `show_exact` and bind what was bound before, for a forward that computes with the unit.
+
+        The caller then releases the unit. Returns the names of parameters that were given other memory with
+        other values, which are dropped.
+        """
         self.holds -= 1
         before = self._shown_before.pop()
         lost = [] if self.shown else self.rebind(told=FlatGroup.differs)
@@ -239,14 +254,14 @@ class ShardedUnit:
         return lost
 
     def release(self) -> None:
-        """Drop every gathered buffer that is not to persist, unless somebody uses the unit."""
+        """Drop every gathered buffer that is not persistent, unless the unit is in use."""
         if self.resident or self.idle:
             return
         if self.in_use:
             self._show_exact_again()
             return
         if self._pending and self._communicator.failed:
-            return  # a transfer that cannot be waited for may still write: its buffer must stay
+            return  # a transfer that cannot be waited for may still write to its buffer
         for begun in self._pending.values():
             for handle in chain.from_iterable(begun):
                 handle.wait()
@@ -263,13 +278,13 @@ class ShardedUnit:
         self._guard()
 
     def invalidate(self) -> None:
-        """The weights change: drop what persists, at once or when the last user is done."""
+        """Drop persistent buffers because the weights change: now, or when the last user is done."""
         self._stale = not self.idle
         self.release()
         self.take_back()
 
     def begin_write(self) -> None:
-        """Before shards change: nothing gathered is to stay, and the device has read those on the host."""
+        """Prepare for a change of shards: drop what is gathered, await the device's reads of host shards."""
         self.invalidate()
         for group in self.groups:
             group.source.await_reads()
@@ -280,55 +295,57 @@ class ShardedUnit:
         return any(group.placement.params != "device" for group in self.groups)
 
     def bring(self) -> None:
-        """Begin to move shards that are away towards the device, for a gather; ends with `take_back`."""
+        """Begin to move shards that are away to the device, for a gather, until `take_back`."""
         if self.idle:
             for group in self.groups:
                 group.source.bring()
 
     def take_back(self) -> None:
-        """The device need not have the shards any more."""
+        """Drop the device copies that `bring` made."""
         for group in self.groups:
             group.source.take_back()
 
     def settle(self) -> None:
-        """From freshly flattened to resident, or to SHARDED, where only shards remain."""
+        """Turn a freshly flattened unit resident, or SHARDED, where only shards remain."""
         for group in self.groups:
             group.settle(self.resident, self._communicator.shards)
         if not self.resident:
             self._guard()
 
     def start_refill(self, frozen: bool) -> list[Pending]:
-        """See `refill`."""
+        """Begin what `refill` completes."""
         kept = [group for group in self.groups if self.resident and group.shards > 1]
         begun = [g.start_gather(self._communicator, OWN) for g in kept if g.trainable or frozen]
         return list(chain.from_iterable(begun))
 
     def rebound(self) -> list[str]:
-        """Names of trained parameters that do not show the unit's memory, as they always should."""
+        """Return the names of trained parameters that are not views of the unit's memory, but should be."""
         trained = (group for group in self.groups if group.trainable and self.resident)
         return [group.names[index] for group in trained for index in group.rebound()]
 
     def replaced_frozen(self) -> list[tuple[FlatGroup, int]]:
-        """Frozen parameters that a program has given other memory, and with it other values."""
+        """Return the frozen parameters that a program has given other memory, and with it other values."""
         if not self.resident:
-            return []  # not before a forward has ended, or a `show_exact` block
+            return []  # checked when a forward or a `show_exact` block ends
         groups = [group for group in self.groups if not group.trainable and group.home.materialized]
         return [(group, index) for group in groups for index in group.rebound()]
 
     def park(self) -> None:
-        """Give the device's memory back; see `Engine.offload_states`."""
+        """Give back the device's memory; see `Engine.offload_states`."""
         for group in self.groups:
             group.park()
         self._guard()
 
     def unpark(self) -> None:
-        """End park(): this rank's own is back, and a resident unit's whole values with `refill`."""
+        """End park(): bring back this rank's shards. `refill` brings back a resident unit's whole values."""
         for group in self.groups:
             group.unpark(whole=self.resident)
 
     def abandon(self) -> None:
-        """Forget all users but `show_exact` blocks, and release: after an exception, or when a forward never
-        got its backward."""
+        """Forget all users but `show_exact` blocks, and release.
+
+        For after an exception, or for a forward that never got its backward.
+        """
         self.leave_forward()
         self.calls_in_backward.clear()
         self.release()
@@ -340,8 +357,11 @@ class ShardedUnit:
             self._bound = cast
 
     def expose(self, released: bool = False) -> None:
-        """Take the guard off the parameters, whole or not: for a tracer, which reads no values, or because
-        values are about to come. released: also off those that are released until `conceal`."""
+        """Take the guard off the parameters, whether they are whole or not.
+
+        For a tracer, which reads no values, or because values are about to arrive. released: parameters that
+        are released before `conceal` stay unguarded, too.
+        """
         self._exposed = released
         self._unguard()
 
@@ -360,14 +380,16 @@ class ShardedUnit:
 
 
 def refill(units: Iterable[ShardedUnit], frozen: bool) -> None:
-    """Collective. Fill whole buffers that are kept from everybody's shards. frozen: those of groups that are
-    not trained as well, whose values only a load or a reload changes."""
+    """Fill whole buffers that stay from all ranks' shards. Collective.
+
+    frozen: also those of frozen groups, whose values change only in a load or a reload.
+    """
     for handle in list(chain.from_iterable(unit.start_refill(frozen) for unit in units)):
         handle.wait()
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """The address of a tensor's storage; -1 for tensors of torch.func, subclasses and layouts without one."""
+    """Return the address of a tensor's storage; -1 if torch.func, a subclass or the layout gives it none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

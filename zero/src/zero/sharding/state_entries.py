@@ -1,7 +1,7 @@
 """What a module's state dict is made of, and the names of its parameters there.
 
-They are the names that files and users have: hooks on state dicts may have renamed what `named_parameters()`
-says, as torch's wrappers for activation checkpointing do.
+These are the names that files and users know: hooks on state dicts may rename what `named_parameters()`
+gives, as torch's wrappers for activation checkpointing do.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class StateEntries:
-    """The entries of a state dict by what they are.
+    """The entries of a state dict, by kind.
 
-    parameters: every parameter's names, those of a tied one in the state dict's order; what is not in the
-    state dict has the names of `named_parameters()`. rest: extra state, and what hooks have added.
+    parameters: every parameter's names; those of a tied one in the state dict's order. A parameter that is
+    not in the state dict has its names of `named_parameters()`. rest: extra state, and entries that hooks
+    add.
     """
 
     parameters: dict[nn.Parameter, tuple[str, ...]]
@@ -29,12 +30,12 @@ class StateEntries:
 
     @property
     def by_name(self) -> dict[str, nn.Parameter]:
-        """The parameter of each name."""
+        """Parameters by each of their names."""
         return {name: parameter for parameter, names in self.parameters.items() for name in names}
 
 
 def entries_of(module: nn.Module) -> StateEntries:
-    """The entries as they are now."""
+    """Return the module's entries as they are now."""
     called = dict(module.named_parameters(remove_duplicate=False))
     names: dict[nn.Parameter, list[str]] = {parameter: [] for parameter in called.values()}
     buffers = {id(buffer) for buffer in module.buffers()}
@@ -53,8 +54,10 @@ def entries_of(module: nn.Module) -> StateEntries:
 
 
 def first_names(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter's own name, in the order of `named_parameters()`, whose names serve where the module has
-    no state dict to look at."""
+    """Return each parameter's first name, in the order of `named_parameters()`.
+
+    The names of `named_parameters()` are used, with a warning, if the module's `state_dict()` raises.
+    """
     try:
         entries = entries_of(module)
     except Exception as error:
@@ -68,7 +71,7 @@ def first_names(module: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def load_rest(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Hand extra state, and whatever else hooks add to state dicts, to the modules that it came from."""
+    """Load extra state, and whatever else hooks add to state dicts, into the modules that it belongs to."""
     if values:
         with torch.no_grad():
             module.load_state_dict(dict(values), strict=False)

@@ -1,7 +1,7 @@
-"""A stretch of a trainable group's shard that has one optimizer record: what tiers are decided for.
+"""A stretch of a trainable group's shard that has one optimizer record; tiers are decided for each.
 
 Named after ZeRO-Infinity's sub-groups (Rajbhandari et al., 2021). A shard whose state stays on the device is
-one sub-group; elsewhere a sub-group has a bounded size, and so do the buffers that records pass through.
+one sub-group; in other tiers a sub-group has a bounded size, and so do the buffers that records pass through.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from zero.tiers.values import Values
 
 
 class SubGroup:
-    """window: elements of the shard. tier: where the record belongs. visits: it is on the device for its
-    step. shard: this stretch of the shard, wherever that is."""
+    """A stretch of a shard.
+
+    window: its elements of the shard. tier: where its record belongs. visits: the record is on the device for
+    its step. shard: this stretch of the shard, in any tier.
+    """
 
     shard: Values
 
@@ -34,7 +37,7 @@ class SubGroup:
 
     @property
     def kept(self) -> Record:
-        """The record, which there is once its group has settled."""
+        """The record, which exists once the group has settled."""
         assert self.record is not None
         return self.record
 
@@ -44,13 +47,14 @@ class SubGroup:
         return self.kept.master is self.shard
 
     def follow(self, shard: Values) -> None:
-        """The group has another shard."""
+        """Follow the group to another shard."""
         self.shard = self.of(shard)
 
     def of(self, values: Values) -> Values:
-        """This stretch of (shard_numel,) values; themselves where it is all of them.
+        """Return this stretch of (shard_numel,) values; the values themselves if it is all of them.
 
-        A part of a tensor counts changes by itself, so that stepping one sub-group is no change of another.
+        A part of a tensor has its own version counter, so that stepping one sub-group does not count as a
+        change of another.
         """
         if self.numel == values.numel():
             return values
@@ -58,7 +62,7 @@ class SubGroup:
 
 
 def sub_groups(placement: Placement) -> Iterator[SubGroup]:
-    """The sub-groups of a trainable group, in the order of the shard; of a frozen one none."""
+    """Yield the sub-groups of a trainable group, in the order of the shard; none for a frozen one."""
     begin = 0
     for numel, tier in placement.optimizer:
         yield SubGroup(slice(begin, begin + numel), tier, placement.visits and tier == "host")

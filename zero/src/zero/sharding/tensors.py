@@ -1,4 +1,4 @@
-"""Finding and changing tensors in whatever a module takes or returns."""
+"""Find and replace tensors in whatever a module takes or returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ATOMS = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists, dicts, dataclasses and other objects; each object is visited once."""
+    """Yield the tensors in nested tuples, lists, dicts, dataclasses and other objects, visiting each once."""
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -45,10 +45,10 @@ def _names(slots: Any) -> Iterable[str]:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `function` applied to the tensors in its tuples, lists, mappings and dataclasses.
+    """Return `value` with `function` applied to the tensors in its tuples, lists, mappings and dataclasses.
 
-    Of a container in which something changes there is a copy of its type, with whatever else it has. What
-    holds no tensor that `function` changes, and other objects, are passed through as they are.
+    A container in which something changes is replaced by a copy of its type, with everything else it has.
+    Containers with no tensor that `function` changes, and other objects, are passed through as they are.
     """
     if isinstance(value, Tensor):
         return function(value)

@@ -1,4 +1,4 @@
-"""What belongs to an engine: refused to deepcopy, pickle and `torch.save`, and so the model that holds it."""
+"""Objects of an engine refuse deepcopy, pickle and `torch.save`, and so does the model that holds them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zero.errors import UsageError
 
 
 class Uncopied:
-    """Reachable from a model that has an engine, through its hooks or parameters."""
+    """Base of objects that are reachable from a model that has an engine, through its hooks or parameters."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(

@@ -1,8 +1,9 @@
-"""Which forwards are under way, where no hook has told of their end.
+"""Find out which forwards are under way, if no hook has reported their end.
 
 torch calls a module's forward hooks when its forward returns or raises an Exception. KeyboardInterrupt,
-SystemExit and the like go past them, and hooks may have been removed. What still runs then is on the stack of
-some thread. (The life of an object made in the call tells nothing: a traceback keeps it.)
+SystemExit and the like bypass them, and hooks may have been removed. A forward that is still running is on
+the stack of some thread. (The lifetime of an object made in the call tells nothing: a traceback keeps it
+alive.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def calls_under_way(modules: Container[nn.Module]) -> int:
-    """Calls of these modules, in all threads. Takes as long as stacks are deep, about 0.1 ms."""
+    """Count the calls of these modules in all threads. Takes about 0.1 ms, more with deeper stacks."""
     return sum(frame.f_locals["self"] in modules for frame in _frames() if frame.f_code is _CALL)
 
 

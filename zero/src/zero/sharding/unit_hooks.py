@@ -1,16 +1,16 @@
-"""When a unit is gathered and released: the hooks on its modules.
+"""The hooks on a unit's modules, which decide when it is gathered and released.
 
 forward     before: gather; after: release, unless backward needs the unit again at once.
 backward    begins when a gradient reaches an output of the unit's forward: gather. It is over when autograd
-            comes to what is older than that forward (`progress`): the gradient of an input is ready. A leaf
-            (what reentrant checkpointing hands in) has no producer whose turn could come: a view of it goes
-            into the forward instead, as a view of an input comes out where nothing else does. A call that
-            nothing is older than (the first module) is over when all parameters have their gradients, if none
-            is frozen and no others lie within, whose gradients may yet come through the unit's; or with the
-            whole backward.
+            comes to a node older than that forward (`progress`), because the gradient of an input is ready.
+            A leaf (which reentrant checkpointing passes in) has no producer whose turn could come, so a view
+            of it goes into the forward instead; likewise a view of an input comes out if nothing else does. A
+            call that nothing is older than (the first module) is over when all parameters have their
+            gradients, if none is frozen and the modules have no parameters of other units, whose gradients
+            may still pass through this unit's; otherwise it is over with the whole backward.
 
 Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered. So do
-an output that is a view of a parameter, and a backward that is to be differentiated itself.
+an output that is a view of a parameter, and a backward that will itself be differentiated.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from zero.sharding.uncopied import Uncopied
 
 @dataclass
 class Phase:
-    """What the engine is doing. in_backward: inside Engine.backward. in_graph: inside a compiled forward of
-    the whole model, which gathers for itself. on_unit: told the name of each unit when it is used and when it
-    is done; None where nobody wants to know."""
+    """What the engine is doing.
+
+    in_backward: inside Engine.backward. in_graph: inside a compiled forward of the whole model, which does
+    its own gathers. on_unit: called with the name of each unit when its use begins and ends, if not None.
+    """
 
     in_backward: bool = False
     in_graph: bool = False
@@ -53,7 +55,7 @@ class UnitHooks(Uncopied):
     """Hooks of one unit on its anchors (modules whose forward needs its parameters).
 
     progress: of the engine's backwards. on_over(unit): called when the backward of the unit's calls is over
-    and none is to come.
+    and none is still to come.
     """
 
     def __init__(
@@ -70,17 +72,17 @@ class UnitHooks(Uncopied):
         self._phase = phase
         self._progress = progress
         self._device_type = device_type
-        self._depth = 0  # anchors being called, one inside another
+        self._depth = 0  # anchors being called, nested
         self._call: _Call | None = None
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # whose outputs still exist
         self._ahead: set[_Call] = set()  # whose backward is to come or under way
         self._over: list[_Call] = []  # whose backward is over, in the backward under way
-        self._open_ended = False  # there was a call whose backward ends with the whole one only
+        self._open_ended = False  # there was a call whose backward ends only with the whole one
         own = {parameter for group in unit.groups for parameter in group.parameters}
         within = dict.fromkeys(p for anchor in unit.anchors for p in anchor.parameters())
         self._own, self._others = own, [parameter for parameter in within if parameter not in own]
         self._on_over = on_over
-        # Here and not as decorators: dynamo takes seconds to import, which only engines need.
+        # Not as decorators: dynamo takes seconds to import, and only engines need it.
         self._enter = torch.compiler.disable(self._gather_before)
         self._leave = torch.compiler.disable(self._release_after)
         for anchor in unit.anchors:
@@ -88,26 +90,26 @@ class UnitHooks(Uncopied):
             anchor.register_forward_hook(self._after, always_call=True)
 
     def reset(self) -> None:
-        """Forget calls under way: after a backward, or an exception."""
+        """Forget calls under way, after a backward or an exception."""
         self.leave_forward()
         for call in (*self._ahead, *self._over):
-            call.inputs.clear()  # the graph is gone; with this one's, that of the inputs would live on
+            call.inputs.clear()  # the graph is gone; its producers would keep the inputs' graph alive
         self.forget_progress()
         self._open_ended = False
 
     def leave_forward(self) -> None:
-        """No forward is under way. Calls that wait for their backward stay."""
+        """End all forwards under way. Calls that wait for their backward stay."""
         self._depth = 0
         self._call = None
         self._unit.leave_forward()
 
     def forget_progress(self) -> None:
-        """No backward is under way."""
+        """Forget calls in backward: none is under way."""
         self._ahead.clear()
         self._over.clear()
 
     def expect(self) -> None:
-        """Autograd enters a graph: calls that are part of it are to come."""
+        """Expect the calls that are part of the graph that autograd enters."""
         for call in self._calls:
             if call not in self._ahead and call.is_in_graph():
                 self._put_ahead(call)
@@ -117,22 +119,28 @@ class UnitHooks(Uncopied):
         self._progress.expect(call)
 
     def gradient_arrived(self) -> None:
-        """A parameter has a gradient. Calls that an outer backward has begun do not end with gradients of one
-        that runs in it (reentrant checkpointing): more may come from the outer one."""
+        """Note that a parameter has a gradient.
+
+        Calls that an outer backward began do not end with the gradients of a backward that runs inside it
+        (reentrant checkpointing): more may come from the outer one.
+        """
         task = torch._C._current_graph_task_id()
         for call in self._unit.calls_in_backward:
             if isinstance(call, _Call) and call.task < task:
                 call.ends_with_gradients = False
 
     def gradients_complete(self) -> None:
-        """Every trainable parameter has its gradient: calls that no input tells the end of are over, unless
-        gradients may yet go through frozen parameters, or to those of other units."""
+        """Note that every trainable parameter has its gradient.
+
+        Ends the calls whose end no input reports, unless gradients may still pass through frozen parameters
+        or go to those of other units.
+        """
         if any(p.requires_grad for p in self._others) or not all(p.requires_grad for p in self._own):
             return
         calls = {call for call in self._unit.calls_in_backward if isinstance(call, _Call)}
         open_ended = {call for call in calls if call.ends_with_gradients and call.newest_input < 0}
         self._unit.calls_in_backward -= open_ended
-        if open_ended:  # else whoever gathered it releases it: a call at its end, or a graph
+        if open_ended:  # else its user releases it: a call at its end, or a graph
             self._unit.release()
 
     def _before(
@@ -144,7 +152,7 @@ class UnitHooks(Uncopied):
         return None if self._phase.in_graph else self._leave(output)
 
     def _gather_before(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-        """What goes into the forward."""
+        """Gather the unit; return the inputs for its forward."""
         self._depth += 1
         self._unit.holds += 1
         if self._depth > 1:
@@ -165,17 +173,20 @@ class UnitHooks(Uncopied):
         return inputs
 
     def _acquire(self, cast: Cast) -> None:
-        """Gather the unit. What is recomputed while its backward goes on is gathered already, and is no part
-        of the order that `schedule` learns: ranks that have used nothing of the unit do not recompute it."""
+        """Gather the unit.
+
+        A unit that is recomputed during its backward is gathered already, and this use is not part of the
+        order that `schedule` learns: ranks that have used nothing of the unit do not recompute it.
+        """
         if self._unit.calls_in_backward and self._unit.state(cast) is State.GATHERED:
             self._unit.gather(cast)
         else:
             self._schedule.acquire(self._unit, cast)
 
     def _release_after(self, output: Any) -> Any:
-        """What comes out of the forward."""
+        """Release the unit, if possible; return the output of its forward."""
         if self._depth == 0:
-            return output  # reset by an exception further out
+            return output  # an exception further out has reset it
         self._depth -= 1
         self._unit.holds -= 1
         if self._depth:
@@ -197,8 +208,10 @@ class UnitHooks(Uncopied):
         return output
 
     def _watch(self, call: _Call, made: Sequence[Tensor]) -> None:
-        """Know when a gradient reaches the outputs. A view that is changed in place has another producer,
-        made from its base's."""
+        """Watch for gradients of the outputs.
+
+        A view that is changed in place gets another producer, made from its base's.
+        """
         bases = [t._base for t in made if t._base is not None and call.has_made(t._base)]
         for tensor in (*made, *bases):
             self._progress.watch(tensor, call.begin, call.begins_at)
@@ -207,7 +220,7 @@ class UnitHooks(Uncopied):
         call.outputs = [weakref.ref(tensor) for tensor in made]
 
     def begin_backward(self, call: _Call) -> None:
-        """A gradient has reached an output of the call."""
+        """Gather the unit: a gradient has reached an output of the call."""
         if call not in self._ahead:
             self._put_ahead(call)
         if call not in self._unit.calls_in_backward:
@@ -218,7 +231,7 @@ class UnitHooks(Uncopied):
             self._phase.mark(self._unit.name)
 
     def end_backward(self, call: _Call) -> None:
-        """Autograd has come to what is older than the call."""
+        """Release the unit: autograd has come to a node older than the call."""
         began = call in self._unit.calls_in_backward
         self._ahead.discard(call)
         self._over.append(call)
@@ -233,12 +246,12 @@ class UnitHooks(Uncopied):
 class _Call:
     """One forward call of a unit, as its backward will see it.
 
-    Autograd's graph holds it by its outputs, where Python's collector does not see, and a model may keep an
-    output of its own. So it does not hold the unit: a cycle would never be freed.
+    Autograd's graph holds it through its outputs, where Python's garbage collector does not see it, and a
+    model may keep one of its own outputs. So the call does not hold the unit: a cycle would never be freed.
 
-    inputs: producers of its inputs, until its backward is over. outputs: what it has made, as long as that is
-    there. produced: its inputs that have producers. recomputed: it runs in a backward, whose thread counts
-    nodes for itself. See `progress` for the words and for the other attributes.
+    inputs: producers of its inputs, until its backward is over. outputs: the tensors it has made, while they
+    exist. produced: its inputs that have producers. recomputed: it runs in a backward, whose thread counts
+    nodes for itself. See `progress` for the terms and for the other attributes.
     """
 
     def __init__(
@@ -251,19 +264,22 @@ class _Call:
         self.start = next_number()
         self.newest_input = max(map(number_of, produced), default=-1)
         self.index = index
-        self.ends_with_gradients = True  # of the unit's parameters, where it has no inputs
+        self.ends_with_gradients = True  # of the unit's parameters, if no input has a producer
         self._recomputed = recomputed
-        self._passes_on = False  # its newest input, and nothing else
+        self._passes_on = False  # it returns its newest input and nothing else
         self._hooks = weakref.ref(hooks)
 
     @property
     def begins_at(self) -> int:
-        """The number that autograd has come to when this call's backward begins: its start, if it passes its
-        input on and has no node of its own; else -1, for its outputs' own."""
+        """The number that autograd has come to when this call's backward begins.
+
+        It is the call's start, if the call only passes its input on and has no node of its own; else -1, for
+        the numbers of its outputs.
+        """
         return self.start if self._passes_on and not self._recomputed else -1
 
     def is_in_graph(self) -> bool:
-        """Whether the task that runs goes through this call: from its outputs to its inputs."""
+        """Return whether the running task goes through this call, from its outputs to its inputs."""
         outputs = [output() for output in self.outputs]
         known = [tensor.grad_fn for tensor in outputs if tensor is not None and tensor.grad_fn is not None]
         if len(known) == len(outputs) and not any(map(torch._C._will_engine_execute_node, known)):
@@ -271,7 +287,7 @@ class _Call:
         return any(map(torch._C._will_engine_execute_node, self.inputs))
 
     def has_made(self, tensor: Tensor) -> bool:
-        """Whether the call has made a tensor; else that was there before, and is merely passed on."""
+        """Return whether the call made a tensor, rather than only passing it on."""
         if tensor.grad_fn is None:
             return False
         if any(tensor.grad_fn is producer for producer in self.inputs):
@@ -279,11 +295,13 @@ class _Call:
         return self._recomputed or number_of(tensor) >= self.start
 
     def placed_in_graph(self, output: Any) -> Any:
-        """Views of what comes out of a call that has made nothing itself: it has a place in the graph then,
-        as on ranks that have used the unit."""
+        """Return views of the output of a call that has made nothing itself.
+
+        That gives the call a place in the graph, as on ranks that have used the unit.
+        """
         output = map_tensors(lambda t: t.view_as(t) if t.grad_fn is not None and _is_plain(t) else t, output)
         self._passes_on = not any(map(self.has_made, iter_tensors(output)))  # in what cannot be mapped
-        if self._passes_on:  # a number is used up: what follows is newer
+        if self._passes_on:  # uses up a number, so that what follows is newer
             torch.ones((), device=HOST, requires_grad=True).neg()
         return output
 
@@ -300,8 +318,11 @@ class _Call:
 
 
 def _with_producers(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Tensor]]:
-    """The inputs, and those of them that have producers; if none has, with a view in place of the first leaf
-    that gradients go to. Parameters stay what they are, and so do the caller's containers."""
+    """Return the inputs, and a list of those that have producers.
+
+    If none has one, a view takes the place of the first leaf that gradients go to. Parameters and the
+    caller's containers are left as they are.
+    """
     produced = [tensor for tensor in iter_tensors(inputs) if tensor.grad_fn is not None]
     args, kwargs = inputs
     leaf = next(filter(_is_plain_leaf, (*args, *kwargs.values())), None)

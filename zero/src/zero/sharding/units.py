@@ -1,7 +1,7 @@
-"""The module tree cut into units: the modules whose parameters are gathered together.
+"""Divide the module tree into units: the modules whose parameters are gathered together.
 
 By default the topmost repeated blocks are units (children of one class inside a ModuleList, Sequential or
-ModuleDict), and what is left belongs to the root unit, which stays gathered while the model's forward
+ModuleDict). The remaining parameters belong to the root unit, which stays gathered while the model's forward
 runs. A parameter used in several units belongs to the innermost unit that contains all its users.
 """
 
@@ -20,15 +20,15 @@ from zero.sharding.state_entries import first_names
 ROOT = "<root>"
 PERSISTENT = "<persistent>"
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_LEAF_MINIMUM = 1 << 14  # elements from which a repeated leaf (a bare Linear) is worth a collective
+_LEAF_MINIMUM = 1 << 14  # elements; a smaller repeated leaf (a bare Linear) is not worth a collective
 
 
 @dataclass(frozen=True)
 class UnitPlan:
     """A unit before it is built.
 
-    anchors: modules whose forward needs the parameters: the unit's module, and for the root unit also
-    the modules that hold its parameters, so that calling one of them by itself works.
+    anchors: modules whose forward needs the parameters: the unit's module and, for the root unit, also the
+    modules that hold its parameters, so that calling one of them by itself works.
     """
 
     name: str
@@ -100,7 +100,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _assign(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
-    """The innermost unit that contains every module holding the parameter."""
+    """Map each parameter to the innermost unit that contains every module holding it."""
     unit_of = {module: name for name, module in chosen.items()}
     chains: dict[nn.Parameter, list[str]] = {}
 

@@ -1,4 +1,4 @@
-"""Whole tensors out of shards and back, by parameter name.
+"""Assemble whole tensors from shards, and distribute them to shards, by parameter name.
 
 Everything here that takes or returns whole values is collective: every rank calls it, in the same order.
 """
@@ -24,11 +24,11 @@ Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and ind
 
 
 class WholeValues(Uncopied):
-    """The sharded units as a set of named parameters. To make it is collective.
+    """The sharded units as a set of named parameters. Making one is collective.
 
-    check(): raises where they cannot be gathered now. interrupt(): called when a change of weights has failed
-    half-way, so that some are new and others old. on_written(): called when values of a `gathered` block have
-    gone to the shards.
+    check(): raises if they cannot be gathered now. interrupt(): called when a change of weights has failed
+    half-way, so that some are new and others old. on_written(): called after the values of a `gathered` block
+    have gone to the shards.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class WholeValues(Uncopied):
         self._on_written = on_written
         self.units = tuple(units)
         self.communicator = communicator
-        # Of several copies of the model some may have memory in common, and others none.
+        # With several copies of the model, some may have common memory and others not.
         self._common = communicator.agree(any(unit.common for unit in units))
-        self._places: dict[str, Place] = {}  # by all names that a parameter has, the units' and the module's
+        self._places: dict[str, Place] = {}  # by every name of a parameter, the units' and the module's
         places: dict[nn.Parameter, Place] = {}
         for unit, group in ((u, g) for u in units for g in u.groups):
             for index, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
@@ -66,7 +66,7 @@ class WholeValues(Uncopied):
         return self.units[0].groups[0].home.data.device
 
     def locate(self, name: str) -> Place:
-        """Where a parameter lives; raises StateError for a name that is none, UsageError for no name."""
+        """Return where a parameter lives; raises StateError for an unknown name, UsageError for no string."""
         if not isinstance(name, str):
             raise UsageError(
                 f"expected a parameter's name, as model.named_parameters() has it, got {type(name).__name__}"
@@ -77,13 +77,13 @@ class WholeValues(Uncopied):
         return place
 
     def sharing_disk_errors(self) -> AbstractContextManager[None]:
-        """Around whatever gathers or changes values; see `Communicator`."""
+        """Wrap whatever gathers or changes values; see `Communicator`."""
         on_disk = any(group.on_disk for unit in self.units for group in unit.groups)
         return self.communicator.sharing_disk_errors() if on_disk else nullcontext()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """`sharing_disk_errors`, around a change of weights: after an error some are new and others old."""
+        """Wrap a change of weights in `sharing_disk_errors`; interrupts the engine after an error."""
         self.begin_write()
         try:
             with self.sharing_disk_errors():
@@ -93,8 +93,10 @@ class WholeValues(Uncopied):
             raise
 
     def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
-        """All ranks' slices put together, shape (layout.numel,), on the device. In a `sharing_disk_errors`
-        block."""
+        """Return all ranks' slices put together, shape (layout.numel,), on the device.
+
+        Call it in a `sharing_disk_errors` block.
+        """
         with group.room_for_whole(values.dtype):
             shard = fetch(values, group.home.data.device, self.communicator)
             if group.shards == 1:
@@ -104,7 +106,7 @@ class WholeValues(Uncopied):
             return full
 
     def parameter(self, name: str, shard: Values) -> Tensor:
-        """One parameter's whole value in fp32, its own copy, from its group's `shard`."""
+        """Return a copy of one parameter's whole value in fp32, from its group's `shard`."""
         unit, group, index = self.locate(name)
         with self.sharing_disk_errors(), group.room_for_whole(torch.float32):
             return view_of(self.gather(unit, group, shard), group, index).to(torch.float32, copy=True)
@@ -116,7 +118,7 @@ class WholeValues(Uncopied):
         dtype: torch.dtype,
         values: Mapping[int, Tensor | None],
     ) -> Tensor:
-        """Rank 0's whole values by parameter index, in a whole buffer on every rank's device."""
+        """Return a whole buffer, on every rank's device, with rank 0's whole `values` by parameter index."""
         with group.room_for_whole(dtype):
             whole = torch.zeros(group.layout.numel, dtype=dtype, device=group.home.data.device)
             if self.is_source:
@@ -128,9 +130,11 @@ class WholeValues(Uncopied):
         return whole
 
     def begin_write(self) -> None:
-        """Before shards change: drop whole values that persist, and wait for who may still be reading shards:
-        the device those on the host, other ranks those in memory held in common."""
-        torch.clear_autocast_cache()  # in a block that goes on, what it has made of weights is old
+        """Prepare for a change of shards: drop persistent whole values, and wait for readers of shards.
+
+        The device may still be reading shards on the host, and other ranks those in common memory.
+        """
+        torch.clear_autocast_cache()  # in a block that goes on, its casts of weights are old
         for unit in self.units:
             unit.begin_write()
         if self._common:
@@ -164,8 +168,11 @@ class WholeValues(Uncopied):
             warnings.warn(f"the values that {some(lost)} {_LOST}", RuntimeWarning, stacklevel=5)
 
     def write_back(self, names: Sequence[str], source: int) -> None:
-        """Spread held parameters' values from rank `source` into every rank's shards and masters. They may be
-        in other memory: ModelError, before anything changes, where they do not fit."""
+        """Write held parameters' values from rank `source` into every rank's shards and masters.
+
+        The parameters may have been given other memory: ModelError, before anything changes, if it does not
+        fit.
+        """
         places = [self.locate(name) for name in names]
         _take_in([(group, index) for _, group, index in places if index in group.rebound()])
         with self.changing():
@@ -181,8 +188,11 @@ class WholeValues(Uncopied):
         self._on_written()
 
     def take_in_frozen(self) -> None:
-        """Frozen parameters that are whole may be given other memory, as momentum encoders do it: it is the
-        program that trains them. Raises ModelError where that does not fit."""
+        """Take over the values of frozen, whole parameters that a program has given other memory.
+
+        Momentum encoders do so: it is the program that trains them. Raises ModelError if the values do not
+        fit.
+        """
         found = [place for unit in self.units for place in unit.replaced_frozen()]
         _take_in(found)
         for group, index in found:
@@ -194,7 +204,7 @@ class WholeValues(Uncopied):
             raise replaced(rebound)
 
     def assign(self, group: FlatGroup, index: int, whole: Tensor) -> None:
-        """Take parameter `index` over from a whole buffer into this rank's shard and its master."""
+        """Copy parameter `index` from a whole buffer into this rank's shard and its master."""
         with self.communicator.postponing_disk_errors():
             for piece in (piece for piece in group.pieces if piece.index == index):
                 start = group.layout.slots[index].offset + piece.start
@@ -208,14 +218,16 @@ class WholeValues(Uncopied):
 
 
 def view_of(whole: Tensor, group: FlatGroup, index: int) -> Tensor:
-    """Parameter `index` in a whole buffer, in its shape and strides."""
+    """Return a view of parameter `index` in a whole buffer, in its shape and strides."""
     slot = group.layout.slots[index]
     return whole.as_strided(slot.shape, slot.stride, whole.storage_offset() + slot.offset)
 
 
 def _take_in(places: Sequence[tuple[FlatGroup, int]]) -> None:
-    """Values of parameters that show other memory, by `parameter.data = ...`, go to the groups' memory.
-    Raises ModelError, before anything changes, where one does not fit."""
+    """Copy the values of parameters that were given other memory, by `parameter.data = ...`, to the groups'.
+
+    Raises ModelError, before anything changes, if one does not fit.
+    """
     for group, index in places:
         group.check_fits(index)
     for group, index in places:
