@@ -1,4 +1,4 @@
-"""Moves values between the device and the host beside the computation."""
+"""Move values between the device and the host concurrently with the computation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.streams import Event, Stream, Streams
 
-SLOTS = 2  # host buffers that weights leave from: one is filled while the other travels
-LEAVING = 2  # values that may stay on their way to the host, with their memory on the device
+SLOTS = 2  # host buffers that weights leave from: one fills while the other travels
+LEAVING = 2  # values that may be on their way to the host, still holding device memory
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Landing:
     event: Event
 
     def wait(self) -> Tensor:
-        """The values, once they are there; the host blocks till then."""
+        """Return the values once they have arrived; blocks the host until then."""
         self.event.synchronize()
         return self.values
 
 
 class Journey:
-    """Work that was queued beside the computation."""
+    """Work that was queued to run concurrently with the computation."""
 
     event: Event
 
@@ -40,13 +40,16 @@ class Journey:
         self._streams = streams
 
     def wait(self) -> None:
-        """Order what follows behind it."""
+        """Order what follows after this work."""
         self._streams.current().wait(self.event)
 
 
 class Carrier:
-    """A side stream for both directions, in the order of issue, and one for what only the device waits
-    for."""
+    """Runs copies on side streams.
+
+    One stream serves both directions, in the order of issue; another one serves what only the device waits
+    for.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -77,7 +80,7 @@ class Carrier:
         return landing
 
     def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A host buffer, (numel,), to fill and hand to `to_device`; waits until its last journey is over."""
+        """Return a host buffer, (numel,), to fill and pass to `to_device`; waits for its last copy to end."""
         buffer, travelling = self._slots.pop(0)
         if travelling is not None:
             travelling.synchronize()
@@ -88,14 +91,14 @@ class Carrier:
         return buffer[:nbytes].view(dtype)
 
     def to_device(self, slot: Tensor, out: Tensor) -> None:
-        """Begin to copy what `slot` returned last to `out` on the device. See `join`."""
+        """Begin to copy the buffer that `slot` returned last to `out` on the device. See `join`."""
         buffer, _ = self._slots[-1]
         self._slots[-1] = (buffer, self.send(slot, out))
 
     def send(self, values: Tensor, out: Tensor) -> Event:
-        """Begin to copy page-locked `values`, which stay as they are till the event, to `out` on the device.
+        """Begin to copy page-locked `values`, which must not change until the event, to `out` on the device.
 
-        What `to_host` begins to move after this lands after it. See `join`.
+        Copies that `to_host` begins later land later. See `join`.
         """
         self._stream.wait(self._streams.current().record())
         with self._streams.use(self._stream):
@@ -104,9 +107,11 @@ class Carrier:
 
     @contextmanager
     def beside(self) -> Iterator[Journey]:
-        """What is queued in the block comes after what was queued before; what follows waits for it where it
-        waits for the journey. Make room outside of the block: memory belongs to the stream that was current
-        when it was allocated."""
+        """Queue the block's work beside the computation.
+
+        It runs after what was queued before; later work waits for it only where it waits for the journey.
+        Allocate outside of the block: memory belongs to the stream that was current when it was allocated.
+        """
         journey, computing = Journey(self._streams), self._streams.current()
         self._beside.wait(computing.record())
         with self._streams.use(self._beside):
@@ -118,5 +123,5 @@ class Carrier:
             journey.event = self._beside.record()
 
     def join(self) -> None:
-        """Let the device's later work start after everything that is under way to it."""
+        """Make the device's later work wait for everything that is under way to it."""
         self._streams.current().wait(self._stream.record())

@@ -1,4 +1,4 @@
-"""What the engine holds of the device, by kind."""
+"""Bytes of the device that the engine holds, by kind."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of the device that the engine holds. parameters: shards, and whole buffers that stay. gathered:
-    whole buffers in use. gradients: whole buffers and slices. optimizer: masters and moments."""
+    """Bytes of the device that the engine holds.
+
+    parameters: shards, and whole buffers that stay. gathered: whole buffers in use. gradients: whole buffers
+    and slices. optimizer: masters and moments.
+    """
 
     parameters: int = 0
     gathered: int = 0

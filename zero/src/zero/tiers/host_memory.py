@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def bytes_of(values: Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, which the view keeps alive.
+    """Return a view of a contiguous host tensor's memory, which keeps the tensor alive.
 
-    Not through numpy: torch never resizes a storage again that numpy has seen.
+    numpy is avoided because torch does not resize a storage that has been exposed to it.
     """
     nbytes = values.numel() * values.element_size()
     memory = (ctypes.c_char * nbytes).from_address(values.data_ptr())

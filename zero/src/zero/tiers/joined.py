@@ -1,4 +1,4 @@
-"""Values that lie in several places, one stretch after another, as one."""
+"""Present values that lie in several places, one stretch after another, as one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zero.tiers.values import Values, put
 
 
 def joined(parts: Sequence[Values]) -> Values:
-    """The parts one after another; a single one is itself. All of one dtype, each in any tier."""
+    """Join parts in order; a single part is returned itself. All have one dtype, each may be in any tier."""
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 class Joined(Stored):
-    """parts: at least one, as `joined` takes them."""
+    """Values in several parts. parts: at least one, as `joined` takes them."""
 
     def __init__(self, parts: Sequence[Values]) -> None:
         super().__init__(sum(part.numel() for part in parts), parts[0].dtype)

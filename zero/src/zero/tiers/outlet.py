@@ -1,4 +1,4 @@
-"""Where the weights of a stepped record go: to the shard, wherever that is."""
+"""Send the weights of a stepped record to the shard, wherever that is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class Places(Protocol):
 
 
 class Outlet:
-    """narrow: what the optimizer's kernel writes 16-bit weights to; None where it need not."""
+    """Sends the weights of one record to its shard.
+
+    narrow: where the optimizer's kernel writes 16-bit weights; None if it need not.
+    """
 
     def __init__(self, places: Places, shard: Values, master: Tensor) -> None:
         self._places = places
@@ -38,8 +41,10 @@ class Outlet:
         self.narrow = target if narrow and isinstance(target, Tensor) else None
 
     def deliver(self, stepped: Iterable[slice], skip: Tensor | None = None) -> None:
-        """Send the weights on. stepped: the stretches that the kernel has written to `narrow`, unless `skip`
-        is 1."""
+        """Send the weights to the shard.
+
+        stepped: the stretches that the kernel has written to `narrow`, unless `skip` is 1.
+        """
         if self._staging is not None:
             written = self.narrow is not None and (skip is None or not bool(skip))
             kernels = self._places.kernels(self._staging.device)
@@ -49,7 +54,7 @@ class Outlet:
             self._shard.copy_(self._master)
 
     def deliver_master(self) -> None:
-        """Send on what the master now holds, after an optimizer that writes nothing but the master."""
+        """Send the master's values to the shard, after an optimizer that writes only the master."""
         if self.narrow is None or self._staging is not None:
             self.deliver(())
         else:
@@ -72,13 +77,13 @@ class Outlet:
 
 
 def complete(kernels: Kernels, weights: Tensor, master: Tensor, written: Iterable[slice]) -> None:
-    """Fill `weights` from `master`, except where they are written already (ascending stretches)."""
+    """Fill `weights` from `master`, except in the stretches already `written` (ascending)."""
     for gap in _between(written, weights.numel()):
         kernels.scale_cast(weights[gap], master[gap])
 
 
 def _between(windows: Iterable[slice], numel: int) -> Iterator[slice]:
-    """The stretches of `numel` elements that ascending windows leave out."""
+    """Yield the stretches of `numel` elements that ascending windows leave out."""
     end = 0
     for window in windows:
         if window.start > end:

@@ -1,4 +1,4 @@
-"""Records from the disk, stepped in memory and written back, in three overlapping stages."""
+"""Read records from disk, step them in memory and write them back, in three overlapping stages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zero.tiers.record import Opened, Record, section_bytes
 from zero.tiers.split import SplitMaster
 from zero.tiers.swap_file import Transfer, whole_pages
 
-BUFFERS = 3  # one fills, one is worked on, one is written: at no time is a fourth wanted
+BUFFERS = 3  # one is read, one stepped, one written: a fourth is never needed
 
 
 class Pipeline:
-    """Three buffers of the largest record that has passed, for all records of an engine."""
+    """Three buffers, each of the size of the largest record so far, for all records of an engine."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -27,7 +27,7 @@ class Pipeline:
         self._writes: list[Transfer | None] = [None] * BUFFERS
 
     def through(self, records: Sequence[Record]) -> Generator[Opened, None, None]:
-        """Each record in turn, in memory; what its user changed is written when the next one is asked for.
+        """Yield each record in turn, in memory; write its changes when the next one is requested.
 
         The first read begins at once. All writes are complete when the iterator is exhausted.
         """
@@ -53,13 +53,13 @@ class Pipeline:
             self._settle(reading)
 
     def _begin_read(self, record: Record, turn: int) -> Transfer:
-        """Into the buffer of the turn three before, which has been written by now or is waited for."""
+        """Begin to read into the buffer of three turns before, waiting if it is not yet written."""
         self._finish_write(turn % BUFFERS)
         first = record.sections[0]
         return first.file.read(first.place, self._bytes(record, turn))
 
     def _settle(self, reading: Transfer | None) -> None:
-        """Wait for everything under way, also where the records' user gave up, and only then raise."""
+        """Wait for everything under way, even if the records' user gave up, and only then raise."""
         under_way = [transfer for transfer in (*self._writes, reading) if transfer is not None]
         self._writes = [None] * BUFFERS
         for transfer in under_way:
@@ -81,7 +81,7 @@ class Pipeline:
         return views
 
     def _scratch_for(self, record: Record) -> Tensor | None:
-        """Memory for a master that is in two places."""
+        """Return memory for a split master; None for another."""
         if not isinstance(record.master, SplitMaster):
             return None
         numel = record.master.numel()

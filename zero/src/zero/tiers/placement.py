@@ -1,4 +1,4 @@
-"""Which tier each group's state goes to, and in which sub-groups."""
+"""Decide which tier each group's state goes to, and in which sub-groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import get_args
 
 from zero.settings.offload import Kind, Offload, Tier
 
-NEAR = 0.1  # of all state of a kind: groups leave whole, and a fraction missed by no more brings no warning
+NEAR = 0.1  # share of all state of a kind by which whole groups may miss a fraction without a warning
 ALIGN = 64  # elements: every sub-group begins on a cache line
 
 
@@ -17,10 +17,10 @@ ALIGN = 64  # elements: every sub-group begins on a cache line
 class Candidate:
     """A group to be placed.
 
-    item_bytes, gradient_bytes: of a parameter's element, and of its reduced gradient's. resident: the group's
+    item_bytes, gradient_bytes: per element of a parameter, and of its reduced gradient. resident: the group's
     whole buffer stays on the device, and its shard is part of it. moments: values that a record has for each
-    element beside the master. divisible: whether it may be stepped in parts, as a kernel does it. own_bytes:
-    that the user's optimizer keeps beside records, by rank; empty where it keeps none, or nobody asks.
+    element beside the master. divisible: whether it may be stepped in parts, as a kernel can. own_bytes: what
+    the user's optimizer keeps beside records, by rank; empty if it keeps none, or if that is not needed.
     """
 
     shard_numel: int
@@ -35,11 +35,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Placement:
-    """The tiers of one group. It says nothing of whole buffers, which are on the device while in use.
+    """The tiers of one group. Whole buffers are not placed: they are on the device while in use.
 
-    optimizer: (elements, tier) of each sub-group, in the order of the shard; of a frozen group none. moments:
-    values that records have for each element beside the master. visits: records on the host are on the device
-    for the step.
+    optimizer: (elements, tier) of each sub-group, in the order of the shard; empty for a frozen group.
+    moments: values that records have for each element beside the master. visits: records on the host are on
+    the device for the step.
     """
 
     optimizer: tuple[tuple[int, Tier], ...] = ()
@@ -49,15 +49,19 @@ class Placement:
     visits: bool = False
 
     def shard_serves(self, item_bytes: int, tier: Tier) -> bool:
-        """Whether the shard, of `item_bytes` an element, is itself the master of a record in `tier`: it is
-        wide enough, and lies where the record does, or where this visits for its step."""
+        """Return whether the shard, of `item_bytes` per element, is itself the master of a record in `tier`.
+
+        It is if it is wide enough and lies where the record does, or where the record visits for its step.
+        """
         near = self.visits and tier == "host" and self.params == "device"
         return item_bytes >= 4 and (near or tier == self.params != "disk")
 
 
 class _Share:
-    """Decides, group by group, which of them leave the device, so that at any point about `part` (of 1) of
-    the elements so far has left. limited: whether something else than the part has kept some of them there.
+    """Decides, group by group, which of them leave the device.
+
+    At any point about the fraction `part` of the elements so far has left. limited: whether something other
+    than the part has kept some of them on the device.
     """
 
     def __init__(self, part: float) -> None:
@@ -68,13 +72,13 @@ class _Share:
         self._largest = 0
 
     def see(self, numel: int) -> bool:
-        """The next group has so many elements: whether it may leave."""
+        """Count the next group, of `numel` elements; return whether it may leave."""
         self._seen += numel
         self._largest = max(self._largest, numel)
         return self._away + numel <= self._part * self._seen + 0.5
 
     def leave(self, numel: int) -> None:
-        """So many elements leave."""
+        """Count `numel` elements that leave."""
         self._away += numel
 
     @property
@@ -83,7 +87,7 @@ class _Share:
         return max(int(self._part * self._seen) - self._away, 0)
 
     def shortfall(self) -> str:
-        """How far whole groups have missed the part; "" for not at all, or not by much."""
+        """Say by how much whole groups miss the part; "" if they do not, or not by much."""
         close = self._away and self._part * self._seen - self._away <= NEAR * self._seen
         if self.limited or close or not self._seen:
             return ""
@@ -92,18 +96,18 @@ class _Share:
 
 
 class _HostRoom:
-    """What the host has room for of one kind of state. budget: bytes of each rank."""
+    """The host's room for one kind of state. budget: bytes per rank."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
         self._taken: tuple[int, ...] = (0,)  # by rank; one number where all have the same
 
     def fits(self, each: int) -> int:
-        """How many elements of `each` bytes every rank has room for."""
+        """Return how many elements of `each` bytes every rank has room for."""
         return max(self._budget - max(self._taken), 0) // each
 
     def take(self, nbytes: int, own: Sequence[int] = ()) -> bool:
-        """Take `nbytes` of every rank, and of each rank its `own` beside it, if all of them have the room."""
+        """Take `nbytes` on every rank, plus each rank's `own`; return False if a rank lacks the room."""
         before = self._taken if len(self._taken) >= len(own) else self._taken * len(own)
         beside = own or (0,) * len(before)
         after = tuple(taken + nbytes + mine for taken, mine in zip(before, beside, strict=True))
@@ -114,9 +118,9 @@ class _HostRoom:
 
 
 class Placer:
-    """Places groups, the same on every rank: shards are of equal sizes, and each knows what the others keep.
+    """Places groups, alike on every rank: shards have equal sizes, and each rank knows what the others keep.
 
-    resolve: what a tier is on this device; where the host is the device, nothing has a second copy.
+    resolve: maps a tier to what it is on this device; if the host is the device, nothing has a second copy.
     """
 
     def __init__(self, offload: Offload, resolve: Callable[[Tier], Tier]) -> None:
@@ -130,12 +134,12 @@ class Placer:
         self._host = {kind: _HostRoom(limit) for kind, limit in budgets.items() if limit is not None}
 
     def place(self, groups: Sequence[Candidate]) -> list[Placement]:
-        """All groups of a model, in its order."""
+        """Place all groups of a model, in its order."""
         leaving = self._leaving(groups)
         return [self._place(group, away) for group, away in zip(groups, leaving, strict=True)]
 
     def warn_of_shortfalls(self) -> None:
-        """Once all groups are placed: tell of fractions that whole groups cannot come near."""
+        """Warn, once all groups are placed, of fractions that whole groups cannot come near."""
         found = {kind: share.shortfall() for kind, share in self._shares.items() if self._leaves(kind)}
         told = "; ".join(f"{kind}: {what}" for kind, what in found.items() if what)
         if told:
@@ -158,8 +162,10 @@ class Placer:
         return Placement(records, group.moments, params, gradients, self._visits)
 
     def _leaving(self, groups: Sequence[Candidate]) -> list[int]:
-        """How many elements of each group have their optimizer state away from the device. For all but one or
-        two groups all or none, so that a group's gradients have one tier."""
+        """Return how many elements of each group have their optimizer state away from the device.
+
+        For all but one or two groups that is all or none, so that a group's gradients have one tier.
+        """
         share = self._shares["optimizer"]
         sizes = [group.shard_numel if group.trainable else 0 for group in groups]
         if self._offload.optimizer == "device":
@@ -176,7 +182,7 @@ class Placer:
         return away
 
     def _divide(self, group: Candidate, params: Tier, away: int) -> Iterator[tuple[int, Tier]]:
-        """The shard from its beginning: what the host has, what the disk has, what stays."""
+        """Divide the shard, from its beginning: what goes to the host, what goes to disk, what stays."""
         each = self._host_bytes(group, params)
         host = self._take_host("optimizer", away, each, group.divisible, group.own_bytes)
         on_disk = self._offload.optimizer == "disk"
@@ -188,7 +194,7 @@ class Placer:
         yield group.shard_numel - host - disk, "device"
 
     def _cut(self, stretches: Iterator[tuple[int, Tier]], divisible: bool) -> Iterator[tuple[int, Tier]]:
-        """Cut stretches into sub-groups of the size in the settings; all that stays on the device is one."""
+        """Cut stretches into sub-groups of the configured size; all that stays on the device is one."""
         near = 0
         for numel, tier in stretches:
             if tier == "device":
@@ -202,8 +208,10 @@ class Placer:
             yield near, "device"
 
     def _take_host(self, kind: Kind, numel: int, each: int, divisible: bool, own: Sequence[int] = ()) -> int:
-        """How many of the elements, of `each` bytes, the host takes. own: bytes of each rank that come on top
-        if it takes all of them."""
+        """Return how many of `numel` elements, of `each` bytes, the host takes.
+
+        own: bytes of each rank that are added if it takes all of them.
+        """
         if kind not in self._host:
             return numel if getattr(self._offload, kind) == "host" else 0
         if not numel or self._host[kind].take(numel * each, own):
@@ -217,7 +225,7 @@ class Placer:
         return kind != "activations" and wanted is not None and self._resolve(wanted) != "device"
 
     def _tier(self, kind: Kind, wanted: Tier, numel: int, each: int) -> Tier:
-        """The tier of values that stay together: elements of `each` bytes."""
+        """Return the tier of `numel` values, of `each` bytes, that stay together."""
         share = self._shares[kind]
         if wanted == "device" or not share.see(numel):
             return "device"
@@ -229,14 +237,14 @@ class Placer:
         return self._resolve("host" if on_host else "disk")
 
     def _gradient_tier(self, group: Candidate, stepped_there: bool) -> Tier:
-        """stepped_there: whether all of the group's optimizer state is stepped on the device."""
+        """Return the gradients' tier. stepped_there: the device steps all of the group's optimizer state."""
         wanted = self._offload.gradients
         if wanted is not None:
             return self._tier("gradients", wanted, group.shard_numel, group.gradient_bytes)
         return "device" if stepped_there else self._resolve("host")
 
     def _host_bytes(self, group: Candidate, params: Tier) -> int:
-        """Bytes of the host for an element's optimizer state, with that of its `Twin`; see `shard_serves`."""
+        """Return the host bytes of an element's optimizer state, with its `Twin`; see `shard_serves`."""
         item_bytes = group.item_bytes
         record = (1 + group.moments) * max(item_bytes, 4)
         if self._visits and item_bytes >= 4 and params == "device":

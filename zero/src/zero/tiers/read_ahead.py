@@ -1,4 +1,4 @@
-"""Parameters on disk, read into page-locked host memory before their gather asks for them."""
+"""Read parameters on disk into page-locked host memory before their gather asks for them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from accelz.streams import Event
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.swap_file import BLOCK, THREADS, Section, Transfer
 
-LIMIT = 2 * THREADS * BLOCK  # bytes read before they are wanted: enough to keep a disk busy
-DEPTH = 2 * THREADS  # units looked at for it, small ones being one block each
+LIMIT = 2 * THREADS * BLOCK  # bytes read before they are needed: enough to keep a disk busy
+DEPTH = 2 * THREADS  # units considered for it; small ones are one block each
 
 
 @dataclass
 class _Reading:
-    """changes: of the section when it was begun; it is stale when there have been more."""
+    """A read under way or done. changes: the section's when it began; more since then make it stale."""
 
     section: Section
     buffer: Tensor
@@ -38,9 +38,9 @@ class _Reading:
 
 
 class ReadAhead:
-    """At most `limit` bytes wait to be used, or one section that is larger.
+    """Reads sections ahead; at most `limit` bytes wait to be used, or one section that is larger.
 
-    in_time: reads so far that had begun when they were asked for. late: that had not.
+    in_time: number of reads so far that had begun when they were asked for. late: number that had not.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -53,11 +53,11 @@ class ReadAhead:
 
     @property
     def waiting_bytes(self) -> int:
-        """Read, or being read, and not used yet."""
+        """Bytes that are read or being read, and not used yet."""
         return sum(r.values.nbytes for r in self._readings.values())
 
     def begin(self, section: Section) -> bool:
-        """Begin to read if there is room; returns whether it is being read."""
+        """Begin to read if there is room; return whether the section is being read."""
         if section.place in self._readings:
             return True
         nbytes = section.numel() * section.element_size()
@@ -68,9 +68,10 @@ class ReadAhead:
 
     @contextmanager
     def use(self, section: Section) -> Iterator[Tensor]:
-        """The values on the host, (numel,). Copies queued in the block, on the current stream, may run later.
+        """Yield the values on the host, (numel,).
 
-        Raises OffloadError where they could not be read.
+        Copies queued in the block, on the current stream, may run later.
+        Raises OffloadError if they could not be read.
         """
         reading = self._ready(section)
         try:
@@ -80,7 +81,7 @@ class ReadAhead:
             self._give_back(reading)
 
     def clear(self) -> None:
-        """Forget what was read and not used."""
+        """Forget what was read but not used."""
         while self._readings:
             self._give_back(self._readings.popitem()[1])
 
@@ -100,7 +101,7 @@ class ReadAhead:
         return _Reading(section, buffer, section.begin_read(bytes_of(buffer[:nbytes])), changes)
 
     def _buffer(self, nbytes: int) -> Tensor:
-        """The smallest free one that will do, or a new one."""
+        """Return the smallest free buffer that is large enough, or a new one."""
         sizes = {
             i: b.numel() for i, (b, used) in enumerate(self._free) if b.numel() >= nbytes and used.done()
         }

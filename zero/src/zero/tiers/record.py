@@ -1,4 +1,4 @@
-"""What an optimizer keeps of one sub-group: master and moments, in their tier."""
+"""An optimizer's state of one sub-group: master and moments, in their tier."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Opened:
 
 @dataclass
 class Record:
-    """master: the originals of parameters, fp32 (fp64 where they are). moments: one value each.
+    """Master and moments of one sub-group.
 
-    tier: where they are, but for a master that is the shard and stays with it. On disk a record is one
-    contiguous stretch, master first, of whole pages a section.
+    master: the original values of the parameters, fp32 (fp64 for fp64 parameters). moments: one value per
+    element each. tier: where they are, except a master that is the shard, which stays with it. On disk a
+    record is one contiguous stretch, master first, each section in whole pages.
     """
 
     tier: Tier
@@ -36,25 +37,24 @@ class Record:
     moments: tuple[Values, ...] = ()
 
     def opened(self) -> Opened:
-        """Master and moments of a record that is in memory."""
+        """Return master and moments of a record that is in memory."""
         assert isinstance(self.master, Tensor)
         moments = [m for m in self.moments if isinstance(m, Tensor)]
         return Opened(self.master, tuple(moments))
 
     def bytes_on(self, device: torch.device, shard: Values) -> int:
-        """Bytes in use on `device`, those of a master that is the shard itself not among them."""
+        """Return the bytes in use on `device`, without those of a master that is the shard itself."""
         values = [v for v in (self.master, *self.moments) if v is not shard]
         return sum(v.numel() * v.element_size() for v in values if _is_on(v, device))
 
     @property
     def sections(self) -> list[Section]:
-        """The sections of a record on disk, as they lie there one after another."""
+        """The sections of a record on disk, in the order in which they lie there."""
         first = self.master.lower if isinstance(self.master, SplitMaster) else self.master
         return [v for v in (first, *self.moments) if isinstance(v, Section)]
 
     def unpack(self, sections: Sequence[Tensor], scratch: Tensor | None) -> Opened:
-        """What has been read of a record on disk, to be stepped. scratch: (numel,) fp32, for a split
-        master."""
+        """Return a record read from disk, to be stepped. scratch: (numel,) fp32, for a split master."""
         if not isinstance(self.master, SplitMaster):
             return Opened(sections[0], tuple(sections[1:]))
         assert scratch is not None
@@ -62,7 +62,7 @@ class Record:
         return Opened(scratch, tuple(sections[1:]))
 
     def pack(self, state: Opened, sections: Sequence[Tensor]) -> None:
-        """The reverse, before it is written; moments have been stepped where they are."""
+        """Reverse `unpack`, before the record is written; moments were stepped in place."""
         if isinstance(self.master, SplitMaster):
             self.master.split(state.master, sections[0])
 
@@ -73,18 +73,20 @@ def _is_on(values: Values, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class DiskFormat:
-    """What is kept on disk. moments: of a record, for each element. compact: of masters, what bf16 weights
-    lack."""
+    """What is kept on disk.
+
+    moments: a record's, per element. compact: of masters, keep only what bf16 weights lack.
+    """
 
     moments: int = 0
     compact: bool = False
 
     def record(self, dtype: torch.dtype, splits: bool) -> list[torch.dtype]:
-        """The dtypes of a record, section by section. splits: the weights may be the master's upper half."""
+        """Return a record's dtypes, by section. splits: the weights may be the master's upper half."""
         return [LOWER if self.compact and splits else dtype, *([dtype] * self.moments)]
 
     def nbytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
-        """Bytes that a group of `numel` elements in `dtype` takes. gradient: dtype of its reduced slice."""
+        """Return the bytes of a group of `numel` elements in `dtype`. gradient: its reduced slice's dtype."""
         wide = torch.promote_types(dtype, torch.float32)
         of_record = self.record(wide, dtype is torch.bfloat16)
         sections = [(n, d) for n, tier in placement.optimizer if tier == "disk" for d in of_record]
@@ -96,5 +98,5 @@ class DiskFormat:
 
 
 def section_bytes(numel: int, dtype: torch.dtype) -> int:
-    """A section's bytes on disk, in whole pages."""
+    """Return a section's bytes on disk, in whole pages."""
     return -(-numel * dtype.itemsize // PAGE) * PAGE

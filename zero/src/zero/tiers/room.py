@@ -1,4 +1,4 @@
-"""Running out of device memory, told with the unit that found no room."""
+"""Report running out of device memory together with the unit that found no room."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ T = TypeVar("T")
 
 
 class OutOfMemoryError(ZeroError, torch.OutOfMemoryError):
-    """The device has no room for a unit. Names the unit, the bytes wanted and the bytes free; what serves
-    all units at once, such as the norm of the gradients, is named instead.
+    """The device has no room for a unit.
+
+    The message names the unit, the bytes wanted and the bytes free; for memory that serves all units at once,
+    such as that of the gradients' norm, it names the purpose instead.
 
     During init nothing is trained yet: free the model, and build it anew for a smaller configuration. After
-    an error in forward or backward the engine stays usable. After one in step either nothing has changed,
-    and the step may be repeated, or some parameters are updated and others are not: the engine then refuses
-    to go on until a checkpoint is loaded.
+    an error in forward or backward the engine stays usable. After an error in step either nothing has changed
+    and the step may be repeated, or some parameters are updated and others are not, and the engine refuses to
+    go on until a checkpoint is loaded.
     """
 
 
 def allocate(stores: Stores, purpose: str, unit: str | None, nbytes: int, allocation: Callable[[], T]) -> T:
-    """What `allocation` returns; tried once more where state could be moved off the device. See room_for."""
+    """Return what `allocation` returns, trying again if state could be moved off the device. See room_for."""
     with room_for(stores.accelerator, purpose, unit, nbytes):
         try:
             return allocation()
@@ -42,8 +44,8 @@ def allocate(stores: Stores, purpose: str, unit: str | None, nbytes: int, alloca
 def room_for(accelerator: Accelerator, purpose: str, unit: str | None, nbytes: int) -> Iterator[None]:
     """Turn torch's out-of-memory error into one that names the unit.
 
-    purpose: what the memory is for, e.g. "to gather". unit: None for what is of no unit. nbytes: what was
-    wanted for it.
+    purpose: what the memory is for, e.g. "to gather". unit: None for memory of no unit. nbytes: what the
+    purpose needs.
     """
     try:
         yield
@@ -59,6 +61,6 @@ def room_for(accelerator: Accelerator, purpose: str, unit: str | None, nbytes: i
 
 
 def scalars(accelerator: Accelerator, purpose: str, count: int) -> tuple[Tensor, ...]:
-    """Zeros, each 0-dim fp32 on the device: made once, so that no step has to find room for them."""
+    """Make `count` zeros, 0-dim fp32 on the device: once, so that no step has to find room for them."""
     with room_for(accelerator, purpose, None, 4 * count):
         return torch.zeros(count, dtype=torch.float32, device=accelerator.device).unbind()

@@ -1,9 +1,9 @@
-"""fp32 masters of bf16 weights, kept as what the weights lack: 2 bytes an element on disk instead of 4.
+"""Store fp32 masters of bf16 weights as what the weights lack: 2 bytes per element on disk instead of 4.
 
 A bf16 weight is the upper half of its master, rounded to nearest, ties to even. The lower half tells which
-way it was rounded, so both halves together are the master, bit for bit. One case is open: a lower half of
-exactly 0x8000 went to whichever neighbour is even, from either side. Those that went up (one element in
-131,072 or so) are remembered by their places.
+way it was rounded, so both halves together give the master, bit for bit. One case is ambiguous: a lower half
+of exactly 0x8000 was rounded to whichever neighbour is even, up or down. The places of those that were
+rounded up (about one element in 131,072) are remembered.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from zero.tiers.values import Values, put
 
 LOWER = torch.int16
 _HALF = 0x8000
-_CHUNK = 1 << 18  # elements worked on at a time: temporaries stay in the cache
+_CHUNK = 1 << 18  # elements processed at a time, so that temporaries stay in the cache
 
 
 class SplitMaster(Stored):
-    """weights: gives the bf16 weights, in any tier. lower: the lower halves, (numel,) int16, on disk."""
+    """A split master.
+
+    weights(): the bf16 weights, in any tier. lower: the lower halves, (numel,) int16, on disk.
+    """
 
     def __init__(
         self, weights: Callable[[], Values], lower: Section, whole: SplitMaster | None = None
@@ -34,11 +37,11 @@ class SplitMaster(Stored):
         self.lower = lower
         self._whole = whole or self
         self._start = 0 if whole is None else (lower.place - whole.lower.place) // LOWER.itemsize
-        # Of the whole: where a tie was rounded up.
+        # Places in the whole master where a tie was rounded up.
         self._ties = torch.empty(0, dtype=torch.int64, device=HOST)
 
     def join(self, lower: Tensor, out: Tensor) -> None:
-        """Put the masters together in `out` from the weights and their lower halves, all on the host."""
+        """Assemble the masters in `out` from the weights and their lower halves, all on the host."""
         upper = self.weights().to(HOST)
         for begin in range(0, out.numel(), _CHUNK):
             part = slice(begin, begin + _CHUNK)
@@ -49,7 +52,7 @@ class SplitMaster(Stored):
         out.view(torch.int32)[self._my_ties()] -= 1 << 16
 
     def split(self, master: Tensor, lower: Tensor) -> None:
-        """Take the lower halves of the masters; the weights have the upper ones already."""
+        """Write the lower halves of the masters to `lower`; the weights have the upper ones already."""
         found = [torch.empty(0, dtype=torch.int64, device=HOST)]
         for begin in range(0, master.numel(), _CHUNK):
             part = slice(begin, begin + _CHUNK)
@@ -74,7 +77,7 @@ class SplitMaster(Stored):
         return SplitMaster(lambda: self.weights()[begin:end], self.lower.part(begin, end), self._whole)
 
     def _my_ties(self) -> Tensor:
-        """Places within this part."""
+        """Return the places within this part."""
         ties = self._whole._ties
         return ties[self._contains(ties)] - self._start
 

@@ -1,4 +1,4 @@
-"""Values that are not in memory, and what can be done with them."""
+"""Values that are not in memory, and the operations on them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from zero.errors import UsageError
 
 
 class Stored(ABC):
-    """One-dimensional values that have to be read to be used. Slices are values of their own; there is no
-    arithmetic. dtype: of what is read."""
+    """One-dimensional values that must be read to be used.
+
+    Slices are stored values, too; there is no arithmetic. dtype: that of the values when read.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -39,11 +41,11 @@ class Stored(ABC):
         return self.part(begin, max(end, begin))
 
     def to(self, device: torch.device) -> Tensor:
-        """A copy on `device`, shape (numel,)."""
+        """Return a copy on `device`, shape (numel,)."""
         return self.read().to(device)
 
     def read(self) -> Tensor:
-        """A copy in host memory, shape (numel,)."""
+        """Return a copy in host memory, shape (numel,)."""
         values = torch.empty(self._numel, dtype=self.dtype, device=HOST)
         self.read_into(values)
         return values
@@ -54,8 +56,8 @@ class Stored(ABC):
 
     @abstractmethod
     def write(self, values: Tensor) -> None:
-        """Take over `values`, (numel,), from any device and of any dtype."""
+        """Overwrite with `values`, (numel,), from any device and of any dtype."""
 
     @abstractmethod
     def part(self, begin: int, end: int) -> Stored:
-        """The values from `begin` up to `end`."""
+        """Return the values from `begin` up to `end`."""

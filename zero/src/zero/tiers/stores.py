@@ -1,4 +1,4 @@
-"""Makes room for state in its tier. One for each engine."""
+"""Make room for state in its tier."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from zero.tiers.values import Values
 
 
 class Stores:
-    """Where the device is the host, the host tier is the device's memory: nothing is there twice.
+    """Makes and finds the stores of each tier; one for each engine.
 
-    folder: for what is on disk. compact: keep of masters on disk what bf16 weights lack. visits: records on
-    the host are page-locked, to be stepped on the device. relieve: frees about so many bytes of the device if
-    it can; returns how many.
+    If the device is the host, the host tier is the device's memory, and nothing is there twice.
+
+    folder: for state on disk. compact: of masters on disk, keep only what bf16 weights lack. visits: records
+    on the host are page-locked, to be stepped on the device. relieve(nbytes): frees about that many bytes of
+    the device, if possible; returns how many.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Stores:
 
     @cached_property
     def carrier(self) -> Carrier:
-        """Made when something moves for the first time: it takes a stream."""
+        """The carrier, made when something moves for the first time, as it takes a stream."""
         return Carrier(self.accelerator)
 
     @cached_property
@@ -64,15 +66,15 @@ class Stores:
         return SwapFile(self._folder)
 
     def kernels(self, device: torch.device) -> Kernels:
-        """For tensors on `device`: the accelerator's, or the host's."""
+        """Return the kernels for tensors on `device`: the accelerator's, or the host's."""
         return self.accelerator.kernels if device == self.accelerator.device else self._host_kernels
 
     def resolve(self, tier: Tier) -> Tier:
-        """The tier that `tier` is on this device."""
+        """Return the tier that `tier` amounts to on this device."""
         return "device" if tier == "host" and self.accelerator.device.type == HOST.type else tier
 
     def keep(self, values: Tensor, tier: Tier) -> Values:
-        """The values in `tier`: a copy, except where that is the device, where they are."""
+        """Return the values in `tier`: a copy, or for the device the values themselves."""
         if tier == "host":
             return self.accelerator.memory.empty_host(tuple(values.shape), values.dtype).copy_(values)
         if tier == "disk":
@@ -82,15 +84,15 @@ class Stores:
         return values
 
     def disk_bytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
-        """What a group of `numel` elements in `dtype` keeps on disk. gradient: dtype of its reduced slice."""
+        """Return the disk bytes of a group of `numel` elements in `dtype`. gradient: its slice's dtype."""
         return DiskFormat(placement.moments, self._compact).nbytes(numel, dtype, placement, gradient)
 
     def reserve(self, nbytes: int) -> None:
-        """Take the space on disk for all of this engine's state. Raises OffloadError on a full disk."""
+        """Reserve the disk space for all of this engine's state. Raises OffloadError on a full disk."""
         self.swap_file.reserve(nbytes)
 
     def on_disk(self, numel: int, dtype: torch.dtype) -> Section:
-        """A place on disk for values, zero at first. Raises OffloadError on a full disk."""
+        """Allocate space on disk for values, zero at first. Raises OffloadError on a full disk."""
         return self._stored([dtype], numel)[0]
 
     def record(
@@ -101,10 +103,10 @@ class Stores:
         moments: int,
         weights: Callable[[], Values] | None,
     ) -> Record:
-        """A record whose master is a copy of `values` in `dtype`; `make_moments` completes it.
+        """Make a record whose master is a copy of `values` in `dtype`; `make_moments` completes it.
 
-        moments: how many there will be, which on disk have their places from the beginning. weights: gives
-        the bf16 weights, where these may serve as the upper half of a master on disk.
+        moments: how many there will be; on disk they have their space from the beginning. weights(): the bf16
+        weights, if these may serve as the upper half of a master on disk.
         """
         if tier == "disk":
             format = DiskFormat(moments, self._compact)
@@ -120,8 +122,10 @@ class Stores:
         return Record(tier, master)
 
     def moved(self, record: Record, tier: Tier, shard: Values, visits: bool = False) -> Record:
-        """A record in the other memory. The shard itself serves as an fp32 master there, and on the device
-        where the record visits that."""
+        """Return a record moved to `tier`.
+
+        The shard itself serves as an fp32 master if it is there, or on the device if the record visits that.
+        """
         old = record.opened()
         device = HOST if tier == "host" else self.accelerator.device
         near = (device, self.accelerator.device) if visits else (device,)
@@ -130,16 +134,16 @@ class Stores:
         return Record(tier, master, tuple(m.to(device) for m in old.moments))
 
     def outlet(self, shard: Values, master: Tensor) -> Outlet:
-        """What sends the weights of a stepped `master` to `shard`."""
+        """Make the outlet that sends the weights of a stepped `master` to `shard`."""
         return Outlet(self, shard, master)
 
     def join(self) -> None:
-        """Let the device's later work start after everything that is under way to it."""
+        """Make the device's later work wait for everything that is under way to it."""
         if "carrier" in self.__dict__:
             self.carrier.join()
 
     def make_moments(self, record: Record, moments: int) -> None:
-        """Zeros; on disk they are there already, as the file begins with them."""
+        """Add zero moments to a record; on disk they exist already, as the file starts out as zeros."""
         master = record.master
         if isinstance(master, Tensor):
             record.moments = tuple(self._zeros(master, record.tier) for _ in range(moments))
@@ -150,7 +154,7 @@ class Stores:
         return torch.zeros_like(like)
 
     def _empty_on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """For a record; where the host's kernels step it, it need not be page-locked."""
+        """Allocate host memory for a record; it need not be page-locked if the host's kernels step it."""
         if self._visits:
             return self.accelerator.memory.empty_host((numel,), dtype)
         return torch.empty(numel, dtype=dtype, device=HOST)
@@ -160,7 +164,7 @@ class Stores:
         return accelz.host_kernels()
 
     def _stored(self, dtypes: Sequence[torch.dtype], numel: int) -> list[Section]:
-        """Sections of `numel` elements one after another, each of whole pages."""
+        """Allocate adjacent sections of `numel` elements, each of whole pages."""
         sizes = [section_bytes(numel, dtype) for dtype in dtypes]
         place = self.swap_file.allocate(sum(sizes))
         ends = itertools.accumulate(sizes, initial=place)

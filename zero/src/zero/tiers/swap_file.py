@@ -1,10 +1,10 @@
 """A rank's file for state that is kept on disk while the job runs.
 
-The file has no name: it is unlinked as soon as it is open, so nothing is left behind by a job that ends,
-however it ends. Space is allocated when it is asked for, before training, so that a full disk cannot stop a
-step. Records pass by O_DIRECT, in blocks that several threads move at once. Parameters pass through the page
-cache of a second descriptor, which holds what there is memory for; so do slices of a record, which only
-checkpoints and inspection want.
+The file has no name: it is unlinked as soon as it is open, so a job leaves nothing behind, however it ends.
+Space is allocated when it is requested, before training, so that a full disk cannot stop a step. Records are
+read and written with O_DIRECT, in blocks that several threads move concurrently. Parameters go through the
+page cache, by a second descriptor, which keeps what there is memory for; so do slices of a record, which only
+checkpoints and inspection need.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from zero.tiers.stored import Stored
 PAGE = 4096
 BLOCK = 4 << 20  # bytes that one thread moves at a time
 _PREFIX = ".zero-swap-"
-_STALE = 60.0  # seconds after which a file with a name belongs to nobody
-THREADS = 8  # moves under way at once; a disk needs several to be busy
+_STALE = 60.0  # seconds after which a file that still has a name is abandoned
+THREADS = 8  # concurrent transfers; a disk needs several to be busy
 
 
 class SwapFile:
-    """folder: where the file is made, with mode 0600. Raises OffloadError where that cannot be.
+    """A rank's unnamed file.
 
-    bytes_read, bytes_written: moved so far by O_DIRECT.
+    folder: where the file is made, with mode 0600; raises OffloadError if that is not possible. bytes_read,
+    bytes_written: moved so far with O_DIRECT.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,14 +53,14 @@ class SwapFile:
         self._end = 0
         self._reserved = 0
         self._places: list[int] = []  # of allocations, ascending
-        self._changes: list[int] = []  # writes to each
+        self._changes: list[int] = []  # number of writes to each
         self._lock = threading.Lock()
         self._direct, self._cached = _open(folder)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zero-swap")
         self._close = weakref.finalize(self, _close, self._threads, {self._direct, self._cached})
 
     def reserve(self, nbytes: int) -> None:
-        """Take space for `nbytes` more than there is so far. Raises OffloadError on a full disk."""
+        """Reserve `nbytes` more than so far. Raises OffloadError on a full disk."""
         try:
             os.posix_fallocate(self._cached, self._reserved, nbytes)
         except OSError as error:
@@ -70,8 +71,10 @@ class SwapFile:
         self._reserved += nbytes
 
     def allocate(self, nbytes: int) -> int:
-        """Room for `nbytes` at a page's beginning; returns its offset. Raises OffloadError on a full disk,
-        except for what was reserved."""
+        """Allocate `nbytes` from a page boundary on; return the offset.
+
+        Raises OffloadError on a full disk, except for space that was reserved.
+        """
         place, size = self._end, -(-nbytes // PAGE) * PAGE
         if place + size > self._reserved:
             self.reserve(place + size - self._reserved)
@@ -81,7 +84,7 @@ class SwapFile:
         return place
 
     def changes(self, place: int) -> int:
-        """Writes that have begun so far to the allocation around `place`."""
+        """Return the number of writes begun so far to the allocation that contains `place`."""
         return self._changes[bisect.bisect_right(self._places, place) - 1]
 
     def read(self, place: int, buffer: memoryview) -> Transfer:
@@ -95,7 +98,7 @@ class SwapFile:
         return self._move(os.preadv, self._cached, place, buffer)
 
     def write(self, place: int, buffer: memoryview) -> Transfer:
-        """Begin to write `buffer`, page-aligned and of whole pages, to `place`; leave it alone till then."""
+        """Begin to write `buffer`, page-aligned and of whole pages, to `place`. It must not change meanwhile."""
         with self._lock:
             self.bytes_written += buffer.nbytes
         self._count_change(place)
@@ -111,7 +114,7 @@ class SwapFile:
         self._guarded(os.pwritev, self._cached, place, buffer)
 
     def close(self) -> None:
-        """Give the disk space back; so does dropping the file."""
+        """Give back the disk space; dropping the object does so, too."""
         self._threads.shutdown()
         self._close()
 
@@ -145,18 +148,18 @@ class SwapFile:
 
 
 class Transfer:
-    """A section on its way."""
+    """A read or write under way."""
 
     def __init__(self, blocks: list[Future[None]]) -> None:
         self._blocks = blocks
 
     def settle(self) -> None:
-        """Until nothing of it is under way any more, moved or not."""
+        """Wait until no part of it is under way any more, moved or not."""
         wait(self._blocks)
 
     def wait(self) -> None:
-        """Until all of it has been moved; raises OffloadError if a part could not be."""
-        self.settle()  # all of it: nobody may still be moving when the buffer is used again
+        """Wait until all of it has been moved; raises OffloadError if a part could not be."""
+        self.settle()  # every block: none may still be moving when the buffer is used again
         for block in self._blocks:
             block.result()
         self._blocks = []
@@ -178,12 +181,12 @@ class Section(Stored):
         self.file.write_slice(self.place, bytes_of(host))
 
     def begin_read(self, buffer: memoryview) -> Transfer:
-        """Begin to fill `buffer`, of this size."""
+        """Begin to fill `buffer`, which has the section's size."""
         return self.file.read_cached(self.place, buffer)
 
     @property
     def changes(self) -> int:
-        """Writes that have begun so far to what this is a part of."""
+        """Number of writes begun so far to the allocation that this is part of."""
         return self.file.changes(self.place)
 
     def part(self, begin: int, end: int) -> Section:
@@ -196,8 +199,11 @@ def aligned(buffer: Tensor) -> Tensor:
 
 
 def whole_pages(memory: Memory, nbytes: int) -> Tensor:
-    """`nbytes` of host memory that begin with a page, (nbytes,) uint8. Page-locked memory does so by itself,
-    and allocators that round sizes up could take twice as much for a page more."""
+    """Return `nbytes` of host memory that begin on a page boundary, (nbytes,) uint8.
+
+    Page-locked memory is tried as it comes, since it begins on one anyway; allocators that round sizes up
+    could take twice as much for one page more.
+    """
     exact = memory.empty_host((nbytes,), torch.uint8)
     if exact.data_ptr() % PAGE == 0:
         return exact
@@ -206,16 +212,18 @@ def whole_pages(memory: Memory, nbytes: int) -> Tensor:
 
 
 def _close(threads: ThreadPoolExecutor, descriptors: set[int]) -> None:
-    """Give threads and descriptors back. No transfer is under way: that would keep the file. The collector
-    may call this from anywhere, also while a thread is being started, where waiting for another one to end
-    would never end."""
+    """Give back threads and descriptors.
+
+    No transfer is under way, as it would keep the file alive. The garbage collector may call this at any
+    point, even while a thread is being started, where waiting for another thread to end would deadlock.
+    """
     threads.shutdown(wait=False)
     for descriptor in descriptors:
         os.close(descriptor)
 
 
 def _open(folder: Path) -> tuple[int, int]:
-    """A file without a name, open for O_DIRECT and through the page cache."""
+    """Open a file without a name, both for O_DIRECT and through the page cache."""
     try:
         _sweep(folder)
         cached, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)  # mode 0600
@@ -231,7 +239,7 @@ def _open(folder: Path) -> tuple[int, int]:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a job left that was killed in the moment between making its file and unlinking it."""
+    """Remove the file of a job that was killed between making its file and unlinking it."""
     for path in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another rank may be sweeping, or it is another user's
             found = path.stat()
@@ -256,11 +264,11 @@ def _open_direct(name: str, folder: Path, cached: int) -> int:
 
 
 def _takes_pages(direct: int) -> bool:
-    """Some file systems open any file so, and then want larger pages."""
+    """Return whether O_DIRECT works with PAGE; some file systems open any file so, but need larger pages."""
     try:
         with mmap.mmap(-1, PAGE) as page:
             os.pwrite(direct, page, 0)
         os.ftruncate(direct, 0)
     except OSError as error:
-        return error.errno != errno.EINVAL  # a full disk is told by what needs its space
+        return error.errno != errno.EINVAL  # a full disk is reported when its space is needed
     return True

@@ -1,4 +1,4 @@
-"""One-dimensional values wherever they are: a tensor on the device or the host, or a part of a swap file."""
+"""One-dimensional values in any tier: a tensor on the device or the host, or a part of a swap file."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ Values = Tensor | Stored
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """What is made in the block may be changed in place later, whatever mode its caller is in: an evaluation
-    in `torch.inference_mode()` makes tensors that no optimizer may step."""
+    """Let tensors made in the block be changed in place later, whatever mode the caller is in.
+
+    In `torch.inference_mode()`, an evaluation would otherwise make tensors that no optimizer may step.
+    """
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def fetch(values: Values, device: torch.device, communicator: Communicator) -> Tensor:
-    """`values.to(device)`; zeros where they cannot be read, which the next agreement tells."""
+    """Return `values.to(device)`; zeros if they cannot be read, which the next agreement reports."""
     with communicator.postponing_disk_errors():
         return values.to(device)
     return torch.zeros(values.numel(), dtype=values.dtype, device=device)
@@ -31,7 +33,7 @@ def fetch(values: Values, device: torch.device, communicator: Communicator) -> T
 
 @contextmanager
 def changing(values: Values) -> Iterator[Tensor]:
-    """The values as a tensor to be written to; those on disk are read, and written when the block is over."""
+    """Yield the values as a tensor to write to; those on disk are read, and written back after the block."""
     if isinstance(values, Tensor):
         yield values
     else:
@@ -41,7 +43,7 @@ def changing(values: Values) -> Iterator[Tensor]:
 
 
 def put(values: Values, window: slice, source: Tensor) -> None:
-    """Overwrite a stretch of values, from any device and dtype."""
+    """Overwrite a stretch of values with `source`, of any device and dtype."""
     if isinstance(values, Stored):
         values[window].write(source)
     else:
