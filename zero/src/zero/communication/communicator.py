@@ -1,9 +1,9 @@
-"""Every collective of the engine passes here: it is counted, logged by unit, and explained when it fails.
+"""Issue every collective of the engine: each is counted, logged by unit, and explained when it fails.
 
 Ranks must issue the same collectives in the same order. Each one is folded into a running hash, which the
-ranks compare once per optimizer step over host memory (the device is not waited for). When hashes differ,
-or a collective fails, the ranks exchange their logs through the group's store and the error names the
-first difference, the rank whose collective failed first, or the ranks that did not answer.
+ranks compare once per optimizer step over host memory, without waiting for the device. If hashes differ, or a
+collective fails, the ranks exchange their logs through the group's store, and the error names the first
+difference, the rank whose collective failed first, or the ranks that did not answer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ LOG_LENGTH = 256
 
 @dataclass
 class Traffic:
-    """Collectives issued, and their bytes: of the gathered, scattered or reduced whole buffer, or of all
-    that ranks send in an all-to-all."""
+    """Counts of collectives issued, and their bytes.
+
+    Bytes are those of the gathered, scattered or reduced whole buffer, or of all that ranks send in an
+    all-to-all.
+    """
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
@@ -54,7 +57,7 @@ class NamedHandle:
         self._explain = explain
 
     def wait(self) -> None:
-        """Order what follows behind the collective. Raises CommunicationError."""
+        """Order what follows after the collective. Raises CommunicationError."""
         try:
             self._handle.wait()
         except CollectiveError as error:
@@ -62,14 +65,15 @@ class NamedHandle:
 
 
 class Communicator:
-    """Collectives by unit name. group: all ranks of the job. control: a second group of the same ranks, for
-    host memory; its traffic must not interleave with the data's. After `split`, shards: the ranks that share
-    a copy of the model with this one; copies: those that have the same slices as this one, None where there
-    is one copy.
+    """Collectives by unit name.
 
-    A rank whose disk fails goes on in the collectives that the others are in, with whatever values there are,
-    and tells of it in the next `agree`: until then the error is *postponed*. in_pass: inside what ends with
-    an agreement of the ranks, such as a forward or backward.
+    group: all ranks of the job. control: a second group of the same ranks, for host memory, whose traffic
+    must not interleave with the data's. After `split`, shards: the ranks that share a copy of the model with
+    this one; copies: the ranks that have the same slices as this one, None if there is one copy.
+
+    A rank whose disk fails continues to take part in the collectives of the others, with whatever values
+    there are, and reports the error in the next `agree`: until then the error is *postponed*. in_pass: inside
+    something that ends with an agreement of the ranks, such as a forward or backward.
     """
 
     def __init__(self, accelerator: Accelerator, group: Group, control: Group, key: str) -> None:
@@ -83,21 +87,21 @@ class Communicator:
         self.in_pass = False
         self._disk_error = ""  # of this rank, postponed
         self._shared_disk_error = ""  # the last one that was raised on all ranks
-        self.failed = ""  # what went wrong; nothing can be exchanged after that
+        self.failed = ""  # what failed; nothing can be exchanged after that
         self._count = 0
         self._shared = 0
-        # Running hashes: of reductions and of everything else, since a graph that is on the host as well may
-        # run either sooner; and of all in their order, which libraries with one queue want to be one.
+        # Running hashes: of reductions and of everything else separately, since a graph that is partly on the
+        # host may run either sooner; and of all in order, as libraries with one queue need one order.
         self._hashes = {"reductions": 0, "others": 0}
         self.sequence = 0
         self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
 
     def split(self, split: Split) -> None:
-        """From now on slices are gathered and reduced as `split` says."""
+        """Gather and reduce slices as `split` says from now on."""
         self.shards, self.copies = split.shards, split.copies
 
     def all_gather(self, unit: str, output: Tensor, shard: Tensor) -> NamedHandle:
-        """Over the ranks of a copy."""
+        """All-gather over the ranks of a copy."""
         output, shard = _transportable(output), _transportable(shard)
         return self._issue(
             "all_gather",
@@ -109,7 +113,7 @@ class Communicator:
         )
 
     def reduce_scatter(self, unit: str, output: Tensor, full: Tensor) -> NamedHandle:
-        """Over the ranks of a copy; what all of a slice's are together takes `all_reduce_copies`, too."""
+        """Reduce-scatter over the ranks of a copy; the sum over all copies takes `all_reduce_copies`, too."""
         return self._issue(
             "reduce_scatter",
             unit,
@@ -128,7 +132,7 @@ class Communicator:
         sent: Sequence[int],
         total: int,
     ) -> NamedHandle:
-        """Over the ranks of a copy. total: elements that they send together."""
+        """All-to-all over the ranks of a copy. total: elements that all of them send together."""
         return self._issue(
             "all_to_all",
             unit,
@@ -139,11 +143,11 @@ class Communicator:
         )
 
     def all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
-        """Over the ranks of a copy."""
+        """All-reduce over the ranks of a copy."""
         return self._all_reduce(unit, tensor, op, self.shards)
 
     def all_reduce_copies(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
-        """Over the ranks that have the same slices, in several copies of the model."""
+        """All-reduce over the ranks that have the same slices, in several copies of the model."""
         assert self.copies is not None
         return self._all_reduce(unit, tensor, op, self.copies)
 
@@ -158,7 +162,7 @@ class Communicator:
         )
 
     def broadcast(self, unit: str, tensor: Tensor, source: int) -> None:
-        """From rank `source` of the job to all ranks, complete on return. tensor: (n,), contiguous."""
+        """Broadcast from rank `source` of the job to all ranks, and wait. tensor: (n,), contiguous."""
         tensor = _transportable(tensor)
         self._issue(
             "broadcast",
@@ -171,10 +175,10 @@ class Communicator:
         ).wait()
 
     def check(self) -> None:
-        """Raise CommunicationError if the library has aborted a collective behind the host's back, or
-        RankMismatchError where the ranks had issued different ones.
+        """Raise CommunicationError if the library has aborted a collective asynchronously.
 
-        What has been computed from it is worthless. After `streams.synchronize()` nothing is missed.
+        Raises RankMismatchError if the ranks had issued different collectives. What was computed from an
+        aborted one is worthless. After `streams.synchronize()` no abort is missed.
         """
         groups = {id(group): group for group in (self.group, self.shards, self.copies) if group is not None}
         try:
@@ -188,11 +192,11 @@ class Communicator:
             raise CommunicationError(f"rank {self.group.rank}: {error}. {_WORTHLESS}") from error
 
     def agree(self, flag: bool = False, settings: Callable[[], Mapping[str, Any]] = dict) -> bool:
-        """Check that all ranks issued the same collectives so far, and whether any rank raises `flag`.
+        """Check that all ranks issued the same collectives so far; return whether any rank passes `flag`.
 
-        settings(): JSON values by name that all ranks must have the same of. Blocks the host until every rank
-        is here; the device is not involved. Raises RankMismatchError, and on every rank the OffloadError that
-        one has postponed.
+        settings(): JSON values by name, which must be the same on all ranks. Blocks the host until every rank
+        is here; the device is not involved. Raises RankMismatchError, and on every rank an OffloadError that
+        any rank has postponed.
         """
         if self.group.size == 1:
             return flag
@@ -213,9 +217,9 @@ class Communicator:
 
     @contextmanager
     def postponing_disk_errors(self) -> Iterator[None]:
-        """Postpone an OffloadError of the block to the next `agree`: no rank waits for this one meanwhile.
+        """Postpone an OffloadError of the block to the next `agree`, so that no rank waits for this one.
 
-        What the block was to make is not there then, and nothing that follows until then is to be kept.
+        The block's result is then missing, and nothing computed until that `agree` may be kept.
         """
         try:
             yield
@@ -226,8 +230,10 @@ class Communicator:
 
     @contextmanager
     def sharing_disk_errors(self) -> Iterator[None]:
-        """Around what all ranks do in collectives: an OffloadError that one of them postpones in the block is
-        raised on every rank at its end."""
+        """Wrap work that all ranks do with collectives: raise, at its end, a postponed OffloadError on all.
+
+        That is an error that any of the ranks has postponed in the block.
+        """
         before, self.in_pass = self.in_pass, True
         try:
             yield
@@ -242,17 +248,17 @@ class Communicator:
         raise OffloadError(self._shared_disk_error)
 
     def fence(self, what: str) -> None:
-        """Return once every rank has come here, done with all reading and writing before it."""
+        """Wait until every rank has come here and finished all reading and writing before it."""
         self._exchange(what, torch.zeros(1, dtype=torch.int64, device=HOST))
 
     def any_of(self, flags: Tensor) -> Tensor:
-        """Elementwise "or" of host uint8 flags over the ranks, in place."""
+        """Take the elementwise "or" of host uint8 flags over the ranks, in place."""
         if self.group.size > 1:
             self._exchange("usage", flags)
         return flags
 
     def check_equal(self, digests: Mapping[str, int]) -> None:
-        """Raise RankMismatchError unless every rank passes the same digest of everything that is named."""
+        """Raise RankMismatchError unless every rank passes the same digest under every name."""
         if self.group.size == 1:
             return
         mine = list(digests.values())
@@ -266,11 +272,11 @@ class Communicator:
             )
 
     def share(self, value: Any) -> Any:
-        """Rank 0's JSON value, on every rank. Blocks the host."""
+        """Return rank 0's JSON value on every rank. Blocks the host."""
         return self.share_all(value if self.group.rank == 0 else None)[0]
 
     def share_all(self, value: Any) -> list[Any]:
-        """Every rank's JSON value, by rank. Blocks the host."""
+        """Return every rank's JSON value, by rank. Blocks the host."""
         if self.group.size == 1:
             return [json.loads(json.dumps(value))]  # what other world sizes would see
         self.check()
@@ -283,7 +289,7 @@ class Communicator:
         try:
             store.set(keys[self.group.rank], json.dumps(value))
             store.wait(keys, timedelta(seconds=self.group.timeout))
-            store.delete_key(before[self.group.rank])  # everybody here has read it: the store stays small
+            store.delete_key(before[self.group.rank])  # all ranks have read it; keeps the store small
             values = [json.loads(store.get(key)) for key in keys]
         except RuntimeError as error:
             raise CommunicationError(
@@ -292,7 +298,7 @@ class Communicator:
         return values
 
     def _exchange(self, what: str, tensor: Tensor) -> None:
-        """A host all-reduce (max) that is no part of the hashed sequence."""
+        """All-reduce (max) in host memory, outside of the hashed sequence."""
         self.check()
         self._count += 1
         text, began = f"{what} exchange", time.monotonic()
@@ -312,7 +318,7 @@ class Communicator:
         call: Callable[[], Handle],
         origin: str = "",
     ) -> NamedHandle:
-        """numel: of the whole buffer, equal on all ranks."""
+        """Count, log and issue a collective. numel: of the whole buffer, equal on all ranks."""
         if self.failed:
             raise CommunicationError(f"no collective is possible after an earlier failure: {self.failed}")
         text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')}){origin}"
@@ -343,7 +349,7 @@ class Communicator:
         raise CommunicationError(self._reports.describe(failure, reports)) from error
 
     def _numbers(self, group: Group) -> str:
-        """What the job calls the ranks of a group, where its collectives' errors number them otherwise."""
+        """Translate a group's rank numbers to the job's, for errors; "" if they are the same."""
         if group.size == self.group.size:
             return ""
         first = self.group.rank - self.shards.rank
@@ -369,14 +375,16 @@ class Communicator:
         raise RankMismatchError(f"{name} is {values}. {_SETTINGS_ADVICE}")
 
     def _difference(self) -> str:
-        """Where the ranks' collectives part, in words; "" where they agree."""
+        """Say where the ranks' collectives diverge; "" if they agree."""
         log = dict(self._log)
         return self._reports.difference(log, self._reports.exchange(log))
 
 
 def _transportable(tensor: Tensor) -> Tensor:
-    """Bytes instead of dtypes that communication libraries may not know: only copied, never summed. They may
-    arrive outside of an inference mode that they were sent for in."""
+    """View dtypes that communication libraries may not know as bytes, which are only copied, never summed.
+
+    The view is made outside of inference mode, as the collective may complete outside of it.
+    """
     with torch.inference_mode(False):
         return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)
 

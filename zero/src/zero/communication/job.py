@@ -1,4 +1,4 @@
-"""The job's ranks: joined once per process, and shared by its engines."""
+"""Join the job's ranks, once per process; its engines share the groups."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Split:
-    """Where a rank is. shards: it and the ranks that it shares a copy of the model with. copies: it and those
-    that have the same slices as it, one of each copy; None where there is one copy."""
+    """A rank's groups.
+
+    shards: the ranks that share a copy of the model, with this one. copies: the ranks that have the same
+    slices, this one among them, one of each copy; None if there is one copy.
+    """
 
     shards: Group
     copies: Group | None
@@ -29,11 +32,11 @@ _splits: dict[tuple[float, int], tuple[object, Split]] = {}  # timeout, ranks of
 
 
 def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
-    """Join the job; returns a group for data and one of the same ranks for control messages.
+    """Join the job; return a group for data and one of the same ranks for control messages.
 
-    The job is what torchrun's environment says, an initialised default process group, or one rank.
-    Engines with the same timeout (seconds) use the same groups. Every rank must call this; raises
-    CommunicationError when some do not.
+    The job is given by torchrun's environment or an initialised default process group, and is otherwise one
+    rank. Engines with the same timeout (seconds) use the same groups. Every rank must call this; raises
+    CommunicationError if some do not.
     """
     accelerator.bind(int(os.environ.get("LOCAL_RANK", "0")))
 
@@ -50,10 +53,10 @@ def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
 
 
 def split(accelerator: Accelerator, group: Group, shard_ranks: int | None) -> Split:
-    """Cut the job into copies of the model of `shard_ranks` consecutive ranks each (None: one copy).
+    """Divide the job into copies of the model of `shard_ranks` consecutive ranks each (None: one copy).
 
-    group: of `join`. Every rank must call this, with the same number. Raises ConfigError where
-    `ranks_of_copy` does, and CommunicationError.
+    group: from `join`. Every rank must call this, with the same number. Raises what `ranks_of_copy` raises,
+    and CommunicationError.
     """
     each = ranks_of_copy(shard_ranks, group.size)
     if each == group.size:
@@ -66,8 +69,10 @@ def split(accelerator: Accelerator, group: Group, shard_ranks: int | None) -> Sp
 
 
 def ranks_of_copy(shard_ranks: int | None, ranks: int) -> int:
-    """How many of the job's `ranks` share a copy. Raises ConfigError where copies would have different
-    numbers."""
+    """Return how many of the job's `ranks` share a copy.
+
+    Raises ConfigError if copies would have different numbers of ranks.
+    """
     each = ranks if shard_ranks is None else min(shard_ranks, ranks)
     if ranks % each:
         raise ConfigError(
@@ -85,7 +90,7 @@ def _cut(accelerator: Accelerator, group: Group, each: int) -> Split:
 
 
 def _new_group(accelerator: Accelerator, ranks: Sequence[int] | None, timeout: float) -> Group:
-    """A group of these ranks. All ranks must call this; those that are not among them may not use it."""
+    """Make a group of these ranks. All ranks of the job must call this; only these ranks may use it."""
     return cast(Group, accelerator.collectives.new_group(ranks, timeout))
 
 

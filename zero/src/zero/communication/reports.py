@@ -1,7 +1,7 @@
-"""What the ranks tell each other when a collective has failed, and how the error puts it.
+"""What ranks report to each other when a collective has failed, and the text of the error.
 
-Reports go through the group's store, which works while collectives hang. They are numbered as they come, so
-that all ranks agree on whose collective failed first.
+Reports go through the group's store, which works while collectives hang. They are numbered in order of
+arrival, so that all ranks agree on whose collective failed first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Log = Mapping[int, str]  # a rank's last collectives, by number
 
 @dataclass(frozen=True)
 class Failure:
-    """A collective that did not come through. number, text: as in the log. seconds: since it was issued."""
+    """A collective that failed. number, text: as in the log. seconds: since it was issued."""
 
     number: int
     text: str
@@ -33,8 +33,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's. turn: 1 of the rank that had something to report first. failure: None where it only found
-    that the ranks' collectives differ."""
+    """One rank's report.
+
+    turn: its place in the order of reports, from 1. failure: None if the rank only found that the ranks'
+    collectives differ.
+    """
 
     turn: int
     log: Log
@@ -42,7 +45,7 @@ class Report:
 
 
 class Reports:
-    """The reports of all ranks of a group about one engine. key: the engine's, in the store."""
+    """The reports of all ranks of a group about one engine. key: the engine's key in the store."""
 
     def __init__(self, group: Group, key: str) -> None:
         self._group = group
@@ -50,7 +53,7 @@ class Reports:
         self._published = False
 
     def exchange(self, log: Log, failure: Failure | None = None) -> dict[int, Report]:
-        """Publish this rank's report, unless it has before; the reports of all that answer in time."""
+        """Publish this rank's report if it has not; return the reports of all that answer in time."""
         reports: dict[int, Report] = {}
         deadline = time.monotonic() + min(SECONDS, self._group.timeout)
         try:
@@ -62,12 +65,12 @@ class Reports:
                         reports[rank] = _parse(self._group.store.get(f"{self._key}/{rank}"))
                         waiting.discard(rank)
                 time.sleep(0.02)
-        except (RuntimeError, OSError):  # the store's host is gone: the reports we have must do
+        except (RuntimeError, OSError):  # the store's host is gone: use the reports received so far
             pass
         return reports
 
     def difference(self, log: Log, reports: Mapping[int, Report]) -> str:
-        """Where this rank's sequence and another's part, in words; "" if they agree as far as both go."""
+        """Say where this rank's sequence and another's diverge; "" if they agree as far as both go."""
         for rank, report in sorted(reports.items()):
             for number, text in report.log.items():
                 if log.get(number, text) != text:
@@ -78,7 +81,7 @@ class Reports:
         return ""
 
     def describe(self, mine: Failure, reports: Mapping[int, Report]) -> str:
-        """Where a collective failed first and why, and who did not answer, as far as that can be known."""
+        """Say where a collective failed first and why, and who did not answer, as far as that is known."""
         here = f"rank {self._group.rank}: collective {mine.number}, {mine.text}, failed"
         origin = self._origin(mine, reports)
         if origin is None and not self._timed_out(mine):
@@ -100,9 +103,10 @@ class Reports:
             self._group.store.set(f"{self._key}/{self._group.rank}", json.dumps(report))
 
     def _origin(self, mine: Failure, reports: Mapping[int, Report]) -> tuple[int, Failure] | None:
-        """The rank that failed first and its failure, if that is another one's and says more than `mine`.
+        """Return the rank that failed first and its failure, if it is another and tells more than `mine`.
 
-        Failures at once come before those by timeout; of these the lowest number does.
+        Immediate failures come before those by timeout; among the latter, the one with the lowest number is
+        first.
         """
         found = [(r, report.turn, report.failure) for r, report in reports.items() if report.failure]
         if not found:
@@ -119,7 +123,7 @@ class Reports:
         return failure.seconds >= self._group.timeout
 
     def _absence(self, mine: Failure, reports: Mapping[int, Report]) -> list[str]:
-        """A sentence on ranks that were not there."""
+        """Return a sentence about ranks that were missing; empty if none."""
         others = [r for r in range(self._group.size) if r != self._group.rank]
         silent = [r for r in others if r not in reports]
         behind = [r for r in others if r in reports and max(reports[r].log, default=0) < mine.number]
