@@ -230,9 +230,9 @@ class Communicator:
 
     @contextmanager
     def sharing_disk_errors(self) -> Iterator[None]:
-        """Wrap work that all ranks do with collectives: raise, at its end, a postponed OffloadError on all.
+        """Wrap collective work of all ranks, and share their disk errors at its end.
 
-        That is an error that any of the ranks has postponed in the block.
+        An OffloadError that any rank postpones in the block is raised on every rank when the block ends.
         """
         before, self.in_pass = self.in_pass, True
         try:

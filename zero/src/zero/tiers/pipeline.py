@@ -53,7 +53,7 @@ class Pipeline:
             self._settle(reading)
 
     def _begin_read(self, record: Record, turn: int) -> Transfer:
-        """Begin to read into the buffer of three turns before, waiting if it is not yet written."""
+        """Begin to read into the buffer of three turns before, waiting until that has been written."""
         self._finish_write(turn % BUFFERS)
         first = record.sections[0]
         return first.file.read(first.place, self._bytes(record, turn))
@@ -81,7 +81,7 @@ class Pipeline:
         return views
 
     def _scratch_for(self, record: Record) -> Tensor | None:
-        """Return memory for a split master; None for another."""
+        """Return memory to assemble a split master in; None for other masters."""
         if not isinstance(record.master, SplitMaster):
             return None
         numel = record.master.numel()

@@ -44,8 +44,8 @@ def allocate(stores: Stores, purpose: str, unit: str | None, nbytes: int, alloca
 def room_for(accelerator: Accelerator, purpose: str, unit: str | None, nbytes: int) -> Iterator[None]:
     """Turn torch's out-of-memory error into one that names the unit.
 
-    purpose: what the memory is for, e.g. "to gather". unit: None for memory of no unit. nbytes: what the
-    purpose needs.
+    purpose: what the memory is for, e.g. "to gather". unit: None for memory of no unit. nbytes: bytes
+    wanted for it.
     """
     try:
         yield

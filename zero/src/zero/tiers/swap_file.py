@@ -98,7 +98,10 @@ class SwapFile:
         return self._move(os.preadv, self._cached, place, buffer)
 
     def write(self, place: int, buffer: memoryview) -> Transfer:
-        """Begin to write `buffer`, page-aligned and of whole pages, to `place`. It must not change meanwhile."""
+        """Begin to write `buffer`, page-aligned and of whole pages, to `place`.
+
+        It must not change until it has been written.
+        """
         with self._lock:
             self.bytes_written += buffer.nbytes
         self._count_change(place)
@@ -201,8 +204,8 @@ def aligned(buffer: Tensor) -> Tensor:
 def whole_pages(memory: Memory, nbytes: int) -> Tensor:
     """Return `nbytes` of host memory that begin on a page boundary, (nbytes,) uint8.
 
-    Page-locked memory is tried as it comes, since it begins on one anyway; allocators that round sizes up
-    could take twice as much for one page more.
+    An exact allocation is tried first: page-locked memory begins on one anyway, and an allocator that rounds
+    sizes up could take twice as much for one page more.
     """
     exact = memory.empty_host((nbytes,), torch.uint8)
     if exact.data_ptr() % PAGE == 0:
@@ -264,7 +267,10 @@ def _open_direct(name: str, folder: Path, cached: int) -> int:
 
 
 def _takes_pages(direct: int) -> bool:
-    """Return whether O_DIRECT works with PAGE; some file systems open any file so, but need larger pages."""
+    """Return whether O_DIRECT works in pages of PAGE bytes.
+
+    Some file systems open any file so, and then need larger pages.
+    """
     try:
         with mmap.mmap(-1, PAGE) as page:
             os.pwrite(direct, page, 0)
