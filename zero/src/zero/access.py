@@ -24,7 +24,7 @@ class _Owner(Uncopied):
     """A weak reference to an engine's WholeValues; modules hold the strong one.
 
     Autograd's graphs hold parameters where Python's garbage collector does not see it, and a model may keep
-    one of its own outputs: with a strong reference, that cycle would never be freed.
+    one of its own outputs: a strong reference here would close a cycle that is never freed.
     """
 
     def __init__(self, whole: WholeValues) -> None:

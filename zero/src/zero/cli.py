@@ -80,7 +80,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and 
 
 
 def clean(command: Callable[..., None]) -> Callable[..., None]:
-    """Print an error of zero, or of the system, as one message and leave with code 2."""
+    """Print an error of zero or of the system as one message, and exit with code 2."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
@@ -144,9 +144,9 @@ def plan(
     compare: Annotated[bool, typer.Option("--compare", help="Show stages and offload side by side.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Memory and traffic of a training step, before anything is allocated.
+    """Show the memory and traffic of a training step, before anything is allocated.
 
-    Of model state: activations, buffers of modules, and what libraries take come on top.
+    They are those of model state: activations, modules' buffers, and what libraries take come on top.
     """
     from zero.config import DTYPES  # torch takes a second to import
     from zero.planning import command
@@ -201,11 +201,11 @@ def consolidate(
         bool, typer.Option("--verify", help="Read OUT back and compare it with the checkpoint.")
     ] = False,
 ) -> None:
-    """Whole weights from a sharded checkpoint, in the layout of transformers.
+    """Write whole weights from a sharded checkpoint, in the layout of transformers.
 
     Reads checkpoints of zero, of DeepSpeed (ZeRO 1 to 3, universal) and of torch.distributed.checkpoint,
-    safetensors, and files of torch.save, without running what is in them. OUT appears when all of it is on
-    the disk. A run that was killed goes on when it is called again.
+    safetensors, and files of torch.save, without running code from them. OUT appears once all of it is on
+    disk. A run that was killed continues when it is called again.
     """
     options = run.Options(
         format=format.value,
@@ -246,10 +246,11 @@ def convert(
     workers: Workers = None,
     memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
 ) -> None:
-    """Weights as a checkpoint of zero's, without optimizer state, to begin a job with; or the other way.
+    """Convert weights to a checkpoint of zero's to begin a job with, or one of zero's to a universal one.
 
-    `engine.load_checkpoint(OUT, weights_only=True)` loads it, each rank its part. DeepSpeed loads a universal
-    checkpoint at any stage and number of ranks, with {"checkpoint": {"load_universal": true}}.
+    A checkpoint of zero's made here has no optimizer state: `engine.load_checkpoint(OUT, weights_only=True)`
+    loads it, each rank its part. DeepSpeed loads a universal checkpoint at any stage and number of ranks,
+    with {"checkpoint": {"load_universal": true}}.
     """
     options = run.Options(
         dtype="stored",
@@ -277,7 +278,7 @@ def inspect(
     checkpoint: Checkpoint,
     as_json: AsJson = False,
 ) -> None:
-    """What is in a checkpoint: names, shapes, dtypes, sizes, and the job that wrote it."""
+    """Show what is in a checkpoint: names, shapes, dtypes, sizes, and the job that wrote it."""
     with open_source(checkpoint) as source:
         if as_json:
             print(json.dumps(_described(source), indent=2))
@@ -303,7 +304,7 @@ def verify(checkpoint: Checkpoint, workers: Workers = None) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[run.Progress]:
-    """Bytes done, bytes a second and time left on stderr, where that is a terminal."""
+    """Show bytes done, bytes per second and time left on stderr, if that is a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
     bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=errors, transient=True)
     tasks: dict[str, TaskID] = {}

@@ -1,7 +1,7 @@
-"""A DeepSpeed configuration as a `Config`: each key is taken over, or refused with a reason.
+"""Convert a DeepSpeed configuration to a `Config`: each key is taken over, or refused with a reason.
 
-Keys are DeepSpeed's (0.19), by their path: "zero_optimization.stage". Only those of TUNING, which are about
-DeepSpeed's own buckets, buffers and prints, are left out.
+Keys are those of DeepSpeed 0.19, by their path: "zero_optimization.stage". Only those in TUNING, which
+concern DeepSpeed's own buckets, buffers and prints, are ignored.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ SCALING = {
     "fp16.consecutive_hysteresis": False,
     "fp16.min_loss_scale": 1,
 }
-"""How the engine's loss scale moves, where it is not fixed."""
+"""How the engine's loss scale changes, if it is not fixed."""
 HINTS = {
     "optimizer": "make it in the program, e.g. torch.optim.AdamW(model.parameters(), lr=1e-4), and pass it "
     "to zero.initialize",
@@ -88,11 +88,11 @@ TIERS = {"none": "device", HOST.type: "host", "nvme": "disk"}
 
 
 def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | None = None) -> Config:
-    """The `Config` of a DeepSpeed configuration: a dict, or the path of a JSON file.
+    """Return the `Config` for a DeepSpeed configuration, given as a dict or the path of a JSON file.
 
-    world_size: ranks of the job, for batch sizes that give the accumulation steps; None: those that torchrun
-    tells, else 1. Raises ConfigError for a file that is none, for values that are to be filled in by another
-    program ("auto"), and for what has no counterpart: all of it in one message.
+    world_size: ranks of the job, to derive the accumulation steps from batch sizes; None: the number that
+    torchrun sets, else 1. Raises ConfigError, with all problems in one message, for a file that is not a
+    configuration, for values that another program is to fill in ("auto"), and for keys without a counterpart.
     """
     leaves = _Leaves(_read(source))
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
@@ -116,7 +116,7 @@ def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | Non
 
 
 class _Leaves:
-    """Values by path, each to be taken once. What is off (false) or left alone (null) is not there."""
+    """Values by path, each to be taken once. Values that are off (false) or unset (null) are left out."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self._values = dict(leaf for leaf in _flatten(given) if not _is_off(*leaf))
@@ -124,14 +124,14 @@ class _Leaves:
         self._problems: list[str] = []
 
     def take(self, path: str, default: T) -> T:
-        """The value, or `default`, whose type it has to be of."""
+        """Take the value at `path`, which must be of the type of `default`; `default` if there is none."""
         self._known.add(path)
         value = self._values.pop(path, default)
         if value == "auto":
             self.problem(f"{path!r} is 'auto': write the value")
             return default
         if isinstance(value, float) and type(default) is int and value.is_integer():
-            value = int(value)  # 1e5, as JSON has it
+            value = int(value)  # 1e5, which JSON reads as a float
         kind = (int, float) if isinstance(default, float) else type(default)
         if isinstance(value, kind) and (isinstance(value, bool) is isinstance(default, bool)):
             return value  # type: ignore[return-value]
@@ -139,7 +139,7 @@ class _Leaves:
         return default
 
     def count(self, path: str) -> int:
-        """A number of things, from 1 on; 0 where none is given."""
+        """Take a count of 1 or more; 0 if none is given."""
         given = path in self._values
         value = self.take(path, 0)
         if given and value < 1:
@@ -147,11 +147,11 @@ class _Leaves:
         return max(value, 0)
 
     def drop(self, section: str) -> None:
-        """Leave out what a section says that is not in force."""
+        """Leave out all values of a section, which is not in force."""
         self._values = {p: value for p, value in self._values.items() if not p.startswith(f"{section}.")}
 
     def choose(self, path: str, known: Mapping[str, str]) -> str | None:
-        """The counterpart of a word, None where none is given."""
+        """Take a word and return its counterpart in `known`; None if none is given."""
         word = self.take(path, "")
         if word and word not in known:
             self.problem(f"{path!r} is {word!r}, none of {', '.join(known)}")
@@ -161,7 +161,7 @@ class _Leaves:
         self._problems.append(text)
 
     def refuse_the_rest(self) -> None:
-        """Raise ConfigError if anything is left that is no tuning, or has been a problem."""
+        """Raise ConfigError if keys other than TUNING are left, or if there were problems."""
         hints: dict[str, list[str]] = {}
         for path in self._values:
             if path not in TUNING:
@@ -174,7 +174,7 @@ class _Leaves:
             )
 
     def _hint(self, path: str) -> str:
-        """What to do about a key that nobody has taken."""
+        """Say what to do about a key that was not taken."""
         for prefix, hint in HINTS.items():
             if path == prefix or path.startswith(f"{prefix}."):
                 return hint
@@ -201,7 +201,7 @@ def _is_off(path: str, value: Any) -> bool:
 
 
 def _flatten(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves with their paths, without sections that are not enabled."""
+    """Yield leaves with their paths, without sections that are not enabled."""
     if given.get("enabled", True) in (False, None):
         return
     for key, value in given.items():
@@ -212,7 +212,7 @@ def _flatten(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _accumulation(leaves: _Leaves, ranks: int) -> int:
-    """Micro-batches per step, where need be out of the batch sizes."""
+    """Take the micro-batches per step, computed from the batch sizes if need be."""
     total, micro, steps = (
         leaves.count(path)
         for path in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

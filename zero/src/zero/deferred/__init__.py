@@ -1,1 +1,1 @@
-"""Models that are sharded as they are built: `zero.init()`."""
+"""Models whose parameters have no values until they are sharded: `zero.init()`."""

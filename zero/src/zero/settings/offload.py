@@ -167,7 +167,7 @@ class Offload(Validated):
             raise ValueError("overlap steps from gradients on the host: leave gradients=None")
 
     def part(self, kind: Kind) -> float:
-        """Fraction of a kind of state that leaves the device if the kind's tier is another."""
+        """Fraction, of 1, of a kind of state that leaves the device if the kind is not set to stay there."""
         part = self._fraction(kind)
         return 1.0 if part is None else part
 

@@ -41,7 +41,7 @@ else:
 
 
 def _explain(kind: type[BaseModel], error: ValidationError) -> str:
-    reasons: dict[str, list[str]] = {}  # by setting; a value of several allowed types is wrong for each
+    reasons: dict[str, list[str]] = {}  # by setting; a value that may have several types fails for each
     for problem in error.errors():
         key = str(problem["loc"][0]) if problem["loc"] else ""
         message = problem["msg"].removeprefix("Value error, ")

@@ -34,7 +34,7 @@ class LateParameters:
         self._frozen = [p for group in groups if not group.trainable for p in group.parameters]
 
     def check_trained(self) -> None:
-        """Check parameters before a backward: walks the modules, 0.2 ms for 400 modules and parameters."""
+        """Check parameters before a backward: walks modules and parameters, 0.2 ms for 400 of each."""
         with torch._C.DisableTorchFunctionSubclass():  # the guard of sharded ones would cost time
             self._check_rebound()
             thawed = {id(p) for p in self._frozen if p.requires_grad}

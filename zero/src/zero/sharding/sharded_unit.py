@@ -227,7 +227,7 @@ class ShardedUnit:
             group.isolate(self._shown_before[-1])
 
     def hold_to_the_end(self) -> None:
-        """Keep the unit gathered until the engine's backward is over, for a reader of it. Collective."""
+        """Keep the unit gathered until the engine's backward is over: its user may read it. Collective."""
         if not self.resident:
             self.calls_in_backward.add(VIEWED)
             self.gather(self.cast_for(None))
@@ -380,7 +380,7 @@ class ShardedUnit:
 
 
 def refill(units: Iterable[ShardedUnit], frozen: bool) -> None:
-    """Fill whole buffers that stay from all ranks' shards. Collective.
+    """Fill the whole buffers of resident units from all ranks' shards. Collective.
 
     frozen: also those of frozen groups, whose values change only in a load or a reload.
     """
