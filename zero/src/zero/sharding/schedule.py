@@ -20,8 +20,8 @@ _LONGEST = 100_000  # uses of units that an order may hold
 class Schedule:
     """The order of units, recorded and replayed as a hint.
 
-    ahead: how many units to gather before they are needed. disk: reads the shards of the units
-    that follow those before their gathers, as many as it has room for; None if no shards are on disk.
+    ahead: how many units to gather before they are needed. disk: reads shards of the units that come
+    after those ahead of their gathers, as many as it has room for; None if no shards are on disk.
     """
 
     def __init__(self, units: list[ShardedUnit], ahead: int, disk: ReadAhead | None) -> None:

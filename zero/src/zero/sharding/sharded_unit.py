@@ -227,7 +227,7 @@ class ShardedUnit:
             group.isolate(self._shown_before[-1])
 
     def hold_to_the_end(self) -> None:
-        """Keep the unit gathered until the engine's backward is over: its user may read it. Collective."""
+        """Keep the unit gathered until the engine's backward is over: the program may read it. Collective."""
         if not self.resident:
             self.calls_in_backward.add(VIEWED)
             self.gather(self.cast_for(None))
