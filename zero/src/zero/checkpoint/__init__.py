@@ -1,16 +1,16 @@
 """Checkpoints: saved by all ranks at once, published in one step, loaded at any world size.
 
-The format is in docs/checkpoint-format.md. Rooms, lowest first:
+The format is documented in docs/checkpoint-format.md. Modules, lowest first:
 
 storage, stream         all input and output
-manifest, reader        what the manifest says; tensors by key, every byte checked. No torch, no engine
+manifest, reader        the manifest; reading tensors by key, with every byte checked. No torch, no engine
 dtypes, user_state, random_state, header, rank_layout, rank_file, engine_state
-                        what there is to save, and one rank's file
+                        what a save consists of, and one rank's file
 exchange, problems, together
                         messages and errors between ranks
-publication, assembly   how a checkpoint comes to its name; one manifest out of all ranks' reports
+publication, assembly   publishing a checkpoint under its name; one manifest from all ranks' reports
 save_job                one save
 names, group_match, tensor_reader, weights, load_optimizer, load
-                        what goes where in another model, and reading it
-checkpoints             what the engine holds: its saves, one at a time, and its loads
+                        matching stored tensors to another model, and reading them
+checkpoints             what the engine uses: its saves, one at a time, and its loads
 """

@@ -1,4 +1,4 @@
-"""One manifest out of what every rank reports of its file."""
+"""Assembling one manifest from every rank's report on its file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero.errors import CheckpointError
 
 
 def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> bytes:
-    """Put together and read back: what could not be loaded is not published."""
+    """The sealed manifest, which is also read back: one that could not be loaded must not be published."""
     tensors: dict[str, dict[str, Any]] = {}
     values: dict[str, dict[str, Any]] = {}
     for number, report in enumerate(reports):

@@ -1,4 +1,7 @@
-"""One engine's checkpoints: saves one at a time, at once or written in a thread, and loads after them."""
+"""One engine's checkpoints: saves, one at a time, written at once or in a thread, and loads.
+
+A save and a load first wait for the save in the background.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,14 @@ _engines = itertools.count()
 
 
 class Checkpoints:
-    """Saves and loads an engine's state. storage: the file system; tests put another in its place."""
+    """Saves and loads an engine's state. storage: the file system, which tests replace."""
 
     def __init__(self, engine: EngineParts) -> None:
         self.storage: Storage = DISK
         self._engine = engine
-        self._key = f"zero/checkpoints{next(_engines)}"  # in the store, the same on every rank
+        self._key = f"zero/checkpoints{next(_engines)}"  # key prefix in the store, equal on all ranks
         self._saves = itertools.count(1)
-        self._arena: Tensor | None = None  # host memory that saves in the background copy the state to
+        self._arena: Tensor | None = None  # host memory that background saves copy the state to
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
 
@@ -86,7 +89,7 @@ class Checkpoints:
         return load(self._engine, self.storage, Path(path).absolute(), options, before_change)
 
     def wait(self) -> None:
-        """Until the save in the background is over; raises its error, once."""
+        """Wait until the save in the background is over, and raise its error, if any, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -97,9 +100,12 @@ class Checkpoints:
     def _prepare(
         self, job: Job, steps: int, state: Mapping[str, Any], rank_state: Mapping[str, Any], copy: bool
     ) -> None:
-        """Everything that looks at the engine: while the job runs in the background the engine changes."""
+        """Do everything that reads the engine, which may change while the job runs in the background.
+
+        copy: copy the state, as a save in the background needs.
+        """
         self._engine.accelerator.streams.synchronize()
-        self._engine.communicator.check()  # nothing of a collective that failed is published
+        self._engine.communicator.check()  # results of a failed collective must not be published
         job.mine = collect(self._engine, _plain(rank_state))
         if job.exchange.rank == 0:
             job.described = {
@@ -114,7 +120,7 @@ class Checkpoints:
             job.mine.parts, job.packed, self._arena = packed
 
     def _run(self, job: Job, path: Path) -> None:
-        """In the thread."""
+        """The thread's body."""
         try:
             job.run()
         except BaseException as error:
@@ -123,7 +129,7 @@ class Checkpoints:
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects that have a state dict, such as schedulers, as that."""
+    """Replace objects that have a state_dict(), such as schedulers, by their state dict."""
     return {
         name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         for name, value in state.items()

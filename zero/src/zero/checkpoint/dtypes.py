@@ -1,4 +1,4 @@
-"""Names of dtypes in a checkpoint: those of safetensors."""
+"""The names of dtypes in a checkpoint, which are those of safetensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES = {dtype: name for name, dtype in TORCH.items()}
 
 
 def name_of(dtype: torch.dtype, what: str) -> str:
-    """The name of a dtype; raises UsageError, with `what` has it, for one that files cannot hold."""
+    """The name of a dtype. Raises UsageError, which says that `what` has it, if files cannot hold it."""
     if dtype not in _NAMES:
         raise UsageError(
             f"{what} is {dtype}, which a checkpoint cannot hold; it holds {', '.join(map(str, _NAMES))}"

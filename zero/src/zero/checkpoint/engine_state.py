@@ -1,8 +1,8 @@
-"""What an engine's state is made of: the stretches of its tensors that this rank writes.
+"""An engine's state as stretches of tensors: those that this rank writes.
 
-Sharded groups are written by the ranks that own them. Of a replicated group (stage 0) every rank writes a
-slice, cut as if it were sharded. Module buffers, and optimizer state that is not one value per element
-(Adam's `step`), are written once.
+Each rank writes its own shards of sharded groups. Of a replicated group (stage 0) it writes a slice, cut as
+if the group were sharded. Module buffers, and optimizer state that is not one value per element (Adam's
+`step`), are written once.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from zero.tiers.stored import Stored
 
 @dataclass(frozen=True)
 class EngineParts:
-    """The parts of an engine that a checkpoint is made of, and loaded into.
+    """The parts of an engine that a checkpoint is made from and loaded into.
 
-    param_group_of: the index of each parameter's group in the optimizer's param_groups. parking: tells
+    param_group_of: for each parameter, the index of its group in the optimizer's param_groups. parking: tells
     whether the state is on the host at the moment.
     """
 
@@ -62,7 +62,7 @@ class EngineParts:
 
     @property
     def writes_shards(self) -> bool:
-        """Whether this rank belongs to the first copy of the model: the others have the same."""
+        """Whether this rank belongs to the first copy of the model; the other copies have the same values."""
         return self.communicator.group.rank < self.communicator.shards.size
 
     @property
@@ -72,7 +72,11 @@ class EngineParts:
 
 @dataclass
 class RankState:
-    """This rank's share. values: optimizer state that is no tensor, by parameter and key, as JSON."""
+    """This rank's share of the state.
+
+    parts: stretches of tensors. values: optimizer state that is not a tensor, by parameter and key, as JSON
+    values. rng, state: the random state and the caller's rank_state, encoded as user state.
+    """
 
     parts: list[Part] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -81,7 +85,7 @@ class RankState:
 
 
 def collect(engine: EngineParts, rank_state: Any) -> RankState:
-    """Everything this rank writes, except what rank 0 alone does. The tensors are the engine's own."""
+    """Everything this rank writes, except what only rank 0 does. The tensors are the engine's, not copies."""
     found = RankState()
     for unit in engine.units if engine.writes_shards else ():
         for group in unit.groups:
@@ -95,7 +99,7 @@ def collect(engine: EngineParts, rank_state: Any) -> RankState:
 
 
 def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
-    """The manifest's members that rank 0 knows; tensors that only it writes are added to `parts`."""
+    """The manifest's members that rank 0 knows; tensors that only rank 0 writes are added to `parts`."""
     entries = entries_of(engine.module)
     groups = [group for unit in engine.units for group in unit.groups]
     scale = engine.loss_scale
@@ -131,13 +135,13 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
 
 
 def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
-    """A parameter's strides where its memory order is not row-major."""
+    """A parameter's strides, or None if its memory order is row-major."""
     return None if not spec.numel or is_row_major(spec.shape, spec.stride) else spec.stride
 
 
 def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> None:
     shards, flat = engine.communicator.shards, group.widest
-    written: dict[int, slice] = {}  # elements of each parameter
+    written: dict[int, slice] = {}  # by parameter, the elements of it
     for piece in _written_by(group, shards.rank, shards.size):
         spec, values = group.layout.specs[piece.index], flat[piece.shard_slice]
         found.parts.append(Part(model_key(spec.name), spec.shape, values, piece.start, stride_of(spec)))
@@ -149,15 +153,17 @@ def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> N
     for index, of_parameter in pieces.items():
         first, last = of_parameter[0].piece, of_parameter[-1].piece
         window: slice | None = slice(first.start, last.start + last.length)
-        if group.shards == 1:  # every rank has all of the state, and writes as much of it as of the values
+        if group.shards == 1:  # every rank has all of the state; it writes what it writes of the values
             window = written.get(index)
         if window is not None:
             _collect_state(engine, group.layout.specs[index], of_parameter, window, found)
 
 
 def _written_by(group: FlatGroup, rank: int, ranks: int) -> Sequence[Piece]:
-    """What a rank writes of a group's parameters: the pieces of its shard; of a replicated group those that
-    its shard would have, where they lie in the buffer."""
+    """What a rank writes of a group's parameters: the pieces of its shard.
+
+    Of a replicated group, the pieces that the rank's shard would have, at their places in the whole buffer.
+    """
     if group.shards == ranks:
         return group.pieces
     cut = layout.plan(group.layout.specs, ranks, group.dtype.itemsize)
@@ -172,8 +178,11 @@ def _collect_state(
     window: slice,
     found: RankState,
 ) -> None:
-    """The optimizer's state of a parameter, for the elements in `window`. pieces: of the parameter, in its
-    order; what is not element-wise is the same for all, and written with the parameter's first element."""
+    """Collect a parameter's optimizer state for the elements in `window`.
+
+    pieces: the parameter's, in order. State that is not element-wise is the same for all of them, and is
+    written with the parameter's first element.
+    """
     state, first = engine.sharded_optimizer.optimizer.state, pieces[0]
     for name, value in state.get(first.parameter, {}).items():
         key = state_key(name, spec.name)
@@ -206,7 +215,7 @@ def _empty_parameters(group: FlatGroup) -> Iterator[Part]:
 
 
 def _buffers(buffers: Mapping[str, Tensor], parts: list[Part]) -> list[str]:
-    """Their names; the values are added to `parts`."""
+    """Add the buffers' values to `parts` and return their names."""
     for name, value in buffers.items():
         plain = value.detach().resolve_conj().resolve_neg().contiguous()
         parts.append(Part(model_key(name), tuple(value.shape), plain.view(-1)))
@@ -221,7 +230,11 @@ def _param_groups(optimizer: torch.optim.Optimizer, parts: list[Part]) -> list[d
 
 
 def _options(group: dict[str, Any], prefix: str, parts: list[Part]) -> Iterator[tuple[str, Any]]:
-    """A param group's options. Functions belong to the program; of others that no file can hold it warns."""
+    """A param group's options that a file can hold.
+
+    Functions are skipped silently, as they belong to the program; other options that cannot be stored are
+    skipped with a warning.
+    """
     for name, value in group.items():
         if name == "params" or callable(value):
             continue

@@ -1,6 +1,6 @@
-"""Messages between the ranks that save, over the job's store: usable beside training, from any thread.
+"""Messages between the ranks of a save, through the job's store; usable during training, from any thread.
 
-Collectives would not do: a save in the background must not interleave with those of the training step.
+Collectives cannot be used: those of a background save would interleave with those of the training step.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from zero.errors import CommunicationError
 
 
 class Exchange:
-    """The messages of one save. key: its prefix in the store, the same on every rank."""
+    """The messages of one save. key: the prefix of its keys in the store, the same on every rank."""
 
     def __init__(self, group: Group, key: str) -> None:
         self.rank = group.rank
         self.ranks = range(group.size)
         self._timeout = group.timeout
         store: Any = group.store
-        self._store = store.clone()  # a connection of its own: training may block on the other
+        self._store = store.clone()  # a connection of its own, as training may block on the other
         self._key = key
 
     def publish(self, topic: str, value: Any) -> None:
-        """Leave a JSON value that any rank can collect."""
+        """Leave this rank's JSON value for a topic, for any rank to collect."""
         with self._answering(topic, []):
             self._store.set(self._name(topic, self.rank), json.dumps(value))
 
     def collect(self, topic: str, ranks: Iterable[int], patience: float = 1.0) -> dict[int, Any]:
-        """What these ranks published, by rank. patience: how many timeouts to wait.
+        """What these ranks have published on a topic, by rank. patience: how many timeouts to wait.
 
         Raises CommunicationError if a rank has published nothing by then.
         """
@@ -51,7 +51,7 @@ class Exchange:
                 self._store.delete_key(self._name(topic, rank))
 
     def _arrived(self, topic: str, names: Mapping[int, str], seconds: float) -> bool:
-        """Wait for all of them, for so long at most."""
+        """Wait for all of these keys, at most `seconds`; returns whether all have arrived."""
         with self._answering(topic, names):
             try:
                 wait_for(self._store, list(names.values()), seconds)
@@ -69,7 +69,7 @@ class Exchange:
 
     @contextmanager
     def _answering(self, topic: str, waiting: Iterable[int]) -> Iterator[None]:
-        """Raise CommunicationError where the store fails in the block."""
+        """Raise CommunicationError if the store fails in the block."""
         try:
             yield
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's param_groups gives each of the optimizer's its options."""
+"""Matching the optimizer's param_groups to those of a checkpoint, from which they take their options."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from collections.abc import Mapping
 def match_groups(
     own: Mapping[str, int], saved: Mapping[str, int], groups: int
 ) -> tuple[dict[int, int], list[str]]:
-    """For each of `groups` param_groups that of the checkpoint which most of its parameters were in, one to
-    one as far as that goes, by place where none were in any; and names of parameters that have left theirs.
+    """Match each of `groups` param_groups to the checkpoint's group that most of its parameters were in.
 
-    own, saved: the group of each parameter, now and in the checkpoint, by the names of today.
+    The matching is one to one as far as possible; a group none of whose parameters were in any is matched by
+    its place. Returns the index in the checkpoint for each group's own, and the names of the parameters that
+    were in another group than their group's match.
+
+    own, saved: each parameter's group, now and in the checkpoint, both by its present name.
     """
     votes = Counter((own[name], group) for name, group in saved.items())
     ranked = sorted(votes, key=lambda pair: (-votes[pair], pair[0] != pair[1], pair))
@@ -22,7 +25,7 @@ def match_groups(
             chosen[group] = old
     left = [name for name, old in saved.items() if chosen.get(own[name]) != old]
     for group, old in ranked:
-        chosen.setdefault(group, old)  # one that another has as well, for want of one of its own
+        chosen.setdefault(group, old)  # taken by another group as well, as none is left for this one
     free = [old for old in range(groups) if old not in chosen.values()]
     for group in (group for group in range(groups) if group not in chosen):
         chosen[group] = group if group in free else free[0]

@@ -8,17 +8,17 @@ from typing import Any
 
 from zero.checkpoint.storage import PAGE
 
-METADATA = "__metadata__"  # the name that safetensors keeps for itself
+METADATA = "__metadata__"  # the name that safetensors reserves
 
 
 def lay_out(
     metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]
 ) -> tuple[bytes, list[int]]:
-    """The header of a file that holds `tensors` one after another; and where in the file each of them begins,
-    and the last one ends.
+    """The header of a file that holds `tensors` one after another, and the bytes where they begin.
 
-    tensors: name, dtype, shape and bytes of each. The header is padded with spaces, so that the tensors begin
-    on a page.
+    tensors: name, dtype, shape and bytes of each. The header includes its length field, and is padded with
+    spaces so that the tensors begin on a page. The list of positions has one for each tensor, and one for the
+    end of the last.
     """
     described: dict[str, Any] = {METADATA: metadata}
     ends = [0]

@@ -1,4 +1,4 @@
-"""Loading into an engine of any world size, stage and device: each rank reads what it owns."""
+"""Loading a checkpoint into an engine of any world size, stage and device: each rank reads what it owns."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class Options:
 class Loaded:
     """What a checkpoint held besides the engine's own state.
 
-    path: the checkpoint's directory. steps: optimizer steps when it was saved. world_size: ranks that saved
-    it. state: as given to save_checkpoint, tensors on the host. rank_states: those of all ranks that saved.
+    path: the checkpoint's directory. steps: optimizer steps taken when it was saved. world_size: how many
+    ranks saved it. state: as given to save_checkpoint, with tensors on the host. rank_states: the rank_state
+    of every rank that saved, by rank.
     """
 
     path: Path
@@ -51,11 +52,14 @@ class Loaded:
 def load(
     engine: EngineParts, storage: Storage, path: Path, options: Options, before_change: Callable[[], None]
 ) -> Loaded:
-    """Collective. before_change: called when everything has been checked and values begin to change."""
+    """Load a checkpoint. Collective.
+
+    before_change: called after everything has been checked and before the first value changes.
+    """
     together = Together(engine.communicator, "the checkpoint")
     found = together(lambda: os.path.relpath(find(path, storage), path) if engine.rank == 0 else None)[0]
-    where = path / found  # machines may know it by other names
-    if found.startswith(".."):  # what a killed save has left in its place
+    where = path / found  # relative, since the path may differ between machines
+    if found.startswith(".."):  # a hidden sibling that a killed save has left in place of `path`
         where = Path(os.path.abspath(where))
     opened: list[Checkpoint] = []
     try:
@@ -81,7 +85,7 @@ def _open(engine: EngineParts, storage: Storage, path: Path, opened: list[Checkp
 
 
 def _check_same(seen: Sequence[tuple[str, int]]) -> None:
-    """seen: path and digest of what each rank has opened."""
+    """Raise unless all ranks have opened the same checkpoint. seen: path and digest, by rank."""
     for rank, (path, digest) in enumerate(seen):
         if digest != seen[0][1]:
             raise CheckpointError(
@@ -91,7 +95,7 @@ def _check_same(seen: Sequence[tuple[str, int]]) -> None:
 
 
 class _Load:
-    """One load, in the order of its methods."""
+    """One load. Its public methods are called in the order in which they stand."""
 
     def __init__(self, engine: EngineParts, checkpoint: Checkpoint, options: Options) -> None:
         self._engine = engine
@@ -105,7 +109,7 @@ class _Load:
         self._rank_states: tuple[dict[str, Any], ...] = ()
 
     def check(self) -> None:
-        """Raise StateError or UsageError for whatever does not fit. Changes nothing."""
+        """Raise StateError or UsageError if anything does not fit. Changes nothing."""
         options = self._options
         self._sources = match(
             stored_in(self._manifest),
@@ -132,7 +136,7 @@ class _Load:
                 )
 
     def fill(self) -> None:
-        """This rank's shards, masters, optimizer state and generators; the module's buffers."""
+        """Fill this rank's shards, masters, optimizer state and generators, and the module's buffers."""
         keys = {name: model_key(source) for name, source in self._sources.items()}
         fill_units(self._engine.units, self._reader, keys)
         fill_buffers(self._engine.module, self._reader, keys)
@@ -145,13 +149,15 @@ class _Load:
             self._restore_random_state()
 
     def spread(self) -> None:
-        """Refresh whole parameters that are kept; those that are away are gathered when they come back.
-        Collective."""
+        """Refresh the resident units' whole parameters. Collective.
+
+        While the state is parked off the device nothing is done: they are gathered when it comes back.
+        """
         if not self._engine.parking.away:
             refill(self._engine.units, frozen=True)
 
     def restore(self) -> None:
-        """Loss scale and the caller's objects."""
+        """Restore the loss scale and the caller's objects."""
         scale, saved = self._engine.loss_scale, self._manifest.loss_scale
         if scale is not None and saved is not None and not self._options.weights_only:
             scale.restore(saved.scale, saved.good_steps)
@@ -160,7 +166,7 @@ class _Load:
 
     @property
     def loaded(self) -> Loaded:
-        """What the caller gets."""
+        """The result for the caller."""
         manifest = self._manifest
         return Loaded(
             self._checkpoint.path, manifest.steps, manifest.world_size, self._state, self._rank_states

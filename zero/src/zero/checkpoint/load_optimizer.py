@@ -1,4 +1,4 @@
-"""The optimizer's part of a load: state of this rank's pieces, options of the param_groups."""
+"""The optimizer's part of a load: the state of this rank's pieces, and the param_groups' options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero.tiers.values import changing
 
 
 class OptimizerLoad:
-    """sources: for each parameter, its name in the checkpoint."""
+    """Loads the optimizer's state. sources: for each parameter, its name in the checkpoint."""
 
     def __init__(
         self, engine: EngineParts, manifest: Manifest, reader: TensorReader, sources: Mapping[str, str]
@@ -38,9 +38,9 @@ class OptimizerLoad:
         self._saved_group, self._elsewhere = self._saved_groups()
 
     def check(self, strict: bool) -> None:
-        """Raise StateError if the checkpoint's optimizer is another one, or its state does not fit.
+        """Raise StateError if the checkpoint's optimizer is of another kind, or its state does not fit.
 
-        strict: also for parameters whose state it does not have.
+        strict: also for parameters without state in the checkpoint, or in another of its param_groups.
         """
         optimizer, saved = self._optimizer, self._manifest.optimizer
         if kind_of(optimizer) != saved.kind:
@@ -81,7 +81,7 @@ class OptimizerLoad:
         return saved.of_groups or [saved.kind] * len(saved.param_groups)
 
     def _saved_groups(self) -> tuple[dict[int, int], list[str]]:
-        """See match_groups()."""
+        """What match_groups() returns for the parameters that have state in the checkpoint."""
         own, saved = {}, {}
         for group in (group for unit in self._engine.units for group in unit.groups):
             for name, parameter in zip(group.names, group.parameters, strict=True):
@@ -104,7 +104,7 @@ class OptimizerLoad:
         )
 
     def fill(self) -> None:
-        """The state of this rank's pieces, and the options of the param_groups."""
+        """Fill the state of this rank's pieces, and the options of the param_groups."""
         for owned, piece, _, entry in self._pieces():
             if entry is not None:
                 self._fill_piece(owned, piece, entry)
@@ -113,14 +113,14 @@ class OptimizerLoad:
         self._restore_options()
 
     def _pieces(self) -> Iterator[tuple[OwnedSubGroup, OwnedPiece, ParameterSpec, ParameterEntry | None]]:
-        """This rank's pieces, their parameters, and these in the checkpoint; None where it has no state."""
+        """This rank's pieces, with their parameters and these in the checkpoint: None if it has no state."""
         for owned in self._engine.sharded_optimizer.subs:
             for piece in owned.pieces:
                 spec = owned.group.layout.specs[piece.piece.index]
                 yield owned, piece, spec, self._with_state(spec.name)
 
     def _note_steps(self, piece: OwnedPiece) -> None:
-        """Pieces of equal steps go in one kernel call, those that were not loaded among them."""
+        """Let all pieces with equal steps, loaded or not, share a kernel call."""
         state = self._optimizer.state[piece.parameter]
         if "step" in state:
             piece.history = hash(("loaded", float(state["step"])))
@@ -128,8 +128,8 @@ class OptimizerLoad:
     def _fill_piece(self, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry) -> None:
         state = self._optimizer.state[piece.parameter]
         if owned.count is None:
-            state.clear()  # what the checkpoint does not have was not there yet
-        elif not entry.state:  # never stepped: a kernel's state is zero then
+            state.clear()  # state that the checkpoint lacks did not exist yet
+        elif not entry.state:  # never stepped, for which a kernel's state is zero
             for value in state.values():
                 with changing(value) as values:
                     values.zero_()
@@ -161,7 +161,7 @@ class OptimizerLoad:
         return key != "step" and tensor.shape == self._manifest.tensors[model_key(entry.name)].shape
 
     def _restore_options(self) -> None:
-        """The param_groups' options, such as learning rates."""
+        """Restore the param_groups' options, such as learning rates."""
         groups = self._optimizer.param_groups
         for own, saved in self._saved_group.items():
             group = groups[own]
@@ -174,6 +174,6 @@ class OptimizerLoad:
                     group[name] = value
 
     def _with_state(self, name: str) -> ParameterEntry | None:
-        """The parameter in the checkpoint, if its optimizer knew it there."""
+        """The parameter's entry in the checkpoint, if the optimizer had it in a group there."""
         entry = self._entries.get(self._sources.get(name, ""))
         return entry if entry is not None and entry.trainable and entry.group is not None else None

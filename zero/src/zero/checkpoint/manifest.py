@@ -1,4 +1,4 @@
-"""What a checkpoint's manifest says, and how it is sealed against damage. No tensors, no torch.
+"""The records of a checkpoint's manifest, and the seal that reveals damage. No tensors, no torch.
 
 The format is documented in docs/checkpoint-format.md.
 """
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
-CHECKSUMS = "checksums"  # the table of them in a rank's file
+CHECKSUMS = "checksums"  # the tensor that holds them in a rank's file
 BLOCK = 1 << 16  # bytes that one checksum covers
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
@@ -43,8 +43,11 @@ class _Record(BaseModel):
 
 
 class Slice(NamedTuple):
-    """A stretch of a tensor. file: index into the manifest's files. start, length: elements in memory
-    order. offset: where it begins, bytes from the start of the file. block: index of its first checksum."""
+    """A stretch of a tensor.
+
+    file: index into the manifest's files. start, length: in elements, in memory order. offset: where it
+    begins, in bytes from the start of the file. block: index of its first checksum in the file's table.
+    """
 
     file: Count
     start: Count
@@ -54,9 +57,10 @@ class Slice(NamedTuple):
 
 
 class TensorEntry(_Record):
-    """A tensor in the checkpoint. stride: its memory order where it is not row-major; always dense.
+    """A tensor in the checkpoint.
 
-    slices: sorted by start; together all elements, each once.
+    stride: in elements, always dense; None where the memory order is row-major. slices: sorted by start;
+    together they hold every element exactly once.
     """
 
     dtype: str
@@ -89,8 +93,12 @@ class TensorEntry(_Record):
 
 
 class FileEntry(_Record):
-    """A rank's file. bytes: its size. header: CRC-32 of the safetensors header with its length field.
-    checksums_at: where the table of block checksums begins (it ends with the file). checksums: its CRC-32."""
+    """A rank's file.
+
+    bytes: its size. header: CRC-32 of the length field and the safetensors header. checksums_at: the byte
+    where the table of block checksums begins (it extends to the end of the file). checksums: CRC-32 of that
+    table.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
     bytes: Count
@@ -111,7 +119,7 @@ class ParameterEntry(_Record):
     dtype: of the weights in training (the stored values may be wider: fp32 masters). unit: the sharded unit
     it belongs to. group: its index in the optimizer's param_groups, if any. aliases: further names of the
     same parameter (tied weights). state: optimizer state tensors, `optimizer/<key>/<name>`. values:
-    optimizer state that is no tensor.
+    optimizer state that is not a tensor.
     """
 
     name: str
@@ -125,8 +133,11 @@ class ParameterEntry(_Record):
 
 
 class OptimizerEntry(_Record):
-    """kind: the optimizer's class; of several, each, with " + " between. of_groups: the class of each
-    param_group. param_groups: their options, without the parameters."""
+    """The optimizer.
+
+    kind: the full name of its class; for several optimizers, the names joined by " + ". of_groups: the
+    optimizer class of each param_group. param_groups: the options of each, without the parameters.
+    """
 
     kind: str
     of_groups: tuple[str, ...] = ()
@@ -139,7 +150,7 @@ class LossScaleEntry(_Record):
 
 
 class RankEntry(_Record):
-    """What belongs to one rank: states of its random number generators, and its own user state."""
+    """What belongs to one rank: the states of its random number generators, and its own user state."""
 
     rng: Any
     state: Any
@@ -185,30 +196,32 @@ class Manifest(_Record):
 
 
 class Latest(_Record):
-    """The pointer beside the checkpoints. rotation: those saved with keep_last, oldest first."""
+    """The `latest` file beside the checkpoints. rotation: those saved with keep_last, oldest first."""
 
     checkpoint: Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
     rotation: tuple[Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")], ...]
 
 
 def hidden(path: Path, kind: str) -> Path:
-    """A hidden neighbour of a file or directory, of a name that no other program gives: what a killed run
-    left there is removed."""
+    """The hidden path `.<name>.zero-<kind>` beside a file or directory.
+
+    No other program uses such names, so whatever a killed run has left there may be removed.
+    """
     return path.with_name(f".{path.name}.zero-{kind}")
 
 
 def model_key(name: str) -> str:
-    """Key of the tensor of a parameter's or buffer's values."""
+    """The key of the tensor with a parameter's or buffer's values."""
     return f"model/{name}"
 
 
 def state_key(key: str, name: str) -> str:
-    """Key of the tensor of a parameter's optimizer state `key`."""
+    """The key of the tensor with a parameter's optimizer state `key`."""
     return f"optimizer/{escape(key)}/{name}"
 
 
 def escape(text: str) -> str:
-    """`text` without slashes, so that keys made of several parts stay distinct."""
+    """`text` with "/" and "%" escaped, so that keys made of several parts stay distinct."""
     return text.replace("%", "%25").replace("/", "%2F")
 
 
@@ -218,14 +231,14 @@ def unescape(text: str) -> str:
 
 
 def seal(kind: Literal["zero-checkpoint", "zero-latest"], record: BaseModel | dict[str, Any]) -> bytes:
-    """A JSON object whose first line holds the CRC-32 of all that follows it."""
+    """Encode a record as a JSON object whose first line holds the CRC-32 of everything after that line."""
     content = record.model_dump(mode="json") if isinstance(record, BaseModel) else record
     body = json.dumps(content, allow_nan=False, separators=(",", ":"))[1:].encode()
     return (_HEAD % (kind, VERSION, crc32(body))).encode() + body
 
 
 def unseal(kind: Literal["zero-checkpoint", "zero-latest"], data: bytes) -> bytes:
-    """The JSON object without its first line's members. Raises ValueError if a byte has changed."""
+    """The sealed JSON object without the members of its first line. Raises ValueError if any byte changed."""
     head, _, body = data.partition(b"\n")
     if head + b"\n" == (_HEAD % (kind, VERSION, crc32(body))).encode():
         return b"{" + body
@@ -236,7 +249,7 @@ def unseal(kind: Literal["zero-checkpoint", "zero-latest"], data: bytes) -> byte
 
 
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether strides are those of a contiguous tensor; that of a dimension of one element may be any."""
+    """Whether the strides are those of a contiguous tensor; a dimension of size 1 may have any stride."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size > 1 and step != expected:
@@ -246,7 +259,7 @@ def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether strides order a tensor's elements in memory without gaps or overlaps."""
+    """Whether the strides order a tensor's elements in memory without gaps or overlaps."""
     if len(shape) != len(stride):
         return False
     expected = 1

@@ -1,4 +1,4 @@
-"""Which stored tensor goes to which parameter or buffer of a model. Arithmetic on names only."""
+"""Matching stored tensors to a model's parameters and buffers, by name. No values are read here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Saved:
-    """A parameter or buffer in files. dtype: named as in safetensors. aliases: further names of the same."""
+    """A stored parameter or buffer. dtype: named as in safetensors. aliases: its further names."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter or buffer of the model. aliases: further names of the same parameter."""
+    """A parameter or buffer of the model. aliases: its further names, if it is tied."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,10 +47,10 @@ def match(
 ) -> dict[str, str]:
     """For each target's name, the name in the checkpoint that its values come from.
 
-    rename: a new name for a name in the checkpoint, or None to leave it out. same: whether two names in the
-    checkpoint have the same values, as names of a parameter that is tied must. Raises UsageError for a rename
-    that makes no sense, and StateError with all names that are missing, unexpected (both only if strict) or
-    do not fit.
+    rename: maps a name in the checkpoint to a new name, or to None to leave it out. same: whether two names
+    in the checkpoint have the same values, which is required if both go to one tied parameter. Raises
+    UsageError for a rename of names that do not exist, and StateError with all names that are missing or
+    unexpected (both only if strict), or do not fit.
     """
     wanted = {name: target for target in targets for name in (target.name, *target.aliases)}
     names = {source: (source.name, *source.aliases) for source in stored}

@@ -1,11 +1,12 @@
-"""How a checkpoint comes to its name, all at once; on rank 0.
+"""Publishing a checkpoint under its name in one step, on rank 0.
 
-Beside a checkpoint `name` there may be, hidden: `.name.zero-new`, being written; `.name.zero-old`, of the
-same name, until the new one has taken its place; `.name.zero-trash`, being removed. Whatever a killed save
-leaves of them is put right by the next save in that directory. A living save has a lock on `.name.zero-new`.
+Beside a checkpoint `name` there may be hidden directories: `.name.zero-new`, being written;
+`.name.zero-old`, the previous checkpoint of that name, until the new one has taken its place;
+`.name.zero-trash`, being removed. The next save in the same parent directory clears up whatever a killed
+save leaves of them. A live save holds a lock on `.name.zero-new`.
 
 Every step is on the disk before the next begins:
-1. the ranks' files, the manifest, and the names of all of them in `.name.zero-new`;
+1. the ranks' files and the manifest are written to `.name.zero-new`, with their directory entries;
 2. `name`, if it exists, becomes `.name.zero-old`;
 3. `.name.zero-new` becomes `name`;
 4. `latest` is replaced;
@@ -25,7 +26,7 @@ from zero.errors import CheckpointError, CorruptCheckpointError, UsageError
 
 
 def check_name(path: Path) -> None:
-    """Raise UsageError for a path that cannot be a checkpoint's."""
+    """Raise UsageError for a path that cannot name a checkpoint."""
     if not path.name or path.name.startswith(".") or path.name == LATEST:
         raise UsageError(
             f"{str(path)!r} cannot name a checkpoint: the last part must not be empty, {LATEST!r} or begin "
@@ -38,18 +39,21 @@ def check_name(path: Path) -> None:
 
 
 class Publication:
-    """One checkpoint on its way. Methods raise OSError, and CheckpointError for what is in the way."""
+    """The publication of one checkpoint.
+
+    Methods raise OSError, and CheckpointError if something that they must not replace is in the way.
+    """
 
     def __init__(self, storage: Storage, path: Path, keep_last: int | None) -> None:
         self._storage = storage
         self._path = path
         self._keep_last = keep_last
         self._lock: Lock | None = None
-        self._begun = False  # before that what is in the staging directory is somebody else's
+        self._begun = False  # until then the staging directory is somebody else's
         self.staging = hidden(path, "new")
 
     def begin(self) -> None:
-        """Clear up after dead saves and make the directory to write into."""
+        """Clear up after killed saves and make the directory to write into."""
         self._make_parents(self._path.parent)
         with self._alone():
             for name in sorted({n[1:].rpartition(".")[0] for n in self._leftovers()}):
@@ -77,7 +81,7 @@ class Publication:
                 self._discard(self._path.with_name(name))
 
     def abandon(self) -> None:
-        """Remove what was staged, and put back what it was to replace."""
+        """Remove what was staged, and restore the checkpoint that it was to replace."""
         if not self._begun:
             return
         self._remove(self.staging)
@@ -86,14 +90,14 @@ class Publication:
             self._rename(old, self._path)
 
     def close(self) -> None:
-        """Give the claim on the staging directory up."""
+        """Release the lock on the staging directory."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """No other save changes names in this directory meanwhile."""
+        """Keep other saves from changing names in the parent directory during the block."""
         lock = self._storage.lock(self._path.parent, wait=True)
         try:
             yield
@@ -106,7 +110,7 @@ class Publication:
         return [n for n in self._storage.names(self._path.parent) if n[0] == "." and n.endswith(kinds)]
 
     def _put_right(self, path: Path) -> None:
-        """What a killed save of `path` left, unless that save lives."""
+        """Clear up what a killed save of `path` has left; do nothing if that save is still running."""
         new, old, trash = (hidden(path, kind) for kind in ("new", "old", "trash"))
         if path.name == LATEST:
             self._storage.remove(new)
@@ -135,7 +139,7 @@ class Publication:
             )
 
     def _check_latest(self) -> None:
-        """DeepSpeed has a `latest` too, and others may have a link of that name."""
+        """Raise CheckpointError for a `latest` of another program: DeepSpeed's, or a link of that name."""
         path, storage = self._path.parent / LATEST, self._storage
         foreign = storage.is_link(path) or storage.is_directory(path)
         if not foreign and storage.exists(path):
@@ -144,7 +148,7 @@ class Publication:
             raise CheckpointError(f"{path} is another program's; save in a directory of its own")
 
     def _point(self) -> list[str]:
-        """Let `latest` name the new checkpoint; returns the names that rotate out."""
+        """Make `latest` name the new checkpoint; returns the names that rotate out."""
         parent, name = self._path.parent, self._path.name
         rotation = [n for n in self._rotation() if n != name and self._storage.exists(parent / n)]
         if self._keep_last is not None:
@@ -157,7 +161,7 @@ class Publication:
         return [] if self._keep_last is None else rotation[: -self._keep_last]
 
     def _rotation(self) -> tuple[str, ...]:
-        """Names that are known to rotate. A damaged `latest` forgets them: they stay for good."""
+        """The names that `latest` lists for rotation. If it is damaged they are lost, and never removed."""
         if not self._storage.exists(self._path.parent / LATEST):
             return ()
         try:
@@ -168,17 +172,17 @@ class Publication:
     def _discard(self, path: Path) -> None:
         trash = hidden(path, "trash")
         self._remove(trash)
-        self._rename(path, trash)  # a checkpoint is never seen half removed
+        self._rename(path, trash)  # so no half-removed checkpoint is ever visible
         self._remove(trash)
 
     def _remove(self, path: Path) -> None:
-        """The manifest goes first: what is half removed is no checkpoint. Of a link, the link alone."""
+        """Remove a directory, manifest first: half removed it is no checkpoint. Of a link, only the link."""
         if not self._storage.is_link(path):
             self._storage.remove(path / MANIFEST)
         self._storage.remove(path)
 
     def _make_parents(self, path: Path) -> None:
-        """Every directory above, all on the disk: a save that failed may have made some that are not."""
+        """Make `path` and its parents, and sync all: a failed save may have made some without syncing."""
         if path == path.parent:
             return
         self._make_parents(path.parent)

@@ -31,7 +31,7 @@ def read(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def restore(accelerator: Accelerator, states: dict[str, Any]) -> None:
-    """Put the generators back. The device's is left alone where it is of another kind (another length)."""
+    """Restore the generators, except the device's if the saved state is of another kind (another length)."""
     torch.set_rng_state(states["torch"])
     if states["device"].shape == accelerator.rng.get_state().shape:
         accelerator.rng.set_state(states["device"])

@@ -1,8 +1,7 @@
-"""One rank's file: a safetensors file of the stretches of tensors that the rank writes.
+"""One rank's file: a safetensors file with the stretches of tensors that the rank writes.
 
-Everything's place follows from the shapes (`rank_layout`), so the file is allocated first and written once,
-front to back.
-Tensors that are not on the host pass through a buffer of CHUNK bytes there.
+The shapes determine where everything goes (`rank_layout`), so the file is allocated first and then written
+once, from front to back. Tensors that are not on the host pass through a buffer of CHUNK bytes there.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
-_CACHED = 4 * BLOCK  # read for the checksums, and copied while the processor's cache still has it
-_PACKED = 2 * CHUNK  # bytes of packed parts written at once: no other write is under way meanwhile
+_CACHED = 4 * BLOCK  # bytes read for their checksums, then copied while still in the processor's cache
+_PACKED = 2 * CHUNK  # bytes of packed parts per write; larger than CHUNK, as only one write is under way
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a tensor with its values, (length,), contiguous. For the rest see `Stretch`."""
+    """A stretch of a tensor with its values. values: (length,), contiguous. For the rest see `Stretch`."""
 
     key: str
     shape: tuple[int, ...]
@@ -48,12 +47,12 @@ class Part:
 
     @property
     def stretch(self) -> Stretch:
-        """Raises UsageError for a dtype that files cannot hold."""
+        """The part without its values. Raises UsageError for a dtype that files cannot hold."""
         dtype = name_of(self.values.dtype, self.key)
         return Stretch(self.key, dtype, self.shape, self.values.numel(), self.start, self.stride)
 
 
-Segment = tuple[Part, int, int]  # bytes of a part: from, to
+Segment = tuple[Part, int, int]  # a part, and the range of its bytes: begin, end
 
 
 def write_rank_file(
@@ -65,9 +64,9 @@ def write_rank_file(
 ) -> dict[str, Any]:
     """Write and sync a rank's file; returns what the manifest has to say about it, as JSON values.
 
-    packed: from pack(), if that made the parts. They are then written from where they lie, without threads: a
-    program that ends cannot start any, and what writes in the background may outlast it. Raises OSError, and
-    UsageError for a dtype that files cannot hold.
+    packed: the memory from pack(), if that made the parts. They are then written from where they lie, without
+    threads: a background save may outlast the main program, and a program that is ending cannot start
+    threads. Raises OSError, and UsageError for a dtype that files cannot hold.
     """
     ordered = in_file_order(parts)
     layout = RankLayout(part.stretch for part in ordered)
@@ -79,16 +78,18 @@ def write_rank_file(
 
 
 def in_file_order(parts: Sequence[Part]) -> list[Part]:
-    """Wide items first, which keeps every tensor aligned."""
+    """The parts ordered by item size, largest first, which keeps every tensor aligned."""
     return sorted(parts, key=lambda part: -part.values.element_size())
 
 
 def pack(
     accelerator: Accelerator, parts: Sequence[Part], arena: Tensor | None
 ) -> tuple[list[Part], Tensor, Tensor]:
-    """Copies of all parts on the host, and their memory, from a page on, where they lie as they will in the
-    file and are followed by room for their checksums; and the buffer that has it: `arena`, if that is large
-    enough. Both are uint8."""
+    """Copy all parts to the host, laid out as they will be in the file.
+
+    Returns the copies; the uint8 memory that holds them, page-aligned, with room for their checksums after
+    them; and the uint8 buffer which that memory is part of: `arena`, if that is large enough.
+    """
     ordered = in_file_order(parts)
     room = sum(part.nbytes + 4 * part.stretch.blocks for part in ordered) + PAGE
     if arena is None or arena.numel() < room + PAGE:
@@ -107,7 +108,7 @@ def pack(
 def _stream(
     storage: Storage, accelerator: Accelerator, path: Path, layout: RankLayout, parts: Sequence[Part]
 ) -> bytes:
-    """Write parts that lie anywhere; returns the table of checksums."""
+    """Write parts that may lie anywhere; returns the table of checksums."""
     file = Stream(storage, path, layout.size)
     try:
         file.append(memoryview(layout.header))
@@ -166,7 +167,7 @@ def _write_parts(file: Stream, accelerator: Accelerator, parts: Sequence[Part]) 
 
 
 def _chunks(parts: Sequence[Part]) -> Iterator[list[Segment]]:
-    """All bytes of all parts in order, at most CHUNK at a time, parts cut at multiples of CHUNK only."""
+    """All bytes of all parts in order, at most CHUNK at a time. Parts are only cut at multiples of CHUNK."""
     chunk: list[Segment] = []
     size = 0
     for part in parts:
@@ -182,7 +183,7 @@ def _chunks(parts: Sequence[Part]) -> Iterator[list[Segment]]:
 
 
 class Staging:
-    """Gives the bytes of segments as host memory, copying those that are elsewhere."""
+    """Provides the bytes of segments in host memory, copying those that are elsewhere."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -208,7 +209,7 @@ class Staging:
 
 
 def _copy(values: Values, out: Tensor) -> None:
-    """Copy to the host; what comes from the device is there after `streams.synchronize`."""
+    """Copy to the host. Copies from the device are complete after `streams.synchronize`."""
     if isinstance(values, Stored):
         values.read_into(out)
     else:

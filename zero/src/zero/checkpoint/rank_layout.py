@@ -1,4 +1,4 @@
-"""Where everything is in a rank's file, and what the manifest says of it. Arithmetic only, no torch.
+"""The layout of a rank's file, and what the manifest says about it. Arithmetic only, no torch.
 
 8 bytes: length of the header | header, JSON padded to a multiple of 4096 | tensors | checksums
 """
@@ -16,8 +16,10 @@ _METADATA = {"format": "pt", "whole": "see manifest.json"}
 
 
 class Stretch(NamedTuple):
-    """`numel` elements of a tensor, from `start` on in its memory order. shape, stride: of the whole tensor,
-    the latter where its memory order is not row-major."""
+    """`numel` elements of a tensor, from element `start` on in its memory order.
+
+    shape, stride: of the whole tensor; stride is None if its memory order is row-major.
+    """
 
     key: str
     dtype: str
@@ -32,13 +34,16 @@ class Stretch(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Checksums it has in the table."""
+        """The number of its checksums in the table."""
         return -(-self.nbytes // BLOCK)
 
 
 class RankLayout:
-    """places: where each stretch begins in the file. checksums_at: where their table does. size: of the
-    file, in bytes."""
+    """Where everything is in the file.
+
+    header: its first bytes. places: the byte where each stretch begins. checksums_at: the byte where the
+    table of checksums begins. size: the file's bytes.
+    """
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
         self.stretches = tuple(stretches)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: manifest and files, tensors by key, every byte checked. No torch, no engine.
+"""Reading a checkpoint: its manifest and files, and tensors by key, every byte checked. No torch, no engine.
 
 checkpoint = Checkpoint(find(Path("runs/a")))
 entry = checkpoint.tensor("model/blocks.0.weight")
@@ -25,23 +25,23 @@ from zero.errors import CheckpointError, CorruptCheckpointError, StateError
 
 
 def find(path: Path, storage: Storage = DISK) -> Path:
-    """The directory of the checkpoint that `path` means.
+    """The directory of the checkpoint that `path` refers to.
 
-    path: a checkpoint, or a directory of checkpoints, whose `latest` is taken. Raises CheckpointError if
-    there is none, CorruptCheckpointError if `latest` is damaged.
+    path: a checkpoint, or a directory of checkpoints, of which `latest` names one. Raises CheckpointError if
+    there is none, and CorruptCheckpointError if `latest` is damaged.
     """
     if storage.exists(path / MANIFEST):
         return path
     if storage.exists(path / LATEST):
         name = _named(path, storage)
         return _present(path, name, storage) or _fail_to_find(path, storage, f"`latest` names {name!r}")
-    path = Path(os.path.abspath(path))  # "." has no name to look for, and "/" has none at all
+    path = Path(os.path.abspath(path))  # "." has no name until it is absolute; "/" never has one
     found = _present(path.parent, path.name, storage) if path.name else None
     return found or _fail_to_find(path, storage, "no checkpoint there")
 
 
 def _named(parent: Path, storage: Storage) -> str:
-    """The checkpoint that `latest` points to."""
+    """The name of the checkpoint that `latest` points to."""
     try:
         return read_latest(parent, storage).checkpoint
     except OSError as error:
@@ -52,7 +52,11 @@ def _named(parent: Path, storage: Storage) -> str:
 
 
 def read_latest(parent: Path, storage: Storage) -> Latest:
-    """The pointer in a directory of checkpoints. Raises OSError, or CorruptCheckpointError if damaged."""
+    """Read the `latest` file of a directory of checkpoints.
+
+    Raises OSError, CorruptCheckpointError if the file is damaged, and CheckpointError if it is another
+    program's.
+    """
     data = read_whole(storage, parent / LATEST)
     if names_another(parent, data, storage):
         raise CheckpointError(f"{parent / LATEST} is another program's{_hint(parent, storage)}")
@@ -66,12 +70,12 @@ def read_latest(parent: Path, storage: Storage) -> Latest:
 
 
 def names_another(parent: Path, latest: bytes, storage: Storage) -> bool:
-    """Whether what `latest` holds is a bare name of something in the directory: DeepSpeed's does."""
+    """Whether `latest` holds nothing but the name of an entry of the directory, as DeepSpeed's does."""
     return latest.decode(errors="replace").strip() in storage.names(parent)
 
 
 def complete(parent: Path, storage: Storage = DISK) -> list[str]:
-    """Names of the published checkpoints in a directory."""
+    """The names of the published checkpoints in a directory."""
     if not storage.is_directory(parent):
         return []
     return [n for n in storage.names(parent) if n[0] != "." and storage.exists(parent / n / MANIFEST)]
@@ -80,16 +84,16 @@ def complete(parent: Path, storage: Storage = DISK) -> list[str]:
 class Checkpoint:
     """An open checkpoint directory. Files are opened, and their headers checked, when first needed.
 
-    Raises CheckpointError where files are missing and CorruptCheckpointError, naming file and tensor, where
-    bytes are not those that were written. Reading is safe from several threads. direct: open files so that
-    read_around() goes around the page cache.
+    Methods raise CheckpointError if files are missing, and CorruptCheckpointError, which names file and
+    tensor, if bytes are not those that were written. Several threads may read at once. direct: open files so
+    that read_around() bypasses the page cache.
     """
 
     def __init__(self, path: Path, storage: Storage = DISK, direct: bool = False) -> None:
         self.path = path
         self._storage = storage
         self._direct = direct
-        self._files: dict[int, tuple[File, bytes]] = {}  # with the checksums of its blocks
+        self._files: dict[int, tuple[File, bytes]] = {}  # each with the checksums of its blocks
         try:
             data = read_whole(storage, path / MANIFEST)
         except OSError as error:
@@ -118,7 +122,7 @@ class Checkpoint:
         self._files.clear()
 
     def tensor(self, key: str) -> TensorEntry:
-        """Shape, dtype and place of a tensor; raises StateError for a key that is none."""
+        """Shape, dtype and place of a tensor. Raises StateError for an unknown key."""
         try:
             return self.manifest.tensors[key]
         except KeyError:
@@ -127,7 +131,7 @@ class Checkpoint:
     def read(self, key: str, start: int, into: memoryview) -> None:
         """Fill `into` (bytes, whole elements) with a tensor's elements from `start` on, in memory order.
 
-        Nothing but the blocks that hold them is read, and every block is checked.
+        Only the blocks that hold these elements are read, and each of them is checked.
         """
         tensor, item = self.tensor(key), self.tensor(key).item_bytes
         stop = start + into.nbytes // item
@@ -145,10 +149,10 @@ class Checkpoint:
             position, index = end, index + 1
 
     def read_around(self, key: str, start: int, nbytes: int, pages: memoryview) -> memoryview:
-        """As read(), with whole blocks of one slice read around the page cache.
+        """Like read(), for `nbytes` bytes; whole blocks of one slice are read around the page cache.
 
-        pages: memory on whole pages, at least two more than the bytes take. Returns the part of it where the
-        bytes are.
+        pages: page-aligned memory, at least two pages larger than the bytes need. Returns the part of it that
+        holds the bytes.
         """
         tensor, block = self.tensor(key), self.manifest.block_bytes
         piece = tensor.slices[self._slice_at(key, start)]
@@ -164,13 +168,13 @@ class Checkpoint:
         return values
 
     def check_files(self) -> None:
-        """Raise unless every file is there in its full size. Reads no contents."""
+        """Raise unless every file is there and has its full size. Reads no contents."""
         for entry in self.manifest.files:
             with contextlib.closing(self._open(entry)):
                 pass
 
     def verify(self) -> Iterator[tuple[str, str]]:
-        """Read every byte and yield what is damaged: (file name, what is wrong)."""
+        """Read every byte and yield (file name, what is wrong) for each damage found."""
         for index, entry in enumerate(self.manifest.files):
             try:
                 self._file(index)
@@ -188,7 +192,7 @@ class Checkpoint:
                         yield self.manifest.files[piece.file].name, str(error)
 
     def _read_slice(self, key: str, piece: Slice, item: int, low: int, into: memoryview) -> None:
-        """Fill `into` from byte `low` of a slice on: whole blocks in place, a cut block by way of a copy."""
+        """Fill `into` from byte `low` of a slice on: whole blocks in place, partial blocks through a copy."""
         block, size, high = self.manifest.block_bytes, piece.length * item, low + into.nbytes
         position = low
         while position < high:
@@ -212,7 +216,7 @@ class Checkpoint:
         self._check(key, piece, begin, into[:count], into.nbytes)
 
     def _check(self, key: str, piece: Slice, begin: int, values: memoryview, wanted: int) -> None:
-        """Raise unless `values` are the `wanted` bytes of a slice from `begin`, where a block does, on."""
+        """Raise unless `values` are the `wanted` bytes of a slice from `begin`, where a block begins, on."""
         file, checksums = self._file(piece.file)
         block, at = self.manifest.block_bytes, piece.offset + begin
         if values.nbytes < wanted:
@@ -228,7 +232,7 @@ class Checkpoint:
                 )
 
     def _slice_at(self, key: str, start: int) -> int:
-        """Which slice of a tensor has its element `start`."""
+        """The index of the slice that holds a tensor's element `start`."""
         return max(0, bisect_right(self._starts[key], start) - 1)
 
     def _file(self, index: int) -> tuple[File, bytes]:
@@ -262,7 +266,7 @@ _VERIFY_ELEMENTS = 1 << 17  # a multiple of the block size for every item size
 
 
 def _checksums(file: File, entry: FileEntry) -> bytes:
-    """The table of a file's block checksums, once it and the file's header are found intact."""
+    """The table of a file's block checksums, after checking the table and the file's header."""
     length, table = bytearray(8), bytearray(entry.bytes - entry.checksums_at)
     with _translated(file):
         file.read(0, memoryview(length))
@@ -285,7 +289,7 @@ def _translated(file: File) -> Iterator[None]:
 
 
 def _present(parent: Path, name: str, storage: Storage) -> Path | None:
-    """A checkpoint by name; also one that a save was just about to replace when it was killed."""
+    """A checkpoint by name, including one that a save was about to replace when it was killed."""
     candidates = (parent / name, hidden(parent / name, "old"))
     return next((c for c in candidates if storage.exists(c / MANIFEST)), None)
 
@@ -299,7 +303,7 @@ def _fail_to_find(path: Path, storage: Storage, what: str) -> Path:
 
 
 def _hint(path: Path, storage: Storage) -> str:
-    """What to do with what there is instead."""
+    """What to do with files of other formats that are there instead, as the end of an error message."""
     names = storage.names(path) if storage.is_directory(path) else [path.name]
     if any(name.endswith(".safetensors") for name in names):
         return ". Weights in safetensors are loaded with load_pretrained()"
@@ -309,7 +313,7 @@ def _hint(path: Path, storage: Storage) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """The last few names."""
+    """The last eight names, for an error message."""
     return ", ".join(names[-8:]) or "none"
 
 

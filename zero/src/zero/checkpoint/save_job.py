@@ -1,4 +1,4 @@
-"""One save: every rank writes its file, rank 0 publishes, all learn the outcome. Knows nothing of engines."""
+"""One save: every rank writes its file, rank 0 publishes, all learn the outcome. Independent of the engine."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from zero.errors import CheckpointError, CommunicationError
 
 _log = logging.getLogger("zero")
 _PART = "rank {} could not save its part of the checkpoint"
-_LAST = 3.0  # the outcome takes longer: rank 0 itself may wait for a rank that is gone
+_LAST = 3.0  # timeouts to wait for the outcome: rank 0 may itself be waiting for a rank that is gone
 
 
 @dataclass
 class Job:
-    """One rank's part of a save. described: the manifest's members that rank 0 knows before it begins.
+    """One rank's part of a save.
 
-    failure: what went wrong on this rank already; the others have to be told. packed: where pack() put the
-    parts, if the program goes on meanwhile.
+    described: on rank 0, the manifest's members that are known before the save begins. failure: an error that
+    this rank has had already, which the others have to learn of. packed: the memory into which pack() copied
+    the parts, if the program continues during the save.
     """
 
     exchange: Exchange
@@ -43,7 +44,7 @@ class Job:
     packed: Tensor | None = None
 
     def run(self) -> None:
-        """Write and publish. Raises on every rank or on none."""
+        """Write this rank's file and publish the checkpoint. Raises on every rank or on none."""
         try:
             problem = self._run()
         finally:
@@ -70,7 +71,7 @@ class Job:
         return outcome
 
     def _begin(self) -> Path:
-        """Rank 0 makes the directory; all go on when it is there."""
+        """Have rank 0 make the directory, and return it once it is there."""
         if self.exchange.rank:
             problem, there = self.exchange.collect("directory", [0])[0]
             if problem:
@@ -79,7 +80,7 @@ class Job:
         else:
             self._make_directory()
         if self.failure is not None:
-            raise self.failure  # not earlier: the others are waiting for the directory
+            raise self.failure  # only now, as the others were waiting for the directory
         return self.publication.staging
 
     def _make_directory(self) -> None:
@@ -97,7 +98,7 @@ class Job:
             raise error_of(problem)
 
     def _check_same(self, there: str) -> None:
-        """there: what rank 0 has made; machines may know it by other names."""
+        """Raise unless this rank sees the directory. there: rank 0's path of it, which may be another."""
         here, rank = self.publication.staging, self.exchange.rank
         if not self.storage.is_directory(here):
             raise CheckpointError(
@@ -111,7 +112,7 @@ class Job:
         return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
 
     def _publish(self) -> Problem:
-        """Rank 0, once every rank has written its file."""
+        """Publish the checkpoint once every rank has written its file. On rank 0."""
         try:
             reports = self.exchange.collect("file", self.exchange.ranks)
             problem = next((r["problem"] for _, r in sorted(reports.items()) if "problem" in r), None)
@@ -131,7 +132,7 @@ class Job:
         return problem
 
     def _check_visible(self, reports: Mapping[int, Any]) -> None:
-        """Ranks on other machines must have written to the same directory."""
+        """Raise unless rank 0 sees every rank's file in full, written to the same directory."""
         for rank, report in reports.items():
             entry = report["file"]
             try:
@@ -147,7 +148,7 @@ class Job:
                 )
 
     def _take_leave(self) -> None:
-        """Rank 0 may hold the store: it stays until everybody has read the outcome."""
+        """Wait until every rank has read the outcome, since rank 0's process may hold the store."""
         others = self.exchange.ranks[1:]
         try:
             self.exchange.collect("leave", others)

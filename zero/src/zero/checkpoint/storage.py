@@ -1,4 +1,4 @@
-"""The thin layer that all of a checkpoint's input and output passes. Tests replace it to inject faults."""
+"""The thin layer that all input and output of checkpoints goes through. Tests replace it to inject faults."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PAGE = 4096  # what direct writes are aligned to
+PAGE = 4096  # bytes; direct writes are aligned to it
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _advise = getattr(os, "posix_fadvise", None)
 _fallocate: Any = getattr(os, "posix_fallocate", lambda file, start, size: os.truncate(file, size))
-_LOCK = ".zero-lock"  # stays where it was claimed
+_LOCK = ".zero-lock"  # is never removed
 
 
 class File:
     """An open file, usable from any thread. Every method raises OSError as the operating system does.
 
-    around: another descriptor of the file, which reads around the page cache.
+    around: a second descriptor of the file, whose reads bypass the page cache.
     """
 
     def __init__(self, path: Path, descriptor: int, around: int | None = None) -> None:
@@ -32,22 +32,22 @@ class File:
         self._around = around
 
     def size(self) -> int:
-        """Bytes of the file."""
+        """The file's size in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write byte buffers one after another from `offset` on, and let the disk begin at once."""
+        """Write byte buffers one after another from `offset` on, and start their write-back at once."""
         pending = [b for b in buffers if b.nbytes]
         position = offset
         while pending:
             done = self._write_some(pending[:_MOST_BUFFERS], position)
             position += done
             pending = _rest(pending, done)
-        if _advise is not None:  # starts the write-back: otherwise the disk idles until the fsync
+        if _advise is not None:  # starts the write-back; without it the disk would idle until the fsync
             _advise(self._descriptor, offset, position - offset, os.POSIX_FADV_DONTNEED)
 
     def read(self, offset: int, into: memoryview) -> int:
-        """Fill `into` from `offset` on; returns the bytes read, fewer only at the end of the file."""
+        """Fill `into` from `offset` on. Returns the bytes read, fewer only at the end of the file."""
         done = 0
         while done < into.nbytes:
             count = os.preadv(self._descriptor, [into[done:]], offset + done)
@@ -57,10 +57,10 @@ class File:
         return done
 
     def read_around(self, offset: int, count: int, pages: memoryview) -> memoryview:
-        """Read `count` bytes from `offset` on, around the page cache if the file was opened for that.
+        """Read `count` bytes from `offset` on, bypassing the page cache if the file was opened for that.
 
-        pages: memory on whole pages, at least two more than the bytes take. Returns the part of it where the
-        bytes are; they are fewer only at the end of the file.
+        pages: page-aligned memory, at least two pages larger than the bytes need. Returns the part of it that
+        holds the bytes, fewer only at the end of the file.
         """
         shift = offset % PAGE
         end = -(-(shift + count) // PAGE) * PAGE
@@ -81,7 +81,7 @@ class File:
             os.close(self._around)
 
     def _read_pages(self, offset: int, pages: memoryview) -> int:
-        """Fill whole pages; returns the bytes read, fewer only at the end of the file."""
+        """Fill whole pages. Returns the bytes read, fewer only at the end of the file."""
         done = 0
         while self._around is not None and done < pages.nbytes and not done % PAGE:
             try:
@@ -89,7 +89,7 @@ class File:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                break  # it wants larger pages
+                break  # it requires a larger alignment
             if not count:
                 return done
             done += count
@@ -101,7 +101,7 @@ class File:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._leave_direct()  # as another write may have done meanwhile: so try in any case
+            self._leave_direct()  # another write may have done so already, so retry in any case
             done = self._pwritev(buffers, offset)
         if done % PAGE:  # cut short: what is left is not aligned
             self._leave_direct()
@@ -114,7 +114,7 @@ class File:
         return done
 
     def _leave_direct(self) -> None:
-        """Go through the page cache from now on."""
+        """Write through the page cache from now on."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
 
@@ -123,10 +123,10 @@ class Storage:
     """The file system. Every method raises OSError as the operating system does."""
 
     def create(self, path: Path, size: int, direct: bool = False) -> File:
-        """A new file of `size` bytes, its space reserved. The path must not exist.
+        """Create a file of `size` bytes, with its space reserved. The path must not exist.
 
-        direct: write around the page cache where the file system can, which wants offsets, lengths and
-        buffers at multiples of PAGE bytes.
+        direct: bypass the page cache in writing where the file system can; offsets, lengths and buffers then
+        have to be multiples of PAGE bytes.
         """
         file = File(path, _create(path, direct))
         try:
@@ -138,21 +138,21 @@ class Storage:
         return file
 
     def open(self, path: Path, direct: bool = False) -> File:
-        """An existing file, for reading. direct: around the page cache too, where the file system can."""
+        """Open a file for reading. direct: let read_around() bypass the page cache where possible."""
         flags = os.O_RDONLY | os.O_CLOEXEC
         descriptor = _open(path, flags)
         around = None
         if direct and _DIRECT:
-            with contextlib.suppress(OSError):  # a file system in memory, for one, has no way around
+            with contextlib.suppress(OSError):  # a file system in memory, for one, has no direct access
                 around = _open(path, flags | _DIRECT)
         return File(path, descriptor, around)
 
     def make_directory(self, path: Path) -> None:
-        """A new directory; the path must not exist and its parent must."""
+        """Create a directory. The path must not exist, and its parent must."""
         path.mkdir()
 
     def rename(self, old: Path, new: Path) -> None:
-        """Move within one directory, in one step; an empty directory or a file at `new` is replaced."""
+        """Rename within one directory, atomically. An empty directory or a file at `new` is replaced."""
         old.rename(new)
 
     def sync_directory(self, path: Path) -> None:
@@ -164,7 +164,7 @@ class Storage:
             os.close(descriptor)
 
     def names(self, path: Path) -> list[str]:
-        """What a directory holds, sorted."""
+        """The names in a directory, sorted."""
         return sorted(os.listdir(path))
 
     def exists(self, path: Path) -> bool:
@@ -177,7 +177,7 @@ class Storage:
         return path.is_symlink()
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a directory with all it holds; what vanishes meanwhile is no error."""
+        """Remove a file, or a directory with all it holds. Entries that vanish meanwhile are no error."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, onerror=_unless_gone)
             return
@@ -187,8 +187,9 @@ class Storage:
     def lock(self, path: Path, wait: bool = False) -> Lock | None:
         """Claim a directory until release() or the end of this process.
 
-        Where it is claimed already, None, or with `wait` the claim once it is free. NFS locks no directories:
-        there a hidden file in it is claimed. A file system without locks gives every claim.
+        Returns None if it is claimed already, or, with `wait`, waits until it is free. NFS cannot lock
+        directories, so a hidden file in the directory is locked there. On a file system without locks every
+        claim succeeds.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -207,7 +208,7 @@ class Storage:
 
 
 class Lock:
-    """A claimed directory; it may be renamed meanwhile."""
+    """A claimed directory. It may be renamed while it is claimed."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -222,7 +223,7 @@ DISK = Storage()
 
 
 def read_whole(storage: Storage, path: Path) -> bytes:
-    """All bytes of a small file."""
+    """Read all bytes of a small file."""
     file = storage.open(path)
     try:
         buffer = bytearray(file.size())
@@ -232,7 +233,7 @@ def read_whole(storage: Storage, path: Path) -> bytes:
 
 
 def write_whole(storage: Storage, path: Path, data: bytes) -> None:
-    """A new small file, on the disk when this returns."""
+    """Create a small file that is on the disk when this returns."""
     file = storage.create(path, len(data))
     try:
         file.write(0, [memoryview(data)])
@@ -246,7 +247,7 @@ def _create(path: Path, direct: bool) -> int:
     if direct:
         try:
             return _open(path, flags | _DIRECT)
-        except OSError as error:  # a file system in memory, for one, has no way around the cache
+        except OSError as error:  # a file system in memory, for one, has no direct access
             if error.errno != errno.EINVAL:
                 raise
             path.unlink(missing_ok=True)
@@ -254,7 +255,7 @@ def _create(path: Path, direct: bool) -> int:
 
 
 def allow_more_files() -> None:
-    """Let this process have as many files open as it may: there is one for each rank that saved."""
+    """Raise this process's limit of open files to the maximum: there is a file for each rank that saved."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -270,8 +271,11 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _allocate(descriptor: int, size: int) -> None:
-    """Reserve a file's space. Where the system cannot, the C library writes into every block of the file,
-    which direct files refuse: those get their size alone."""
+    """Reserve a file's space.
+
+    Where the system cannot, the C library writes into every block of the file. Files that are open for direct
+    access refuse that, so they only get their size.
+    """
     try:
         _fallocate(descriptor, 0, size)
     except OSError as error:
@@ -281,7 +285,7 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 def _claim(descriptor: int, wait: bool) -> bool:
-    """Whether this process has the lock on an open file now; raises OSError where none is to be had."""
+    """Try to lock an open file; returns whether that succeeded. Raises OSError where locks do not exist."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Writing a file from front to back, in chunks, the next being filled while others are written.
+"""Writing a file from front to back in chunks, of which one is filled while others are being written.
 
-A large file goes around the page cache: what is written once and read much later would push other things out
-of memory, and filling the cache costs a copy that can be slower than the disk.
+A large file bypasses the page cache: data that is written once and read much later would evict other data
+from memory, and filling the cache costs a copy that can be slower than the disk.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from zero.checkpoint.storage import PAGE, Storage
 
 CHUNK = 1 << 20  # bytes written at once
-_WRITERS = 7  # chunks being written while one is filled: the disk is not to wait where that takes its time
+_WRITERS = 7  # chunks being written while one is filled, so that slow filling does not idle the disk
 _HUGE = 1 << 21  # bytes of a huge page
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
 class Stream:
-    """A new file of `size` bytes. Methods raise OSError, also for what was appended earlier."""
+    """A new file of `size` bytes. Methods raise OSError, possibly for data that was appended earlier."""
 
     def __init__(self, storage: Storage, path: Path, size: int) -> None:
         self._size = size
@@ -38,12 +38,12 @@ class Stream:
         self._position = 0  # of its first byte in the file
 
     def append(self, data: memoryview) -> None:
-        """Take over `data`; it may change when this returns."""
+        """Append a copy of `data`, which may change after this returns."""
         while data.nbytes:
             chunk = self._chunks[self._current]
             count = min(data.nbytes, len(chunk) - self._filled)
             part = np.frombuffer(data[:count], np.uint8)
-            np.copyto(chunk[self._filled : self._filled + count], part)  # other threads run meanwhile
+            np.copyto(chunk[self._filled : self._filled + count], part)  # releases the GIL
             data, self._filled = data[count:], self._filled + count
             if self._large and self._filled == CHUNK:
                 self._send()
@@ -72,7 +72,7 @@ class Stream:
         self._file.truncate(self._size)
 
     def _send(self) -> None:
-        """Have the current chunk written and begin the next free one."""
+        """Submit the current chunk for writing, and begin the next one when it is free."""
         assert self._writers is not None
         data = view_of(self._chunks[self._current][: self._filled])
         self._pending[self._current] = self._writers.submit(self._file.write, self._position, [data])
@@ -88,15 +88,18 @@ class Stream:
 
 
 def aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """`size` bytes that begin on a page. Large memory has huge pages where there are any: touching thousands
-    of small ones for the first time takes milliseconds."""
+    """`size` bytes of memory that begin on a page.
+
+    Large memory uses huge pages if there are any, as touching thousands of small ones for the first time
+    takes milliseconds.
+    """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE and _ADVICE is not None:
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(_ADVICE)
     return np.frombuffer(memory, np.uint8)
 
 
 def view_of(values: Any) -> memoryview:
-    """The memory of an array."""
+    """A view of an array's memory."""
     return memoryview(values)

@@ -1,4 +1,4 @@
-"""Reads stored tensors into tensors of a model, at most CHUNK bytes at a time."""
+"""Reading stored tensors into tensors of a model, at most CHUNK bytes at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Entry(Protocol):
 
 
 class Tensors(Protocol):
-    """Stored tensors by key, any part of any: an open checkpoint, or other files."""
+    """Stored tensors by key, of which any part can be read: an open checkpoint, or other files."""
 
     def tensor(self, key: str) -> Entry:
         """What is known of a tensor."""
@@ -47,9 +47,9 @@ class TensorReader:
         self._buffer: Tensor | None = None
 
     def fill(self, key: str, target: Tensor, start: int, stride: tuple[int, ...] | None) -> None:
-        """Write a tensor's elements from `start` on into `target`, cast to its dtype.
+        """Fill `target` with a stored tensor's elements from `start` on, cast to the target's dtype.
 
-        target: one-dimensional, in the memory order that `stride` (None: row-major) means.
+        target: one-dimensional, in the memory order given by `stride` (None: row-major).
         """
         entry = self._tensors.tensor(key)
         if entry.stride != stride:
@@ -87,12 +87,12 @@ class TensorReader:
         return True
 
     def decode(self, value: Any) -> Any:
-        """User state, with its tensors."""
+        """Decode user state, reading its tensors."""
         return user_state.decode(value, self.whole)
 
 
 def _reordered(values: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """A tensor's elements in the memory order that `stride` means."""
+    """A tensor's elements, one-dimensional, in the memory order given by `stride`."""
     if stride is None:
         return values.contiguous().view(-1)
     other = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=HOST).copy_(values)

@@ -10,14 +10,14 @@ from zero.communication.communicator import Communicator
 
 
 class Together:
-    """Runs something on every rank; if it fails on one, it raises on all. what: that it is for people."""
+    """Runs an action on every rank; if it fails on one, all raise. what: what it loads, for messages."""
 
     def __init__(self, communicator: Communicator, what: str) -> None:
         self._communicator = communicator
         self._what = what
 
     def __call__(self, action: Callable[[], Any]) -> list[Any]:
-        """Every rank's result, JSON values, by rank."""
+        """Run `action` and return every rank's result, a JSON value, by rank. Collective."""
         cause: Exception | None = None
         try:
             mine = {"value": action()}

@@ -1,6 +1,6 @@
-"""Values of the user's as JSON that gives them back exactly, with tensors as parts of their own.
+"""The user's values as JSON from which they can be restored exactly, with tensors as parts of their own.
 
-JSON has no tuples, no keys but strings, no infinities. Those are written as an object with one member:
+JSON has no tuples, no infinities, and only strings as keys. Such values are written as one-member objects:
 `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}`, `{"$counter": [[key, count], ...]}`,
 `{"$float": "inf"}`, `{"$tensor": "<key in the manifest's tensors>"}`.
 """
@@ -24,10 +24,10 @@ _TAGS = ("$tuple", "$dict", "$counter", "$float", "$tensor")
 
 
 def encode(value: Any, key: str, parts: list[Part], what: str) -> Any:
-    """`value` as JSON; its tensors are added to `parts` under keys that begin with `key`.
+    """Encode `value` as JSON values; its tensors are added to `parts` under keys that begin with `key`.
 
-    Holds None, bool, int, float, str, lists, tuples, dicts, collections.Counter and tensors; numpy's scalars
-    come back as Python's. Raises UsageError, which names `what` is none of them.
+    Takes None, bool, int, float, str, lists, tuples, dicts, collections.Counter and tensors, and numpy's
+    scalars, which come back as Python's. Raises UsageError for anything else, naming it by `what`.
     """
     if type(value) is str:
         return _storable(value, what)
@@ -54,7 +54,7 @@ def encode(value: Any, key: str, parts: list[Part], what: str) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """What encode() was given. tensor: reads one by its key."""
+    """The inverse of encode(). tensor: reads a tensor by its key."""
     if isinstance(value, list):
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
@@ -98,7 +98,7 @@ def _storable(text: str, what: str) -> str:
 
 
 def _unique(key: str, parts: list[Part]) -> str:
-    """A key that no part has: the dict keys 1 and "1" would share one."""
+    """`key`, made different from every part's key: the dict keys 1 and "1" would otherwise share one."""
     taken = {part.key for part in parts}
     while key in taken:
         key += "_"

@@ -1,4 +1,4 @@
-"""A model's parameters and buffers as what a load fills. keys: of stored tensors, by the model's names."""
+"""Filling a model's parameters and buffers. keys: the keys of stored tensors, by the model's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero.tiers.values import changing, put
 
 
 def targets(module: nn.Module) -> list[Target]:
-    """All parameters and persistent buffers. Parameters may be without values: sharded, or deferred."""
+    """All parameters and persistent buffers. Parameters need not have values (sharded or deferred ones)."""
     entries = entries_of(module)
     parameters = [
         Target(first, tuple(p.shape), p.is_floating_point(), tuple(aliases))
@@ -29,7 +29,7 @@ def targets(module: nn.Module) -> list[Target]:
 
 
 def fill_units(units: Iterable[ShardedUnit], reader: TensorReader, keys: Mapping[str, str]) -> None:
-    """This rank's shards and masters. Whole parameters that are kept are stale then: see `refill`."""
+    """Fill this rank's shards and masters. This makes resident units' whole buffers stale: see `refill`."""
     for unit in units:
         for group in unit.groups:
             _fill_group(group, reader, keys)
@@ -37,7 +37,7 @@ def fill_units(units: Iterable[ShardedUnit], reader: TensorReader, keys: Mapping
 
 @torch.no_grad()
 def fill_buffers(module: nn.Module, reader: TensorReader, keys: Mapping[str, str]) -> None:
-    """The module's buffers, whole."""
+    """Fill the module's buffers, whole."""
     for name, buffer in entries_of(module).buffers.items():
         if name in keys:
             buffer.copy_(reader.whole(keys[name]))
