@@ -1,4 +1,4 @@
-"""One save: every rank writes its file, rank 0 publishes, all learn the outcome. Independent of the engine."""
+"""One save: every rank writes its file, rank 0 publishes, all learn the outcome. Knows nothing of engines."""
 
 from __future__ import annotations
 

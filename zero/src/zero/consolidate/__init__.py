@@ -1,9 +1,9 @@
-"""Sharded checkpoints to whole weights, on all cores and in little memory.
+"""Consolidating sharded checkpoints into whole weights, on all cores and in little memory.
 
-Rooms, lowest first: `plan` (where every byte of the output goes), `workers` (chunks to threads), `cast`,
-`output` (writing), `publish` (the output's name, and taking up killed runs), `run`, `convert` (to zero's own
-format), `universal` (to DeepSpeed's). What they read is in `zero.sources`. torch, whose import takes longer
-than many models, is only imported to write its own files: by `torch_plan` and `universal`.
+Modules, lowest first: `plan` (where every byte of the output goes), `workers` (chunks to threads), `cast`,
+`output` (writing), `publish` (giving the output its name, and resuming killed runs), `run`, `convert` (to
+zero's own format), `universal` (to DeepSpeed's). What they read is in `zero.sources`. Importing torch takes
+longer than consolidating many a model, so only `torch_plan` and `universal`, which write its files, do so.
 """
 
 from zero.consolidate.convert import convert

@@ -1,6 +1,6 @@
-"""Values of one floating-point dtype as those of another, rounded as torch does: to nearest, ties to even.
+"""Casting between floating-point dtypes, rounding as torch does: to nearest, ties to even.
 
-Without torch, whose import takes longer than consolidating many a model.
+Written without torch, whose import takes longer than consolidating many a model.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import numpy.typing as npt
 from zero.errors import CheckpointError
 
 _PLAIN: dict[str, np.dtype[Any]] = {"F64": np.dtype("f8"), "F32": np.dtype("f4"), "F16": np.dtype("f2")}
-_AT_ONCE = 1 << 16  # elements that stay in the processor's cache
+_AT_ONCE = 1 << 16  # elements per pass, so that they stay in the processor's cache
 _QUIET_NAN = 0x7FC0
 Floats = npt.NDArray[np.floating[Any]]
 
 
 def cast(values: memoryview, stored: str, into: memoryview, wanted: str) -> bool:
-    """Fill `into` with as many elements as `values` has. stored, wanted: dtypes, named as in safetensors.
+    """Fill `into` with the elements of `values`, cast. stored, wanted: dtypes, named as in safetensors.
 
-    Returns whether finite values became infinite in fp16. Raises CheckpointError for other dtypes.
+    Returns whether finite values became infinite in fp16. Raises CheckpointError for dtypes that are not
+    supported.
     """
     source = _widened(values, stored)
     if wanted == "BF16":
@@ -30,15 +31,15 @@ def cast(values: memoryview, stored: str, into: memoryview, wanted: str) -> bool
     if wanted not in _PLAIN:
         raise CheckpointError(f"values are not cast from {stored} to {wanted}")
     found = np.frombuffer(into, _PLAIN[wanted])
-    with np.errstate(over="ignore", invalid="ignore"):  # a NaN that signals becomes one that does not
+    with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN becomes a quiet one
         if wanted == "F16" and stored == "F64":
-            source = source.astype(np.float32)  # torch rounds twice
+            source = source.astype(np.float32)  # torch rounds twice, too
         np.copyto(found, source, casting="unsafe")
     return wanted == "F16" and not np.array_equal(np.isinf(found), np.isinf(source))
 
 
 def _widened(values: memoryview, stored: str) -> Floats:
-    """Values in a dtype that numpy has and that holds all of them."""
+    """The values in a dtype that numpy has and that represents them exactly."""
     if stored in _PLAIN:
         return np.frombuffer(values, _PLAIN[stored])
     if stored == "BF16":
@@ -51,7 +52,7 @@ def _widened(values: memoryview, stored: str) -> Floats:
 
 
 def _to_bf16(source: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> None:
-    """Add half of the last place that stays, or a little less where it is even, and cut."""
+    """Round to bf16: add half of the last bit that is kept, or just less if that is even, and truncate."""
     bits = source.view(np.uint32)
     scratch = np.empty(min(_AT_ONCE, bits.size), np.uint32)
     for first in range(0, bits.size, _AT_ONCE):
@@ -69,7 +70,7 @@ def _to_bf16(source: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> N
 
 
 def _e4m3() -> npt.NDArray[np.float32]:
-    """All values of the 8-bit format with 4 bits of exponent, which has no infinities."""
+    """All values of the 8-bit format with 4 exponent bits, which has no infinities, by their byte."""
     byte = np.arange(128)
     exponent, mantissa = byte >> 3, byte & 7
     positive = np.ldexp(np.where(exponent, 8.0 + mantissa, mantissa), np.maximum(exponent, 1) - 10)

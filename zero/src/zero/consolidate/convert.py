@@ -1,7 +1,7 @@
-"""Weights of any source as a checkpoint of zero's, to initialise a job from.
+"""Converting the weights of any source into a checkpoint in zero's format, to initialise a job from.
 
-It has no optimizer state: `engine.load_checkpoint(path, weights_only=True)` loads it, at any stage and number
-of ranks, each rank reading its part.
+It has no optimizer state. `engine.load_checkpoint(path, weights_only=True)` loads it, at any stage and number
+of ranks, each rank reading only its part.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def convert(
     options: Options | None = None,
     progress: Progress = lambda *_: None,
 ) -> Result:
-    """Write the checkpoint `out`; it appears in one step, as consolidate() does it, and raises the same.
+    """Write the weights of `source` as the checkpoint `out`.
 
-    options: format and max_shard_size have no meaning here.
+    It appears in one step, and errors are the same, as with consolidate(). options: format and max_shard_size
+    have no meaning here.
     """
     options = options or Options(dtype="stored")
     chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
@@ -57,7 +58,7 @@ def convert(
 
 
 def _checksums(path: Path, layout: RankLayout, options: Options) -> bytes:
-    """The CRC-32 of every block of every tensor, as the table has them."""
+    """The table of the CRC-32 values of all blocks of all tensors, in the table's format."""
     limit = chunk_bytes(options.memory, options.workers)
     table = bytearray(layout.size - layout.checksums_at)
     opened = WEIGHTS.open(path, direct=True)
@@ -83,7 +84,7 @@ def _checksums(path: Path, layout: RankLayout, options: Options) -> bytes:
 
 
 def _sum(file: File, offset: int, nbytes: int, table: bytearray, block: int, pages: memoryview) -> memoryview:
-    """Read bytes from `offset` on, and note their checksums from block number `block` on."""
+    """Read bytes from `offset` on, and enter their checksums in the table from block number `block` on."""
     values = file.read_around(offset, nbytes, pages)
     if values.nbytes < nbytes:
         raise CheckpointError(f"{file.path} is shorter than it was written")
@@ -102,7 +103,7 @@ def _append(path: Path, offset: int, data: bytes) -> None:
 
 
 def _described(source: Source, file: PlannedFile) -> dict[str, Any]:
-    """The manifest's members that are not about files."""
+    """The manifest's members that do not describe files."""
     kinds = {chosen: source.tensors[chosen.tensor].kind for chosen in file.tensors}
     return {
         "zero": zero.__version__,

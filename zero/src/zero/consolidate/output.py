@@ -1,4 +1,4 @@
-"""The planned files, written and compared from any thread, each tensor's bytes at their place."""
+"""Writing the planned files from any thread, each tensor's bytes at their place, and comparing them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LARGE = 1 << 20  # bytes of a file
 
 
 class Part(NamedTuple):
-    """Bytes of one tensor as they are in the output. offset: in the file."""
+    """Bytes of one tensor as they are in the output. offset: of the first, in the file."""
 
     chosen: Chosen
     file: PlannedFile
@@ -33,8 +33,11 @@ class Part(NamedTuple):
 
 
 class Converter:
-    """What a plan makes of the source's chunks. tensors: the source's. overflowed: names of tensors with
-    finite values that their dtype in the output does not reach."""
+    """Converts the source's chunks into parts of the planned files.
+
+    tensors: the source's. overflowed: names of tensors with finite values that are out of range of their
+    dtype in the output.
+    """
 
     def __init__(self, plan: Plan, tensors: tuple[TensorInfo, ...]) -> None:
         self._tensors = tensors
@@ -42,10 +45,10 @@ class Converter:
         self.overflowed: set[str] = set()
 
     def parts(self, chunk: Chunk, values: memoryview, scratch: memoryview) -> Iterator[Part]:
-        """The parts of a chunk, valid until the next. Tensors that are not in the plan are left out.
+        """The parts of a chunk, each valid until the next. Tensors that are not in the plan are left out.
 
-        values: the chunk's bytes. scratch: memory on whole pages; a part lies on its pages as it will in the
-        file, which is what writing around the page cache wants.
+        values: the chunk's bytes. scratch: page-aligned memory. A part has the same offset from a page in it
+        as in the file, which writing around the page cache requires.
         """
         for piece in chunk.pieces:
             if piece.tensor not in self._places:
@@ -71,20 +74,20 @@ class Converter:
 
 
 class PlacedFile:
-    """A new file whose bytes are written in any order, from any thread, each once.
+    """A new file whose bytes are written in any order, from any thread, each exactly once.
 
-    A large one is written around the page cache, whose copies would cost more than the disk. Only whole pages
-    can be: parts of one wait until they make a page.
+    Large files bypass the page cache, whose copies would cost more than the disk. Only whole pages can be
+    written like that, so parts of a page wait until the page is complete.
     """
 
     def __init__(self, storage: Storage, path: Path, size: int) -> None:
         self._file = storage.create(path, size, direct=size >= _LARGE)
         self._size = size
         self._lock = threading.Lock()
-        self._waiting: dict[int, tuple[Any, int]] = {}  # by page: its memory, and how many bytes it has
+        self._waiting: dict[int, tuple[Any, int]] = {}  # by page: its memory, and how many bytes are filled
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Write bytes that lie on their pages as they will in the file."""
+        """Write bytes whose memory has the same offset from a page as their place in the file."""
         low = min(data.nbytes, -offset % PAGE)
         high = low + (data.nbytes - low) // PAGE * PAGE
         self._write_part(offset, data[:low])
@@ -93,7 +96,7 @@ class PlacedFile:
         self._write_part(offset + high, data[high:])
 
     def write_anywhere(self, offset: int, data: bytes) -> None:
-        """Write bytes, wherever they lie."""
+        """Write bytes with any alignment in memory."""
         shift = offset % PAGE
         pages = aligned(shift + len(data))
         pages[shift : shift + len(data)] = np.frombuffer(data, np.uint8)
@@ -101,7 +104,7 @@ class PlacedFile:
 
     def sync(self) -> None:
         """Return once all bytes are on the disk."""
-        for page, (memory, _) in self._waiting.items():  # the last one, which the file's end cuts
+        for page, (memory, _) in self._waiting.items():  # the last page, cut short by the end of the file
             self._file.write(page * PAGE, [view_of(memory)])
         self._file.truncate(self._size)
         self._file.sync()
@@ -110,7 +113,7 @@ class PlacedFile:
         self._file.close()
 
     def _write_part(self, offset: int, data: memoryview) -> None:
-        """Write less than a page, once the rest of its page has come."""
+        """Take a part of a page, and write the page once all of it is there."""
         if not data.nbytes:
             return
         page, begin = divmod(offset, PAGE)
@@ -125,10 +128,10 @@ class PlacedFile:
 
 
 class Output:
-    """The files of a plan in a directory. A file has its name once all of it is on the disk.
+    """The files of a plan in a directory. A file gets its name once all of it is on the disk.
 
-    pending: indices of the tensors that are still to be written; files that have their name already are left
-    as they are. Raises OSError.
+    Files that have their name already are left as they are. pending: indices of the tensors in the other
+    files. Raises OSError.
     """
 
     def __init__(self, storage: WeightStorage, directory: Path, plan: Plan, converter: Converter) -> None:
@@ -148,7 +151,7 @@ class Output:
             raise
 
     def write(self, chunk: Chunk, buffers: Buffers) -> int:
-        """Read a chunk and write what belongs into unfinished files; returns the bytes written."""
+        """Read a chunk and write what belongs in unfinished files. Returns the number of bytes written."""
         written = 0
         for part in self._converter.parts(chunk, buffers.read(chunk), buffers.output):
             if part.chosen.tensor in self.pending:
@@ -158,7 +161,7 @@ class Output:
         return written
 
     def close(self) -> None:
-        """Close files that are not finished."""
+        """Close the files that are not finished."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -180,7 +183,7 @@ class Output:
             self._storage.make_directory(path)
 
     def _count(self, file: PlannedFile, nbytes: int) -> None:
-        """Finish a file with its last bytes."""
+        """Count bytes that were written to a file, and with the last ones sync it and give it its name."""
         with self._lock:
             self._left[file.name] -= nbytes
             if self._left[file.name]:
@@ -195,7 +198,7 @@ class Output:
 
 
 class Comparison:
-    """Reads the files of a plan back. Raises OSError, and CheckpointError for a difference."""
+    """Reads the files of a plan back and compares. Raises OSError, and CheckpointError for a difference."""
 
     def __init__(self, storage: Storage, directory: Path, plan: Plan, converter: Converter) -> None:
         self._converter = converter
@@ -208,7 +211,7 @@ class Comparison:
             raise
 
     def compare(self, chunk: Chunk, buffers: Buffers) -> int:
-        """Read a chunk, and what was made of it; returns the bytes compared."""
+        """Read a chunk and what was written of it, and compare. Returns the number of bytes compared."""
         half = buffers.output.nbytes // 2 // PAGE * PAGE
         mine, theirs = buffers.output[: half - 2 * PAGE], buffers.output[half:]
         compared = 0

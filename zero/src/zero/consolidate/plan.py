@@ -1,4 +1,4 @@
-"""Which tensor goes to which file, in which dtype, at which offset. Arithmetic only.
+"""Planning which tensor goes to which file, in which dtype, at which offset. Arithmetic only.
 
 The layout is that of transformers: `model.safetensors`, or `model-00001-of-0000N.safetensors` and an index.
 """
@@ -22,7 +22,7 @@ _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 @dataclass(frozen=True)
 class Chosen:
-    """A tensor that is written. tensor: its index in the source. dtype: in the output."""
+    """A tensor to be written. tensor: its index in the source. dtype: its dtype in the output."""
 
     tensor: int
     name: str
@@ -38,8 +38,11 @@ class Chosen:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file of the output. name: may lead into directories. offsets: where each tensor's bytes begin, by
-    index in the source. fixed: what the file has besides tensors, with its offset."""
+    """A file of the output.
+
+    name: may contain directories. offsets: the byte where each tensor begins, by its index in the source.
+    fixed: the file's other contents, each with its offset.
+    """
 
     name: str
     nbytes: int
@@ -49,13 +52,13 @@ class PlannedFile:
 
     @property
     def payload(self) -> int:
-        """Bytes of tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """files: of tensors. others: small files with their content, such as the index."""
+    """The files of an output. files: those with tensors. others: small ones by name, such as the index."""
 
     files: tuple[PlannedFile, ...]
     others: Mapping[str, bytes]
@@ -70,10 +73,10 @@ def choose(
 ) -> list[Chosen]:
     """The tensors to write, in the source's order.
 
-    dtype: of everything in floating point; "keep" is each weight's dtype in training, "stored" that of the
-    source, which may be a wider master's. include, exclude: shell
-    patterns of names; none includes everything. A tied tensor takes the first of its names that is left.
-    Raises UsageError for a pattern that fits nothing, and where nothing is left.
+    dtype: of all floating-point tensors; "keep" is each weight's dtype in training, "stored" that in the
+    source, which may be a wider master's. include, exclude: shell patterns of names; without any to include,
+    everything is. A tied tensor takes the first of its names that is left. Raises UsageError for a pattern
+    that matches nothing, and if no tensor is left.
     """
     _check_patterns(tensors, [*include, *exclude])
 
@@ -94,7 +97,7 @@ def choose(
 
 
 def output_dtype(tensor: TensorInfo, dtype: Dtype) -> str:
-    """The dtype that a tensor is written in: only what is in floating point is cast."""
+    """The dtype that a tensor is written in. Only floating-point tensors are cast."""
     if dtype == "stored":
         return tensor.dtype
     floating = tensor.dtype.startswith(("F", "BF"))
@@ -104,10 +107,7 @@ def output_dtype(tensor: TensorInfo, dtype: Dtype) -> str:
 
 
 def shards(tensors: Sequence[Chosen], limit: int) -> list[list[Chosen]]:
-    """Tensors by file: in order, a new file where the next would make it larger than `limit` bytes.
-
-    A tensor that is larger than that has a file of its own.
-    """
+    """Divide tensors, in order, into files of at most `limit` bytes; a larger tensor has its own file."""
     files: list[list[Chosen]] = []
     filling: list[Chosen] = []
     size = 0
@@ -124,12 +124,12 @@ def shards(tensors: Sequence[Chosen], limit: int) -> list[list[Chosen]]:
 
 
 def file_name(stem: str, suffix: str, number: int, count: int) -> str:
-    """As transformers names them; number: from 0."""
+    """The name that transformers gives a file. number: from 0."""
     return f"{stem}{suffix}" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}{suffix}"
 
 
 def index_of(files: Sequence[PlannedFile], with_aliases: bool) -> bytes:
-    """The index of a sharded model: which name is in which file."""
+    """The index of a sharded model, which says for each name which file has it."""
     weight_map = {
         name: file.name
         for file in files
@@ -145,10 +145,10 @@ def index_of(files: Sequence[PlannedFile], with_aliases: bool) -> bytes:
 
 
 def plan_safetensors(tensors: Sequence[Chosen], limit: int) -> Plan:
-    """The files of a model. limit: bytes of tensors in one.
+    """The files of a model. limit: bytes of tensors in one file.
 
-    Tied tensors are there once; as in safetensors' own `save_model`, the metadata says for each further name
-    which one has its values.
+    A tied tensor is written once; as with safetensors' own `save_model`, the metadata says for each further
+    name which name has its values.
     """
     parts = shards(tensors, limit)
     files = []

@@ -1,7 +1,7 @@
-"""How an output directory comes to its name, all at once, and how a killed run is taken up again.
+"""Publishing an output directory under its name in one step, and resuming a killed run.
 
-The files are written to `.NAME.zero-weights` beside it. It holds `plan`, which says what the run was to
-write: a later run with the same plan keeps the files that are finished, any other begins anew.
+The files are written to `.NAME.zero-weights` beside it. Its file `plan` identifies what the run was to write:
+a later run with the same plan keeps the files that are finished, any other starts over.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _OURS = re.compile(
 
 
 class Staging:
-    """The directory that is to become `out`. Raises CheckpointError or UsageError for what is in the way, and
-    OSError."""
+    """The directory that is to become `out`.
+
+    Raises UsageError if `out` is not a name, CheckpointError if something is in the way, and OSError.
+    """
 
     def __init__(self, storage: WeightStorage, out: Path, overwrite: bool) -> None:
         self._storage = storage
@@ -37,7 +39,7 @@ class Staging:
         self._check_free(overwrite)
 
     def begin(self, plan: bytes) -> None:
-        """Make the directory, or take up the one of a killed run that had the same plan."""
+        """Make the directory, or continue with that of a killed run that had the same plan."""
         storage = self._storage
         old = hidden(self.out, "replaced")
         if storage.exists(old) and not storage.exists(self.out):
@@ -57,7 +59,7 @@ class Staging:
             raise
 
     def commit(self) -> None:
-        """Give the directory its name. Of what had it before weights are removed, and other files kept."""
+        """Give the directory its name. Of one that it replaces, weights are removed and other files kept."""
         storage = self._storage
         storage.remove(self.path / PLAN)
         for name in storage.names(self.out) if storage.exists(self.out) else ():
@@ -77,12 +79,12 @@ class Staging:
         storage.sync_directory(self.out.parent)
 
     def abandon(self) -> None:
-        """Remove what was written. It cannot be taken up."""
+        """Remove what was written, so that no later run can resume it."""
         self._storage.remove(self.path)
         self.release()
 
     def release(self) -> None:
-        """Give the claim on the directory up."""
+        """Release the lock on the directory."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None

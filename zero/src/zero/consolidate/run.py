@@ -1,4 +1,4 @@
-"""Consolidating, and verifying."""
+"""Consolidating a source into whole weights, and verifying a source."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from zero.sources.source import Chunk, Source
 
 Format = Literal["safetensors", "torch"]
 Progress = Callable[[str, int, int], None]
-"""Called from any thread with what is being done, the bytes that are done of it, and all bytes of it."""
+"""Called from any thread with the name of the current phase, its bytes done so far, and its bytes in all."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """format: "safetensors", or "torch" for files of torch.save. dtype: of what is in floating point; "keep"
-    is each weight's dtype in training. max_shard_size: bytes of tensors in a file. workers: threads. memory:
-    bytes of all their buffers. include, exclude: shell patterns of names. overwrite: replace an output that
-    is there. verify: read it back and compare."""
+    """Options of consolidate() and convert().
+
+    format: "safetensors", or "torch" for files of torch.save. dtype: of floating-point tensors; "keep" is
+    each weight's dtype in training, "stored" that in the source. max_shard_size: bytes of tensors in a file.
+    workers: threads. memory: bytes of all their buffers. include, exclude: shell patterns of names.
+    overwrite: replace an existing output. verify: read the output back and compare.
+    """
 
     format: Format = "safetensors"
     dtype: Dtype = "fp32"
@@ -46,9 +49,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Result:
-    """out: the directory. files: names of the files of weights. tensors, nbytes: how many, and their bytes.
+    """What was written.
 
-    overflowed: tensors with finite values that became infinite in fp16. left_out: state that is no tensor.
+    out: the directory. files: names of the files with weights. tensors, nbytes: the number of tensors and of
+    their bytes. overflowed: names of tensors with finite values that became infinite in fp16. left_out: names
+    of state that is not a tensor.
     """
 
     out: Path
@@ -68,12 +73,12 @@ def consolidate(
 ) -> Result:
     """Write the weights of `source` to the directory `out` as transformers lays them out.
 
-    `out` appears in one step when all of it is on the disk. Resident memory beyond the buffers does not grow
-    with the model, but with the number of its tensors. After an error nothing is left behind; after a kill,
-    the same call goes on where it was.
+    `out` appears in one step when all of it is on the disk. Resident memory beyond the buffers grows with the
+    number of tensors, not with their size. After an error nothing is left behind; after a kill, the same call
+    continues where the killed one stopped.
 
-    Raises UsageError for options without meaning, CheckpointError where something is in the way or cannot be
-    read or written, CorruptCheckpointError for damage in the source.
+    Raises UsageError for options that make no sense, CheckpointError if something is in the way or cannot be
+    read or written, and CorruptCheckpointError if the source is damaged.
     """
     options = options or Options()
     chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
@@ -98,7 +103,7 @@ def publish(
     storage: WeightStorage,
     complete: Callable[[Path], None] = lambda _: None,
 ) -> Result:
-    """Carry a plan out. complete: called with the directory before it has its name, to add to it."""
+    """Carry out a plan. complete: called with the directory before it gets its name, to add files to it."""
     limit = chunk_bytes(options.memory, options.workers)
     staging = Staging(storage, out, options.overwrite)
     job = _Job(source, plan, Converter(plan, source.tensors), storage, options.workers, limit, progress)
@@ -127,7 +132,7 @@ def verify(
     memory: int = DEFAULT_MEMORY,
     progress: Progress = lambda *_: None,
 ) -> list[str]:
-    """Read every byte of a checkpoint; returns what is damaged, one message each."""
+    """Read every byte of a checkpoint that has a checksum. Returns one message for each damage found."""
     workers = workers or default_workers()
     limit = chunk_bytes(memory, workers)
     total = sum(chunk.nbytes for chunk in source.everything(limit))
@@ -150,7 +155,7 @@ def verify(
 
 
 class _Told:
-    """Adds up what is done."""
+    """Adds up the bytes that are done, and reports them."""
 
     def __init__(self, progress: Progress, what: str, total: int) -> None:
         self._progress = progress
@@ -168,7 +173,7 @@ class _Told:
 
 @dataclass(frozen=True)
 class _Job:
-    """The passes over a source. limit: bytes of a chunk."""
+    """The passes over a source. limit: the bytes of a chunk at most."""
 
     source: Source
     plan: Plan
@@ -179,11 +184,12 @@ class _Job:
     progress: Progress
 
     def write(self, directory: Path) -> None:
-        """Everything that is not there yet."""
+        """Write everything that is not there yet."""
         output = Output(self.storage, directory, self.plan, self.converter)
         try:
             pending = frozenset(output.pending)
-            # What an earlier run has written is read again where only its records' ends tell damage.
+            # If checksums cover whole records, only reading all of a record reveals damage in it, so what an
+            # earlier run has written is read again.
             read = self._every if self.source.sums_records else pending
             self._pass("writing", read, pending, output.write)
             self.source.finish()
@@ -194,7 +200,7 @@ class _Job:
             write_whole(self.storage, directory / name, content)
 
     def compare(self, directory: Path) -> None:
-        """Everything that was written, from the disk, with the source."""
+        """Compare everything that was written, read from the disk, with the source."""
         comparison = Comparison(self.storage, directory, self.plan, self.converter)
         try:
             self._pass("verifying", self._every, self._every, comparison.compare)
@@ -219,7 +225,7 @@ class _Job:
 
 
 def _fingerprint(source: Source, plan: Plan) -> bytes:
-    """What a run is about to write, so that a later one knows whether it is the same."""
+    """A digest of what a run is about to write, by which a later run knows whether it has the same plan."""
     files = [
         [
             file.name,
@@ -235,7 +241,7 @@ def _fingerprint(source: Source, plan: Plan) -> bytes:
 
 @contextmanager
 def _translated(out: Path, plan: Plan) -> Iterator[None]:
-    """Errors of the system as errors of zero's."""
+    """Turn the operating system's errors into CheckpointError."""
     try:
         yield
     except OSError as error:

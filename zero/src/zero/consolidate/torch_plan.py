@@ -1,7 +1,7 @@
-"""Files of torch.save as an output: what torch itself would write, with room where the tensors' bytes go.
+"""Files of torch.save as an output: what torch itself would write, with gaps where the tensors' bytes go.
 
-torch saves tensors without values, skipping their bytes; where the room for each is, the directory of the zip
-says. Checksums of the records stay zero, as with `torch.serialization.set_crc32_options(False)`.
+torch saves tensors without values and skips their bytes; the zip's directory then says where the gap for each
+is. The records' checksums stay zero, as with `torch.serialization.set_crc32_options(False)`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from zero.sources.torch_file import Record, records_of
 
 
 def plan_torch(tensors: Sequence[Chosen], limit: int) -> Plan:
-    """The files of a model, which torch.load gives back as dicts. limit: bytes of tensors in one.
+    """The files of a model, each of which torch.load reads as a dict. limit: bytes of tensors in one file.
 
-    Tied tensors are one tensor with several names.
+    A tied tensor is one tensor under several names.
     """
     parts = shards(tensors, limit)
     files = [_file(part, number, len(parts)) for number, part in enumerate(parts)]
@@ -42,23 +42,26 @@ def _file(tensors: Sequence[Chosen], number: int, count: int) -> PlannedFile:
 def plan_file(
     name: str, tensors: Sequence[Chosen], content: Callable[[Mapping[int, Tensor]], Any]
 ) -> PlannedFile:
-    """A file of torch.save. content: what it holds, made of tensors by their index in the source, in their
-    order; its other tensors are small and real."""
+    """Plan a file of torch.save.
+
+    content(values): the object to save, given the tensors by their index in the source, which has to come to
+    them in their order. It may hold other tensors, which have to be small and have values.
+    """
     with FakeTensorMode():
         values = {t.tensor: torch.empty(t.shape, dtype=TORCH[t.dtype], device=HOST) for t in tensors}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "skeleton"  # its room takes no space: torch skips it
+        path = Path(folder) / "skeleton"  # sparse: torch skips the gaps, which take no space
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(content(values), path)
         records = {record.name.partition("/data/")[2]: record for record in records_of(path)}
-        rooms = [records[str(key)] for key in range(len(tensors))]  # torch numbers storages as they come
+        rooms = [records[str(key)] for key in range(len(tensors))]  # torch numbers storages as it meets them
         offsets = {t.tensor: room.offset for t, room in zip(tensors, rooms, strict=True)}
         rest = tuple(_rest(path, rooms))
         return PlannedFile(name, path.stat().st_size, offsets, tuple(tensors), rest)
 
 
 def _rest(path: Path, rooms: Sequence[Record]) -> list[tuple[int, bytes]]:
-    """All that is not room, with its offsets."""
+    """Everything outside the tensors' gaps, with its offsets."""
     found, position = [], 0
     with path.open("rb") as file:
         for begin, nbytes in sorted((room.offset, room.nbytes) for room in rooms):

@@ -1,4 +1,4 @@
-"""A checkpoint of zero's as a DeepSpeed universal one, which its jobs load at any stage and number of ranks.
+"""Exporting zero's checkpoints as DeepSpeed universal ones, which load at any stage and number of ranks.
 
     latest_universal                          the tag's name
     <tag>/mp_rank_00_model_states.pt          step count, names, frozen parameters, buffers: for stages 1, 2
@@ -7,8 +7,8 @@
     <tag>/zero/<parameter>/fp32.pt            {"param": the whole master}; also exp_avg.pt, exp_avg_sq.pt, …
     <tag>/zero/<parameter>/step.pt            the optimizer's step of the parameter
 
-DeepSpeed 0.19.8 loads it with `"checkpoint": {"load_universal": true}`. It takes parameters that train, their
-optimizer state and the step count; frozen parameters and buffers it leaves to the job.
+DeepSpeed 0.19.8 loads it with `"checkpoint": {"load_universal": true}`. It takes the trainable parameters,
+their optimizer state and the step count; it leaves frozen parameters and buffers to the job.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from zero.sources.zero_checkpoint import ZeroSource, elementwise_state
 
 _VERSION = "0.19.8"  # of DeepSpeed, whose layout this is
 _UNIVERSAL_VERSION = 0.2  # of DeepSpeed's universal checkpoints without pieces of model-parallel layers
-_SCHEDULERS = ("lr_scheduler", "scheduler")  # in the caller's state
+_SCHEDULERS = ("lr_scheduler", "scheduler")  # names by which the caller's state may have one
 
 
 def export_universal(
@@ -51,9 +51,10 @@ def export_universal(
     options: Options | None = None,
     progress: Progress = lambda *_: None,
 ) -> Result:
-    """Write the directory `out`; it appears in one step, as consolidate() does it, and raises the same.
+    """Write `source` as a universal checkpoint to the directory `out`.
 
-    source: opened with the optimizer's state. options: format, dtype and max_shard_size have no meaning here.
+    It appears in one step, and errors are the same, as with consolidate(). source: opened with the
+    optimizer's state. options: format, dtype and max_shard_size have no meaning here.
     """
     options = options or Options(dtype="fp32")
     export = _Export(source, _chosen(source, options))
@@ -70,7 +71,7 @@ def export_universal(
 
 
 def _chosen(source: ZeroSource, options: Options) -> dict[str, Chosen]:
-    """Tensors to write, by name: patterns are for parameters and buffers; optimizer state goes with them."""
+    """The tensors to write, by name: patterns select parameters and buffers; optimizer state comes along."""
     model = [info for info in source.tensors if info.kind != "state"]
     left = {tensor.name for tensor in choose(model, "fp32", options.include, options.exclude)}
     kinds = {info.name: info.kind for info in source.tensors}
@@ -79,7 +80,7 @@ def _chosen(source: ZeroSource, options: Options) -> dict[str, Chosen]:
 
 
 class _Export:
-    """What the files hold. chosen: tensors to write, by name."""
+    """The contents of the files. chosen: the tensors to write, by name."""
 
     def __init__(self, source: ZeroSource, chosen: Mapping[str, Chosen]) -> None:
         self._manifest: Manifest = source.checkpoint.manifest
@@ -93,7 +94,7 @@ class _Export:
         self._tag = f"global_step{self._manifest.steps}_universal"
 
     def files(self) -> Iterator[PlannedFile]:
-        """Files with tensors of the source."""
+        """The files with tensors of the source."""
         for parameter in self._trained:
             yield self._tensor_file(parameter.name, parameter.name, "fp32")
             for key in elementwise_state(self._manifest, parameter):
@@ -102,7 +103,7 @@ class _Export:
         yield plan_file(f"{self._tag}/{WHOLE_MODEL}", whole, self._model_states)
 
     def small_files(self) -> Iterator[tuple[str, bytes]]:
-        """All other files, by name."""
+        """All other files: names and contents."""
         for parameter in self._trained:
             if "step" in parameter.state:
                 step = self._reader.whole(state_key("step", parameter.name)).float()
@@ -160,7 +161,7 @@ class _Export:
             yield OrderedDict((name, torch.Size(shape)) for name, shape in shapes)
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """What is not by parameter, in the places where stages 1 and 2 look, and where stage 3 does."""
+        """State that is not by parameter, both where stages 1 and 2 look for it and where stage 3 does."""
         options = [dict(self._reader.decode(g)) for g in self._manifest.optimizer.param_groups]
         groups = [{**group, "params": [number]} for number, group in enumerate(options)]
         stepped = next((p.name for p in self._trained if "step" in p.state), None)

@@ -1,5 +1,7 @@
-"""Chunks from a source to many threads, in bounded memory. Reading, checksums, casts and writing release the
-interpreter lock, so threads are enough."""
+"""Handing chunks of a source to many threads, in bounded memory.
+
+Reading, checksums, casts and writing release the interpreter lock, so threads suffice.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +16,31 @@ from zero.sources.source import Chunk
 
 DEFAULT_MEMORY = 128 << 20
 _SMALLEST, _LARGEST = 1 << 16, 1 << 22  # bytes of a chunk; larger ones are no faster
-_ROOM = 2 * PAGE  # so that a chunk fits wherever on a page it begins
+_ROOM = 2 * PAGE  # lets a chunk fit wherever within a page it begins
 
 
 class Buffers:
-    """What one thread works in, on whole pages. source: for a chunk. output: for what it becomes."""
+    """One thread's page-aligned memory. source: for a chunk's bytes. output: for the converted bytes."""
 
     def __init__(self, limit: int) -> None:
         self.source = view_of(aligned(limit + _ROOM))
         self.output = view_of(aligned(limit + _ROOM))
 
     def read(self, chunk: Chunk) -> memoryview:
-        """The bytes of a chunk."""
+        """Read the bytes of a chunk."""
         return chunk.read(self.source)
 
 
 def default_workers() -> int:
-    """Two for each core that this process may use: one of them waits for the disk."""
+    """Two threads for each core that this process may use, since one of them waits for the disk."""
     affinity = getattr(os, "sched_getaffinity", None)
     return 2 * (len(affinity(0)) if affinity else os.cpu_count() or 1)
 
 
 def chunk_bytes(memory: int, workers: int) -> int:
-    """Size of a chunk so that all buffers of all workers stay within `memory` bytes.
+    """The size of a chunk with which all buffers of all workers stay within `memory` bytes.
 
-    Raises UsageError where they cannot.
+    Raises UsageError if they cannot.
     """
     least = 2 * (_SMALLEST + _ROOM)
     if workers < 1 or memory // workers < least:
@@ -50,7 +52,7 @@ def chunk_bytes(memory: int, workers: int) -> int:
 
 
 def run(chunks: Iterator[Chunk], workers: int, limit: int, handle: Callable[[Chunk, Buffers], None]) -> None:
-    """Call `handle` with every chunk, on `workers` threads. Raises the first error, when all have stopped."""
+    """Call `handle` with every chunk, on `workers` threads. Raises the first error once all have stopped."""
     lock = threading.Lock()
     stop = threading.Event()
     errors: list[BaseException] = []
@@ -74,7 +76,7 @@ def run(chunks: Iterator[Chunk], workers: int, limit: int, handle: Callable[[Chu
     try:
         for thread in threads:
             thread.join()
-    finally:  # after an interrupt no thread may touch what its caller is about to close
+    finally:  # after an interrupt, no thread may still use what the caller is about to close
         stop.set()
         for thread in threads:
             thread.join()

@@ -1,4 +1,4 @@
-"""CRC-32 of two stretches of bytes from those of each, so that a checksum can be taken in pieces.
+"""Combining the CRC-32 values of adjacent stretches of bytes, so that a checksum can be taken in pieces.
 
 Appending zeros to a message is a linear map of its CRC over GF(2); doubling the number of zeros squares the
 map. The method is that of zlib's crc32_combine (M. Adler).
@@ -13,7 +13,7 @@ _Map = tuple[int, ...]  # the images of the 32 bits
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two stretches one after another. length: bytes of the second."""
+    """The CRC-32 of two stretches, one after the other, from that of each. length: bytes of the second."""
     return _apply(_zeros(length), first) ^ second
 
 
@@ -34,7 +34,7 @@ def _after(outer: _Map, inner: _Map) -> _Map:
 
 @lru_cache(maxsize=256)
 def _zeros(length: int) -> _Map:
-    """What `length` zero bytes do to a CRC."""
+    """The map of a CRC that appending `length` zero bytes amounts to."""
     power = (_POLYNOMIAL, *(1 << bit for bit in range(31)))  # one zero bit
     for _ in range(3):
         power = _after(power, power)

@@ -1,7 +1,7 @@
-"""Checkpoints of torch.distributed.checkpoint, as its FileSystemWriter leaves them.
+"""Checkpoints of torch.distributed.checkpoint, as its FileSystemWriter writes them.
 
-    .metadata         a pickle: which tensors there are, cut into which chunks, and where these are
-    __0_0.distcp      chunks of one rank one after another, each a file of torch.save with one tensor
+    .metadata         a pickle: the tensors, the chunks they are cut into, and where each chunk is
+    __0_0.distcp      the chunks of one rank, one after another, each a file of torch.save with one tensor
 
 A chunk is a box of its tensor. Optimizer state is among the tensors, under the names that the job chose.
 """
@@ -41,7 +41,7 @@ Sizes = tuple[int, ...]
 
 
 class _Place(NamedTuple):
-    """Bytes of a file of chunks."""
+    """Where a chunk lies in a file of chunks, in bytes."""
 
     path: Path
     offset: int
@@ -49,7 +49,7 @@ class _Place(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """A box of a tensor. tensor: its index."""
+    """A box of a tensor. tensor: the tensor's index."""
 
     tensor: int
     offsets: Sizes
@@ -58,7 +58,7 @@ class _Chunk(NamedTuple):
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a path is a directory that torch.distributed.checkpoint has saved."""
+    """Whether a path is a directory that torch.distributed.checkpoint has written."""
     return (path / METADATA).is_file()
 
 
@@ -99,7 +99,7 @@ class DcpSource(RecordSource):
         return TensorInfo(name, shape, dtype, dtype, "parameter")
 
     def _places_of(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Sizes], _Place]:
-        """Where each chunk is, by its tensor and its offsets in it; inside files that are there."""
+        """Where each chunk is, by its tensor's name and its offsets, checked against the files' sizes."""
         places: dict[tuple[str, Sizes], _Place] = {}
         limits: dict[str, int] = {}
         for index, info in ((key.state, value.state) for key, value in stored.items()):
@@ -124,7 +124,7 @@ class DcpSource(RecordSource):
     def _chunks_of(
         self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Sizes], _Place]
     ) -> Iterator[_Chunk]:
-        """A tensor's chunks, which together hold every element once."""
+        """A tensor's chunks. Raises CorruptCheckpointError unless they hold every element exactly once."""
         info, parts = self.tensors[index], []
         for offsets, sizes in (
             (_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in entry["chunks"]
@@ -151,7 +151,7 @@ class DcpSource(RecordSource):
             raise CorruptCheckpointError(f"{self.path}: the chunks of {info.name!r} overlap or leave gaps")
 
     def _lay_out(self, path: Path, chunks: list[_Chunk]) -> None:
-        """Find the tensors' bytes in one file of chunks."""
+        """Register the chunks in one file, and where their bytes are."""
         found = [(chunk, TorchFile(path, {}, *chunk.place[1:])) for chunk in chunks]
         for chunk, file in found:
             self._check_chunk(chunk, file.content)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO checkpoints, stages 1 to 3, and its universal ones, read without DeepSpeed."""
+"""Reading DeepSpeed's ZeRO checkpoints, stages 1 to 3, and its universal ones, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _READ = ("zero_stage", "partition_count", "param_alignment_paddings")
 
 
 class ShardedSource(DeepSpeedWeights):
-    """A checkpoint as DeepSpeed saves it: a flat group of masters for each rank and group."""
+    """A checkpoint as DeepSpeed saves it: for each rank and group, one flat tensor of masters."""
 
     format = "DeepSpeed ZeRO"
 
@@ -54,7 +54,7 @@ class ShardedSource(DeepSpeedWeights):
         return {**super().more_facts(), "world size": self._ranks, "stage": self._stage}
 
     def _check_ranks(self, files: Sequence[TorchFile], states: Sequence[Mapping[str, Any]]) -> None:
-        """Raise unless the files are all ranks' and of one save."""
+        """Raise unless there are files of all ranks, all from the same save."""
         if self._stage == 3 and self.model_files != self._ranks:
             raise CheckpointError(
                 f"{self.path} has {self.model_files} files of model states for {self._ranks} ranks"
@@ -78,7 +78,7 @@ class ShardedSource(DeepSpeedWeights):
 
 
 class UniversalSource(DeepSpeedWeights):
-    """A checkpoint as DeepSpeed's ds_to_universal makes it: a file of masters for each parameter."""
+    """A checkpoint as DeepSpeed's ds_to_universal makes it: for each parameter, one file with its masters."""
 
     format = "DeepSpeed universal"
 
@@ -107,7 +107,7 @@ def _flat(file: TorchFile, state: Mapping[str, Any], key: str) -> list[StoredTen
 
 
 def _step(file: TorchFile, state: Mapping[str, Any]) -> Any:
-    """Optimizer steps taken, by the first parameter's state; None where the optimizer does not count."""
+    """Optimizer steps taken, by the first parameter's state that has them; None if nothing counts them."""
     inner = state.get("optimizer_state_dict", state.get("base_optimizer_state"))
     found: Any = inner.get("state") if isinstance(inner, Mapping) else inner
     entries = found.values() if isinstance(found, Mapping) else found if isinstance(found, list) else ()

@@ -1,12 +1,13 @@
-"""Which files a checkpoint of DeepSpeed's consists of, and the classes that it holds.
+"""The files that make up a checkpoint of DeepSpeed, and stand-ins for the classes in their pickles.
 
     latest                                                        the tag's name
     <tag>/mp_rank_00_model_states.pt                              stages 1, 2: names, shapes, 16-bit weights
     <tag>/zero_pp_rank_{d}_mp_rank_00_model_states.pt             stage 3: names, shapes, frozen shards
     <tag>/[bf16_]zero_pp_rank_{d}_mp_rank_00_optim_states.pt      the fp32 masters, flat
 
-A universal checkpoint has the same files of model states, `latest_universal` instead of `latest`, and instead
-of flat masters `zero/<parameter>/fp32.pt`. It may have the model states of stages 1, 2 and of stage 3.
+A universal checkpoint has the same files of model states, `latest_universal` instead of `latest`, and
+`zero/<parameter>/fp32.pt` instead of the flat masters. It may have both the model states of stages 1 and 2,
+and those of stage 3.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LATEST_UNIVERSAL = "latest_universal"
 
 
 class Stage(int):
-    """In place of ZeroStageEnum."""
+    """Stands in for ZeroStageEnum."""
 
 
 STAND_INS: dict[str, type] = {
@@ -37,13 +38,13 @@ STAND_INS: dict[str, type] = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Kept,
     "deepspeed.utils.tensor_fragment.fragment_address": Kept,
 }
-"""The classes that such checkpoints hold."""
+"""By full name, stand-ins for the classes that such checkpoints hold."""
 
 
 def find_sharded(path: Path) -> Path | None:
-    """The directory with the rank files that `path` means; None if it is none of DeepSpeed's.
+    """The directory with the ranks' files that `path` refers to, or None if it is not DeepSpeed's.
 
-    Raises CheckpointError where `latest` names what is not there.
+    Raises CheckpointError if `latest` names a directory that is missing or not complete.
     """
     return _find(path, "latest", lambda tag: any(map(_OPTIMIZER.fullmatch, _names(tag))))
 
@@ -54,12 +55,12 @@ def find_universal(path: Path) -> Path | None:
 
 
 def optimizer_files(tag: Path) -> list[Path]:
-    """The files of optimizer states, by rank; raises CheckpointError for one that is missing."""
+    """The files of optimizer states, by rank. Raises CheckpointError if one is missing."""
     return _by_rank(tag, _OPTIMIZER, "optimizer")
 
 
 def model_files(tag: Path) -> list[Path]:
-    """The files of model states, by rank; raises CheckpointError for one that is missing."""
+    """The files of model states, by rank. Raises CheckpointError if one is missing."""
     whole = tag / WHOLE_MODEL
     if (tag / MASTERS).is_dir() and whole.is_file():
         return [whole]

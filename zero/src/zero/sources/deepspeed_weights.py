@@ -1,4 +1,4 @@
-"""What DeepSpeed's sharded and universal checkpoints have in common: the files of model states."""
+"""The common part of DeepSpeed's sharded and universal checkpoints: the files of model states."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _READ = (
 
 
 class FileStretch(NamedTuple):
-    """Where a stretch of a parameter is stored: its elements from `start` on are elements `first` to
-    `first + length` of `tensor` in `file`."""
+    """Where a stretch of a parameter is stored.
+
+    The parameter's elements from `start` on are elements `first` to `first + length` of `tensor` in `file`.
+    """
 
     start: int
     file: TorchFile
@@ -33,18 +35,21 @@ class FileStretch(NamedTuple):
 
 
 class DeepSpeedWeights(RecordSource):
-    """path: the directory with the files of model states. model_files: how many of them there are."""
+    """A checkpoint of DeepSpeed.
+
+    path: the directory with the files of model states. model_files: how many of these there are.
+    """
 
     @abstractmethod
     def masters(self, groups: Sequence[Mapping[str, Shape]]) -> Mapping[str, Sequence[FileStretch]]:
-        """Where the fp32 masters of all parameters are. groups: names and shapes of each group."""
+        """Where the fp32 masters of all parameters are, by name. groups: names and shapes of each group."""
 
     def more_facts(self) -> dict[str, Any]:
         states = self._model[0].content
         return {"steps": states.get("global_steps"), "saved by": f"DeepSpeed {states.get('ds_version')}"}
 
     def torch_file(self, path: Path, client: bool = False) -> TorchFile:
-        """An open file of this checkpoint. client: one in which jobs keep objects of their own as well."""
+        """Open a file of this checkpoint. client: the file may also hold objects of the job's own."""
         file = TorchFile(path, STAND_INS, strangers=client)
         if client and isinstance(file.content, Mapping):
             refuse_strangers(file.path, file.content, _READ)
@@ -98,7 +103,7 @@ class DeepSpeedWeights(RecordSource):
             self.place(len(self._infos) - 1, start, file, tensor, first, length)
 
     def _add_frozen(self, name: str, shape: Shape) -> None:
-        """A parameter that the optimizer does not have: whole, or at stage 3 a shard in each rank's file."""
+        """Add a frozen parameter: stored whole, or at stage 3 as a shard in each rank's file."""
         parts = [(file, mapping(file, "frozen_param_fragments").get(name)) for file in self._model]
         values: list[FileStretch] = []
         start, numel = 0, math.prod(shape)
@@ -115,7 +120,7 @@ class DeepSpeedWeights(RecordSource):
         self._add(name, shape, values[0].tensor.dtype, "frozen", values)
 
     def _add_whole(self, name: str, kind: Kind) -> None:
-        """A buffer, or a frozen parameter that only the module's state has."""
+        """Add a buffer, or a frozen parameter that only the module's state has."""
         value, file = self._module[name], self._model[0]
         if not isinstance(value, StoredTensor):
             self.left_out += (name,)
@@ -127,9 +132,11 @@ class DeepSpeedWeights(RecordSource):
 
 
 def refuse_strangers(path: Path, content: Mapping[str, Any], keys: Iterable[str]) -> None:
-    """Raise CheckpointError where objects that are not read stand in the place of weights and their names, at
-    `keys`. Of the module's state only what holds tensors is missed:
-    the rest, extra state of modules, is left out anyway."""
+    """Raise CheckpointError if, at `keys`, objects that are not read replace weights or their names.
+
+    Objects within the module's state matter only if they hold tensors; others are extra state of modules,
+    which is left out anyway.
+    """
     for key in keys:
         value = content.get(key)
         for stranger in strangers_in(value):
@@ -138,7 +145,7 @@ def refuse_strangers(path: Path, content: Mapping[str, Any], keys: Iterable[str]
 
 
 def mapping(file: TorchFile, key: str) -> Mapping[str, Any]:
-    """A dict in a file's; empty where it is None or not there."""
+    """The dict of names at `key` in a file's content; empty if it is None or missing."""
     value = file.content.get(key) if isinstance(file.content, Mapping) else None
     if value is None:
         return {}
@@ -148,7 +155,7 @@ def mapping(file: TorchFile, key: str) -> Mapping[str, Any]:
 
 
 def _groups(file: TorchFile) -> list[dict[str, Shape]]:
-    """Names and shapes of the parameters of each group."""
+    """The names and shapes of each group's parameters."""
     groups = file.content.get("param_shapes")
     groups = [groups] if isinstance(groups, Mapping) else groups
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):

@@ -1,8 +1,8 @@
-"""Where a parameter lies in the flat groups of DeepSpeed's optimizers. Arithmetic only.
+"""Where parameters lie in the flat groups of DeepSpeed's optimizers. Arithmetic only.
 
-Stages 1 and 2 lay the parameters of a group one after another (with gaps, `param_alignment_paddings`) and cut
-the whole into one partition a rank. Stage 3 cuts every parameter into ceil(elements / ranks) a rank, and lays
-a rank's pieces one after another, over all its sub-groups.
+Stages 1 and 2 put the parameters of a group one after another (with gaps, `param_alignment_paddings`) and cut
+the whole into one partition per rank. Stage 3 cuts every parameter into ceil(elements / ranks) elements per
+rank, and puts a rank's pieces one after another, across all its sub-groups.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from zero.errors import CorruptCheckpointError
 
 
 class Stretch(NamedTuple):
-    """Elements of a parameter in a rank's flat group. start: in the parameter. first: in the group."""
+    """A stretch of a parameter in a rank's flat group.
+
+    start: its first element in the parameter. first: the same in the group.
+    """
 
     start: int
     rank: int
@@ -31,10 +34,11 @@ def stage2(
     sizes: Sequence[Sequence[int]],
     paddings: Sequence[Sequence[int]] | None,
 ) -> Iterator[tuple[str, list[Stretch]]]:
-    """Where every parameter of stage 1 or 2 lies.
+    """Where every parameter of a checkpoint of stage 1 or 2 lies.
 
-    groups: names and shapes of each group, in order. sizes: elements by rank and group. paddings: elements
-    that follow each parameter. Raises CorruptCheckpointError if they do not fit together; so does stage3.
+    groups: names and shapes of each group, in order. sizes: elements, by rank and group. paddings: for each
+    parameter of each group, elements of padding after it. Raises CorruptCheckpointError if these do not fit
+    together, as stage3() does.
     """
     if len(groups) != len(sizes[0]):
         raise CorruptCheckpointError(
@@ -58,13 +62,13 @@ def stage2(
 
 
 def _check_rest(group: int, used: int, there: int, alignment: int) -> None:
-    """The rest of a group is padding, less than one alignment of it on either side."""
+    """Raise unless the elements used and there round up to the same alignment, the rest being padding."""
     if -(-used // alignment) != -(-there // alignment):
         raise CorruptCheckpointError(f"group {group} has {there} masters, and its parameters need {used}")
 
 
 def _cut(position: int, numel: int, ends: Sequence[int], group: int) -> Iterator[Stretch]:
-    """Where elements of a group lie that begins at rank 0 and ends, by rank, at `ends`."""
+    """Where `numel` elements of a group from `position` on lie. ends: where each rank's partition ends."""
     start = 0
     while start < numel:
         rank = bisect_right(ends, position + start)
@@ -77,7 +81,10 @@ def _cut(position: int, numel: int, ends: Sequence[int], group: int) -> Iterator
 def stage3(
     groups: Sequence[Mapping[str, tuple[int, ...]]], sizes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[str, list[Stretch]]]:
-    """Where every parameter of stage 3 lies. groups: by sub-group. sizes: elements by rank and sub-group."""
+    """Where every parameter of a checkpoint of stage 3 lies.
+
+    groups: names and shapes of each sub-group, in order. sizes: elements, by rank and sub-group.
+    """
     ranks = len(sizes)
     if any(size != sizes[0] for size in sizes):
         raise CorruptCheckpointError(f"the ranks have masters of different sizes: {sizes}")

@@ -1,8 +1,9 @@
-"""Pickles read without running anything in them: plain containers, and stand-ins for what they name.
+"""Reading pickles without running anything in them: plain containers, and stand-ins for what they name.
 
-The stand-ins are inert: classes that keep what was stored, functions that put their arguments in a record.
-Python's unpickler finds names in one place, `find_class`; what is not known there is refused, or becomes a
-Stranger. It is the one written in Python: the one in C lets a few bytes claim any amount of memory.
+The stand-ins are inert: classes that keep what was stored, and functions that put their arguments in a
+record. Python's unpickler resolves names in one place, `find_class`; names that are not known there are
+refused, or become Strangers. The unpickler used is the one written in Python: with the one in C, a few bytes
+can claim any amount of memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zero.errors import CheckpointError, CorruptCheckpointError
 
 
 class Kept:
-    """In place of an object: its stored state, unused."""
+    """Stands in for an object, and keeps its stored state without using it."""
 
     state: Any = None
 
@@ -31,7 +32,7 @@ class Kept:
 
 
 class Stranger(Kept):
-    """In place of whatever is called `name`, objects and functions: takes what its pickle does with it."""
+    """Stands in for any object or function, called `name`, and accepts whatever its pickle does with it."""
 
     name = ""
 
@@ -40,21 +41,21 @@ class Stranger(Kept):
         return self
 
     def take(self, *values: Any) -> None:
-        """Items, of something like a list, a set or a dict."""
+        """Accept items, as something like a list, a set or a dict does."""
         self.items = (*getattr(self, "items", ()), *values)
 
     append = extend = add = update = __setitem__ = take
 
 
 class Dict(dict[Any, Any]):
-    """In place of dicts that have more than items, such as the versions in a module's state dict."""
+    """Stands in for dicts that have state besides their items, as a module's state dict has versions."""
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 class Function:
-    """In place of a function. A pickle can set attributes of plain ones."""
+    """Stands in for a function. A plain function would let a pickle set its attributes."""
 
     __slots__ = ("_call",)
 
@@ -69,7 +70,7 @@ class Function:
 
 
 class StoredStorage(NamedTuple):
-    """A storage of torch.save's. dtype: named as in safetensors; None where the tensor says it."""
+    """A storage in a file of torch.save. dtype: named as in safetensors; None if the tensor has its own."""
 
     dtype: str | None
     key: str
@@ -77,8 +78,11 @@ class StoredStorage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of torch.save's. dtype: named as in safetensors. offset: of its first element in its storage,
-    in elements, as its strides are."""
+    """A tensor in a file of torch.save.
+
+    storage: the key of its storage. dtype: named as in safetensors. offset, stride: in elements; the offset
+    is that of its first element in the storage.
+    """
 
     storage: str
     dtype: str
@@ -114,7 +118,7 @@ def tensors_in(value: Any) -> Iterator[StoredTensor]:
 
 
 def strangers_in(value: Any) -> Iterator[Stranger]:
-    """All of them in nested containers; not what is inside them."""
+    """All Strangers in nested containers, but not those inside other Strangers."""
     if isinstance(value, Stranger) or (isinstance(value, type) and issubclass(value, Stranger)):
         yield value  # type: ignore[misc]
     elif isinstance(value, Mapping):
@@ -126,7 +130,7 @@ def strangers_in(value: Any) -> Iterator[Stranger]:
 
 
 def refusal(path: Path, name: str) -> CheckpointError:
-    """The error for a file that has an object of that name in the place of what is looked for."""
+    """The error for a file that holds an object of a class or function `name`, which is not read."""
     return CheckpointError(f"{path} holds objects that are not read, since that would run their code: {name}")
 
 
@@ -149,7 +153,7 @@ def _tensor_v3(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -
 
 
 def _first(value: Any, *_: Any) -> Any:
-    """What becomes of a parameter: the tensor that it is."""
+    """Reduce a parameter to its tensor."""
     return value
 
 
@@ -160,7 +164,7 @@ def _subclass(rebuild: Any, kind: Any, arguments: Any, *_: Any) -> Any:
 
 
 def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Bytes, out of what pickles of the second protocol write for them."""
+    """Bytes, from what pickles of protocol 2 write for them."""
     return text.encode(encoding)
 
 
@@ -181,7 +185,7 @@ _CONTAINERS: Mapping[str, Any] = {
     "_codecs.encode": Function(_bytes),
     **{
         f"{module}.{name}": stand_in
-        for module in ("builtins", "__builtin__")  # the latter is Python 2's name, which the protocol keeps
+        for module in ("builtins", "__builtin__")  # the latter is Python 2's, kept in protocol 2
         for name, stand_in in {
             "set": Function(set),
             "bytearray": Function(_bytes),
@@ -202,14 +206,15 @@ TENSORS: Mapping[str, Any] = {
     "torch.nn.parameter.Parameter": Kept,
     "torch.Tensor": Kept,
 }
-"""What a file of torch.save with tensors in plain containers names."""
+"""Stand-ins for the names in a file of torch.save with tensors in plain containers."""
 
 
 def load(data: bytes, known: Mapping[str, Any], path: Path, strangers: bool = False) -> Any:
-    """The object in a pickle. known: full names, and what to make of them. path: of the file, for errors.
+    """Read the object in a pickle.
 
-    Raises CheckpointError for any other name, unless those may be strangers, and CorruptCheckpointError for
-    what makes no sense.
+    known: stand-ins by full name. path: the file, for errors. strangers: let other names become Strangers.
+    Raises CheckpointError for other names without that, and CorruptCheckpointError for a pickle that makes
+    no sense.
     """
     try:
         return _Unpickler(BytesIO(data), known, path, strangers).load()

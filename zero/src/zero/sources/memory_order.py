@@ -1,7 +1,7 @@
-"""Tensors that lie in memory in another order than row-major, read a box at a time.
+"""Reading tensors whose memory order is not row-major, a box at a time.
 
-A box is a range in each dimension. Boxes are chosen so that each is contiguous in row-major order; in memory
-it is then a set of runs.
+A box is a range of indices in each dimension. Boxes are chosen so that each is contiguous in row-major order;
+in memory it is then a set of runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 
 class Box(NamedTuple):
-    """lower, sizes: first index and length by dimension."""
+    """A range of indices in each dimension. lower, sizes: first index and length, by dimension."""
 
     lower: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -25,7 +25,7 @@ class Box(NamedTuple):
         return math.prod(self.sizes)
 
     def within(self, other: Box) -> Box:
-        """This box, whose indices count from another's first ones, in those that the other counts in."""
+        """Translate this box, whose indices are relative to `other`, into the indices that `other` uses."""
         return Box(tuple(a + b for a, b in zip(self.lower, other.lower, strict=True)), self.sizes)
 
 
@@ -44,13 +44,16 @@ def boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
 
 
 def stretches(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Begins and lengths, in elements of a row-major tensor, of what a box covers, in the box's own order."""
+    """The stretches of a row-major tensor that a box covers, in the box's own row-major order.
+
+    Yields the start and length of each, in elements. shape: of the tensor.
+    """
     if not box.numel:
         return
     axis = len(shape)
     while axis and box.sizes[axis - 1] == shape[axis - 1]:
         axis -= 1
-    axis = max(0, axis - 1)  # the stretches are whole from here on, but for the first of these dimensions
+    axis = max(0, axis - 1)  # a stretch spans the dimensions from here on, of which only this one may be cut
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     length = math.prod(box.sizes[axis:])
     base = sum(low * step for low, step in zip(box.lower, strides, strict=True))
@@ -59,7 +62,7 @@ def stretches(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def span(sizes: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """From the first element in memory to the last, in elements."""
+    """The extent in memory from the first element to the last, in elements."""
     if not math.prod(sizes):
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(sizes, stride, strict=True))
@@ -72,10 +75,10 @@ def read_box(
     read: Callable[[int, memoryview], None],
     into: memoryview,
 ) -> None:
-    """Fill `into` with a box in row-major order.
+    """Fill `into` with a box of a tensor, in row-major order.
 
-    stride: of the tensor, in elements: any that are not negative. item: bytes of an element.
-    read(start, into): fills bytes with elements from `start` on, in memory order.
+    stride: of the tensor, in elements, none negative. item: bytes of an element. read(start, into): fills
+    `into` with the tensor's bytes from element `start` on, in memory order.
     """
     order = sorted(range(len(stride)), key=lambda d: stride[d], reverse=True)
     sizes, steps = (tuple(values[d] for d in order) for values in (box.sizes, stride))

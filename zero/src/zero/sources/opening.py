@@ -1,4 +1,4 @@
-"""Which format a path is in."""
+"""Opening weights in whichever format they are."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from zero.sources.zero_checkpoint import ZeroSource
 
 
 def open_source(path: str | Path) -> Source:
-    """The weights at `path`: a checkpoint of zero's or DeepSpeed's (sharded or universal), or the directory
-    of several with `latest`; one of torch.distributed.checkpoint; or safetensors or what torch.save wrote,
-    a file or a model's directory.
+    """Open the weights at `path`.
 
-    Raises CheckpointError where there is none, or not all of one; CorruptCheckpointError for damage.
+    path: a checkpoint of zero or DeepSpeed (sharded or universal), or a directory of several with `latest`; a
+    checkpoint of torch.distributed.checkpoint; or a file, or a model's directory, of safetensors or of
+    torch.save. Raises CheckpointError if there is none, or only part of one, and CorruptCheckpointError if it
+    is damaged.
     """
     path = Path(path)
     if (sharded := find_sharded(path)) is not None:

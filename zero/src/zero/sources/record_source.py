@@ -1,4 +1,4 @@
-"""Weights that lie in records of files: stretches with a checksum each, read from end to end."""
+"""Weights in records of files. A record is a stretch of a file with one checksum, read from end to end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from zero.sources.torch_file import Record, TorchFile
 
 
 class Place(NamedTuple):
-    """A stretch of a tensor in a record. start, length: elements. offset: bytes from the record's begin."""
+    """A stretch of a tensor in a record.
+
+    start, length: in elements. offset: in bytes, from the beginning of the record.
+    """
 
     offset: int
     tensor: int
@@ -32,15 +35,18 @@ class Place(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A record of a file, by the file's path."""
+    """A record, together with the path of its file."""
 
     path: Path
     record: Record
 
 
 class Strided(NamedTuple):
-    """A box of a tensor in a record, in another order than row-major. shape: of the whole tensor. stride: of
-    the box, in elements. offset: of its first element, bytes from the record's begin."""
+    """A box of a tensor in a record whose memory order is not row-major.
+
+    shape: of the whole tensor. stride: of the box, in elements. offset: of its first element, in bytes from
+    the beginning of the record.
+    """
 
     tensor: int
     box: Box
@@ -51,10 +57,10 @@ class Strided(NamedTuple):
 
 
 class RecordSource(Source):
-    """What sources made of records have in common; a subclass says what lies where.
+    """The base of sources that consist of records; a subclass says what lies where.
 
-    summed: what a checksum covers, where there are any.
-    Raises CheckpointError for what is missing, CorruptCheckpointError for what makes no sense.
+    summed: what a checksum covers, if there are checksums. Raises CheckpointError if something is missing,
+    and CorruptCheckpointError if something makes no sense.
     """
 
     summed = "record"
@@ -65,7 +71,7 @@ class RecordSource(Source):
         self._records: dict[Key, None] = {}
         self._places: dict[Key, list[Place]] = {}
         self._strided: list[Strided] = []
-        self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of every chunk, by its begin
+        self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of each chunk, by its offset
         self._lock = threading.Lock()
         try:
             self.describe()
@@ -73,7 +79,7 @@ class RecordSource(Source):
         except ZeroError:
             self.close()
             raise
-        except Exception as error:  # anything may stand anywhere in a file that was made to harm
+        except Exception as error:  # a malicious file may hold anything anywhere
             self.close()
             what = f"{type(error).__name__}: {error}"
             raise CorruptCheckpointError(f"{path} is not laid out as {self.format} is: {what}") from error
@@ -87,7 +93,7 @@ class RecordSource(Source):
         """Set `tensors` and `left_out`, add the files, and say what lies where."""
 
     def more_facts(self) -> dict[str, Any]:
-        """What there is to say besides the files."""
+        """Further facts, besides those about the files."""
         return {}
 
     def _describe_files(self) -> None:
@@ -103,7 +109,7 @@ class RecordSource(Source):
         }
 
     def add_file(self, path: Path, records: Iterable[Record]) -> None:
-        """Open a file of the source, for reading its records."""
+        """Open a file of the source, to read its records."""
         try:
             self._open[path] = DISK.open(path, direct=True)
         except OSError as error:
@@ -113,7 +119,7 @@ class RecordSource(Source):
     def place_stretch(
         self, tensor: int, path: Path, record: Record, start: int, length: int, offset: int = 0
     ) -> None:
-        """Say that a record has elements `start` to `start + length` of a tensor, from byte `offset` on."""
+        """Register that a record holds a tensor's elements `start` to `start + length`, at byte `offset`."""
         if length:
             place = Place(offset, tensor, start, length)
             self._places.setdefault(Key(path, record), []).append(place)
@@ -127,8 +133,11 @@ class RecordSource(Source):
         first: int = 0,
         length: int | None = None,
     ) -> None:
-        """Say that elements `first` to `first + length` of `values` in `file` are elements of a tensor from
-        `start` on. Without elements it is nothing."""
+        """Register where a stretch of a tensor is stored.
+
+        The tensor's elements from `start` on are elements `first` to `first + length` of `values` in `file`;
+        length None: to their end. A stretch without elements is ignored.
+        """
         length = values.numel - first if length is None else length
         if not length:
             return
@@ -144,7 +153,7 @@ class RecordSource(Source):
     def place_box(
         self, tensor: int, box: Box, shape: tuple[int, ...], file: TorchFile, values: StoredTensor
     ) -> None:
-        """Say that `values` in `file` are a box of a tensor. shape: of the whole tensor."""
+        """Register that `values` in `file` are a box of a tensor. shape: of the whole tensor."""
         if not box.numel:
             return
         record, offset = file.locate(values)
@@ -207,7 +216,7 @@ class RecordSource(Source):
 
     def _boxes(self, place: Strided, limit: int) -> Iterator[Chunk]:
         item = self._item(place)
-        for box in boxes(place.box.sizes, max(1, limit // 2 // item)):  # there are two copies
+        for box in boxes(place.box.sizes, max(1, limit // 2 // item)):  # two copies exist at once
             pieces, at = [], 0
             for start, length in stretches(box.within(place.box), place.shape):
                 pieces.append(Piece(place.tensor, start, length, at))
@@ -234,7 +243,7 @@ class RecordSource(Source):
         return values
 
     def _read(self, key: Key, low: int, nbytes: int, pages: memoryview) -> memoryview:
-        """Bytes of a record from `low` on; keeps their part of its checksum for finish()."""
+        """Read bytes of a record from `low` on, and keep their checksum for finish()."""
         at = key.record.offset + low
         with self._translated(key):
             values = self._open[key.path].read_around(at, nbytes, pages)
@@ -257,7 +266,7 @@ class RecordSource(Source):
             raise CorruptCheckpointError(f"{key.path} ends at byte {at + count}, within {self._held(key)}")
 
     def _held(self, key: Key) -> str:
-        """Names of the tensors in a record."""
+        """The names of the tensors in a record, for an error message."""
         held = [self.tensors[place.tensor].name for place in self._places.get(key, ())]
         held += [self.tensors[place.tensor].name for place in self._strided if place.key == key]
         if not held:

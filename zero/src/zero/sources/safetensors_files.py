@@ -11,7 +11,10 @@ from zero.sources.torch_file import Record
 
 
 class SafetensorsSource(RecordSource):
-    """path: a file, or a directory with model.safetensors or an index. There are no checksums in it."""
+    """Weights in safetensors, which has no checksums.
+
+    path: a file, or a directory with model.safetensors or an index.
+    """
 
     format = "safetensors"
 

@@ -1,6 +1,6 @@
-"""What safetensors files hold and where: one, or a directory in the layout of transformers.
+"""Where the tensors are in safetensors files: one file, or a directory in the layout of transformers.
 
-Every tensor's place is checked against its shape and the file's size, so that nothing outside is ever read.
+Every tensor's place is checked against its shape and the file's size, so nothing outside it is ever read.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _LONGEST_HEADER = 100_000_000  # bytes, the limit of safetensors
 
 @dataclass(frozen=True)
 class SafeTensor:
-    """A tensor in a file. offset: of its first byte in the file. aliases: further names of the same tensor,
-    as `safetensors.torch.save_model` leaves them in the metadata."""
+    """A tensor in a file.
+
+    offset: of its first byte in the file. aliases: further names of the same tensor, which
+    `safetensors.torch.save_model` writes to the metadata.
+    """
 
     path: Path
     name: str
@@ -48,16 +51,16 @@ class SafeTensor:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a path is a file of safetensors, or a directory with such files of a model."""
+    """Whether a path is a safetensors file, or a directory with such files of a model."""
     if path.is_dir():
         return (path / INDEX).exists() or (path / WHOLE).exists()
     return path.suffix == ".safetensors" and path.exists()
 
 
 def describe(path: Path) -> list[SafeTensor]:
-    """All tensors at `path`, by file and place.
+    """All tensors at `path`, in the order of their files and of their places there.
 
-    Raises CheckpointError for a file that is not there, cannot be read, or has a dtype that is not known;
+    Raises CheckpointError for a file that is missing, cannot be read, or has an unknown dtype, and
     CorruptCheckpointError for files that contradict themselves or each other.
     """
     if not path.is_dir() or not (path / INDEX).exists():
@@ -80,7 +83,7 @@ def _in_file(path: Path) -> list[SafeTensor]:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """A file's header, and where its data begin."""
+    """A file's header, and the byte where its data begin."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -99,7 +102,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 def _placed(
     path: Path, header: Mapping[str, Any], aliases: Mapping[Any, list[str]], begin: int
 ) -> Iterator[SafeTensor]:
-    """The tensors in the order of their bytes, which are neither shared nor left out."""
+    """The tensors in the order of their bytes. Raises if these overlap or leave gaps."""
     size, end = path.stat().st_size, 0
     try:
         for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):

@@ -1,4 +1,4 @@
-"""Weights in safetensors files, any part of any: see zero.checkpoint.tensor_reader.Tensors."""
+"""Any part of any tensor in safetensors files: an implementation of zero.checkpoint.tensor_reader.Tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from zero.sources.safetensors_header import SafeTensor, describe
 
 
 class SafetensorsWeights:
-    """path: a file, or a directory with model.safetensors or an index.
+    """Weights in safetensors files. path: a file, or a directory with model.safetensors or an index.
 
-    A file is open from the first read of it to close(), after which it may be read again. Methods raise
-    CheckpointError where a file cannot be read, and CorruptCheckpointError where it ends early.
+    A file is opened at its first read and stays open until close(), after which it may be read again. Methods
+    raise CheckpointError if a file cannot be read, and CorruptCheckpointError if it ends early.
     """
 
     def __init__(self, path: Path, storage: Storage = DISK) -> None:

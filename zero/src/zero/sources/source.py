@@ -1,4 +1,4 @@
-"""What weights are read from: names, shapes and dtypes, and bytes in chunks that any thread can read."""
+"""The interface of a source of weights: names, shapes, dtypes, and bytes in chunks for any thread to read."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Kind = Literal["parameter", "frozen", "buffer", "state"]  # state: of the optimi
 class TensorInfo:
     """A tensor of a source. Dtypes are named as in safetensors.
 
-    dtype: of the stored values. training_dtype: what the weights had in training, where the stored values
-    are wider masters. aliases: further names of the same tensor (tied weights), which are stored once.
+    dtype: of the stored values. training_dtype: of the weights in training, which differs where the stored
+    values are wider masters. aliases: further names of the same tensor (tied weights are stored once).
     """
 
     name: str
@@ -40,8 +40,11 @@ class TensorInfo:
 
 
 class Piece(NamedTuple):
-    """A stretch of a tensor in a chunk. tensor: index into the source's tensors. start, length: elements, in
-    row-major order. at: where it begins in the chunk, in bytes; a multiple of the item size."""
+    """A stretch of a tensor in a chunk.
+
+    tensor: index into the source's tensors. start, length: in elements, in row-major order. at: the byte of
+    the chunk where it begins, a multiple of the item size.
+    """
 
     tensor: int
     start: int
@@ -51,10 +54,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes that are read at once. pieces: what of them belongs to which tensor; the rest is padding.
+    """Bytes that are read at once. pieces: which of them belong to which tensor; the rest is not needed.
 
-    read: given memory on whole pages, at least two more than the bytes take, returns the part of it where it
-    put them; raises where they are damaged.
+    read: takes page-aligned memory, at least two pages larger than the bytes need, and returns the part of it
+    that holds them; raises if they are damaged.
     """
 
     nbytes: int
@@ -63,11 +66,12 @@ class Chunk:
 
 
 class Source(ABC):
-    """Weights in some format. Chunks may be read from several threads; close() when done.
+    """Weights in some format. Chunks may be read from several threads; call close() when done.
 
-    format: for people. tensors: every parameter and buffer. facts: what else there is to say, by label.
-    identity: changes when the content does. left_out: names of state that is no tensor.
-    Opening and reading raise CheckpointError for what is missing, CorruptCheckpointError for what is damaged.
+    format: its name, for people. tensors: every parameter and buffer. facts: further facts to show, by label.
+    identity: changes when the content does. left_out: names of state that is not a tensor.
+    Opening and reading raise CheckpointError if something is missing, and CorruptCheckpointError if something
+    is damaged.
     """
 
     format: str
@@ -79,21 +83,24 @@ class Source(ABC):
 
     @property
     def sums_records(self) -> bool:
-        """Whether checksums cover more than a chunk, so that only `finish` tells of damage."""
+        """Whether checksums cover more than a chunk, so that only finish() reports damage."""
         return False
 
     @abstractmethod
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
-        """All bytes of the tensors with these indices, each once, in chunks of at most `limit` bytes."""
+        """All bytes of the tensors with these indices, each once, in chunks of at most `limit` bytes.
+
+        A chunk may hold other bytes as well.
+        """
 
     @abstractmethod
     def everything(self, limit: int) -> Iterator[Chunk]:
         """Every byte that has a checksum, optimizer state included, in chunks of at most `limit` bytes."""
 
     def finish(self) -> None:  # noqa: B027
-        """Raise CorruptCheckpointError unless all that was read since opening was intact.
+        """Raise CorruptCheckpointError unless everything read since opening was intact.
 
-        For checksums that cover more than a chunk. Call it when every chunk has been read.
+        This is for checksums that cover more than a chunk. Call it when every chunk has been read.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Files of torch.save, described without torch, without reading tensors and without running anything in them.
 
 Such a file is a zip of uncompressed records: one pickle, and one record for each tensor's storage. Tensors
-are described by their places, so that their bytes are read when and where they are needed, by offset.
+are described by their places, so that their bytes can be read by offset when they are needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from zero.sources.inert_pickle import TENSORS, StoredTensor
 from zero.sources.memory_order import span
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
-_LARGEST_PICKLE = 1 << 25  # bytes; what it makes may be a hundred times as large
+_LARGEST_PICKLE = 1 << 25  # bytes; the objects in it may take a hundred times as much
 _NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4"}
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record of a zip. offset: of its first byte in the file. crc: its CRC-32, None if none was taken."""
+    """A record of a zip. offset: of its first byte in the file. crc: its CRC-32, or None if it has none."""
 
     name: str
     offset: int
@@ -39,12 +39,12 @@ class Record:
 
 
 class TorchFile:
-    """What is in a file. content: what was saved, with a StoredTensor for each tensor.
+    """A file of torch.save. content: the object that was saved, with a StoredTensor for each tensor.
 
-    stand_ins: full names of classes besides those of tensors and plain containers, and what to make of them.
-    start, nbytes: where it is in a larger file. strangers: whether other classes may be in it, unread. Raises
-    CheckpointError for a file that is not there or is not of this kind, or that holds other classes;
-    CorruptCheckpointError for one that is cut or makes no sense.
+    stand_ins: for further classes than those of tensors and plain containers, by full name. start, nbytes:
+    where it is in a larger file. strangers: whether it may hold other classes, which are not read. Raises
+    CheckpointError for a file that is missing or not of this kind, or that holds other classes, and
+    CorruptCheckpointError for one that is truncated or makes no sense.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TorchFile:
 
 
 def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Record]:
-    """The records of a zip: a file, or `nbytes` of one from `start` on; raises as TorchFile does."""
+    """The records of a zip: a whole file, or `nbytes` of one from `start` on. Raises as TorchFile does."""
     try:
         with path.open("rb") as file:
             whole = path.stat().st_size
@@ -114,7 +114,7 @@ def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Re
 
 
 class Window(io.RawIOBase):
-    """A part of a file, as a file to read."""
+    """A part of a file as a readable file of its own."""
 
     def __init__(self, file: IO[bytes], start: int, size: int) -> None:
         self._file = file
@@ -156,5 +156,5 @@ def _records(path: Path, file: IO[bytes] | Window, size: int) -> Iterator[Record
             offset = entry.header_offset + _LOCAL_HEADER.size + name + extra
             if signature != b"PK\3\4" or offset + entry.file_size > size:
                 raise CorruptCheckpointError(f"{path}: the record {entry.filename!r} reaches beyond its end")
-            summed = entry.CRC or not entry.file_size  # zero is what torch writes where it takes none
+            summed = entry.CRC or not entry.file_size  # torch writes zero where it takes none
             yield Record(entry.filename, offset, entry.file_size, entry.CRC if summed else None)

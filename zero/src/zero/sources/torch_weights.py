@@ -1,6 +1,6 @@
 """Weights in files of torch.save as a source: one such as `model.pt`, or a model's in transformers' layout.
 
-What is in nested dicts and lists is named by the way there: "model.blocks.0.weight".
+Values in nested dicts and lists are named by the path to them: "model.blocks.0.weight".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zero.sources.weight_map import check_weight_map, read_weight_map
 
 WHOLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
-_MOST_LEAVES = 1 << 22  # a few bytes of a pickle may claim any number
+_MOST_LEAVES = 1 << 22  # a limit, since a few bytes of a pickle may claim any number
 
 
 def is_torch(path: Path) -> bool:
@@ -30,10 +30,10 @@ def is_torch(path: Path) -> bool:
 
 
 class TorchSource(RecordSource):
-    """path: a file, or a directory with pytorch_model.bin or an index.
+    """Weights in files of torch.save. path: a file, or a directory with pytorch_model.bin or an index.
 
-    Tensors that are one (tied weights) are stored once. Objects of the job's own in the file are left out,
-    and refused where tensors are in them.
+    Names of one tensor (tied weights) become its aliases. Objects of the job's own in the file are left out,
+    and refused if they contain tensors.
     """
 
     format = "torch.save"
@@ -65,7 +65,7 @@ class TorchSource(RecordSource):
         if len(leaves) > _MOST_LEAVES:
             raise CorruptCheckpointError(f"{file.path} claims to hold more than {_MOST_LEAVES} values")
         for name, value in leaves:
-            if isinstance(value, StoredTensor) and name:  # without elements it shares nothing
+            if isinstance(value, StoredTensor) and name:  # empty tensors share nothing
                 names.setdefault(value if value.numel else (value, name), []).append(name)
             else:
                 _check_stranger(file.path, value, name)
@@ -82,14 +82,14 @@ class TorchSource(RecordSource):
 
 
 def _check_stranger(path: Path, value: Any, name: str) -> None:
-    """Raise CheckpointError where weights may be in an object that is not read."""
+    """Raise CheckpointError if weights may be in an object that is not read."""
     for stranger in strangers_in(value):
         if not name or any(True for _ in tensors_in(stranger)):
             raise refusal(path, f"{stranger.name}. Save state dicts, of tensors in plain containers")
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in nested dicts and lists, by the way there; of empty ones themselves."""
+    """The values in nested dicts and lists, each with the path to it. Empty ones are values themselves."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, Mapping):
         items = list(value.items())

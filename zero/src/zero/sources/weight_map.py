@@ -9,9 +9,9 @@ from zero.errors import CheckpointError, CorruptCheckpointError
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """The file of every name. Files are beside the index and there.
+    """Read which file has each name. All files are beside the index.
 
-    Raises CorruptCheckpointError for an index that makes no sense, CheckpointError for files that are not
+    Raises CorruptCheckpointError for an index that makes no sense, and CheckpointError for a file that is not
     beside it.
     """
     try:
@@ -28,7 +28,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def check_weight_map(index: Path, weight_map: dict[str, str], found: list[tuple[str, str]]) -> None:
-    """Raise CorruptCheckpointError unless the index is true. found: names of tensors and of their files."""
+    """Raise CorruptCheckpointError unless the index is right. found: names of tensors and of their files."""
     places: dict[str, str] = {}
     for name, file in found:
         if name in places:

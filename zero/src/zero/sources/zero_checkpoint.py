@@ -1,4 +1,4 @@
-"""Checkpoints of zero's own format as a source. Every block that is read is checked."""
+"""Checkpoints in zero's own format as a source. Every block that is read is checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from zero.sources.source import Chunk, Kind, Piece, Source, TensorInfo
 
 
 class ZeroSource(Source):
-    """path: a checkpoint, or the directory of several, whose `latest` is taken. optimizer: whether the
-    optimizer's state, as far as it has one value for each element, is among the tensors."""
+    """A checkpoint of zero.
+
+    path: a checkpoint, or a directory of several, of which `latest` names one. optimizer: whether to include,
+    among the tensors, the optimizer's state that has one value for each element.
+    """
 
     format = "zero"
 
@@ -62,13 +65,13 @@ class ZeroSource(Source):
             for piece in entry.slices:
                 yield from self._slice(index, key, entry, piece, limit)
         elif entry.numel:
-            for box in boxes(entry.shape, max(1, limit // 2 // entry.item_bytes)):  # there are two copies
+            for box in boxes(entry.shape, max(1, limit // 2 // entry.item_bytes)):  # two copies exist at once
                 yield self._box(index, key, entry, box)
 
     def _slice(
         self, index: int | None, key: str, entry: TensorEntry, piece: Slice, limit: int
     ) -> Iterator[Chunk]:
-        """A slice, cut where its blocks are, so that none is read twice."""
+        """A slice in chunks, cut at its blocks, so that no block is read twice."""
         item, block = entry.item_bytes, self.checkpoint.manifest.block_bytes
         size, step = piece.length * item, max(item, limit // block * block or limit // item * item)
         for first in range(0, size, step):
@@ -94,7 +97,7 @@ class ZeroSource(Source):
 
 
 def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInfo]]:
-    """Tensors by their keys in the manifest."""
+    """The tensors, with their keys in the manifest."""
     for parameter in manifest.parameters:
         key = model_key(parameter.name)
         entry = manifest.tensors[key]
@@ -111,7 +114,7 @@ def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInf
 
 
 def elementwise_state(manifest: Manifest, parameter: ParameterEntry) -> list[str]:
-    """Keys of the optimizer state of a parameter that has one value for each element."""
+    """The keys of a parameter's optimizer state that has one value for each element."""
     shape = manifest.tensors[model_key(parameter.name)].shape
     return [
         key
