@@ -1,4 +1,4 @@
-"""`python -m benchmarks [PART]`, one of those below; `all` where nothing is said."""
+"""`python -m benchmarks [PART]`, where PART is one of the commands below; `all` if it is left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from benchmarks.result import Result
 
 RESULTS = Path(__file__).parent / "results"
 SCALING = (("medium", 2), ("medium", 1), ("medium", 4), ("small", 2), ("large", 2))
-"""What `all` runs of `step`: (size, ranks)."""
+"""The sizes and ranks for which `all` runs `step`."""
 
 app = typer.Typer(
     help="zero beside its peers on this machine: medians of interleaved runs.", add_completion=False
@@ -64,7 +64,7 @@ class StepOptimizer(str, Enum):
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where results go besides the terminal. name: of files under benchmarks/results/; "" for none."""
+    """Where results go besides the terminal. name: of the files under benchmarks/results/; "" for none."""
 
     json: Path | None
     markdown: Path | None
@@ -313,7 +313,10 @@ def all_(
 
 
 def _report(runs: Sequence[Callable[[], Result]], outputs: Outputs) -> None:
-    """Run, print each result as it comes, write what was asked for; after a failure, what came before it."""
+    """Run all, printing each result as it comes, and write the files asked for.
+
+    After a failure, the results from before it are written.
+    """
     console = Console(width=None if os.isatty(1) else 160)
     context = machine.describe()
     results: list[Result] = []

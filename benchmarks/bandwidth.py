@@ -1,4 +1,4 @@
-"""How close each flat-buffer kernel comes to a device copy's bandwidth, and what a launch costs the host."""
+"""How close flat-buffer kernels come to the bandwidth of a device copy, and what a launch costs the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from benchmarks.result import Result
 
 @dataclass(frozen=True)
 class BandwidthOptions:
-    """elements: of every buffer; several times the device's cache. repeats: calls in a timed turn."""
+    """Options of the benchmark.
+
+    elements: of every buffer; should be several times the device's cache. repeats: calls in a timed turn.
+    limit: seconds that one call may take.
+    """
 
     device: str = "cpu"
     elements: int = 1 << 24
@@ -41,7 +45,7 @@ class BandwidthRank:
 
 
 def run(options: BandwidthOptions) -> Result:
-    """Raises JobError where a kernel raises or takes too long."""
+    """Time all kernels. Raises JobError if a kernel raises or takes too long."""
     service = (options.device, options.elements)
     with Job(BandwidthRank, service, 1, options.threads, options.limit) as job:
         described = job.call("described")[0]

@@ -17,7 +17,7 @@ def is_possible(results: Sequence[Result]) -> bool:
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
-    """Write a picture of the step results; the ending of `path` says in which format."""
+    """Write a picture of the step results, in the format that the suffix of `path` names."""
     import matplotlib  # type: ignore[import-not-found,unused-ignore]
 
     matplotlib.use("Agg")

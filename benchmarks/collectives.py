@@ -23,12 +23,15 @@ _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all")
 MEGABYTE = 1_000_000
-TURN_BYTES = 64 * MEGABYTE  # small operations are repeated until a turn moves this much
+TURN_BYTES = 64 * MEGABYTE  # small operations are repeated until a turn moves this many bytes
 
 
 @dataclass(frozen=True)
 class CollectivesOptions:
-    """megabytes: sizes of the whole buffer (10^6 bytes). limit: seconds that one call may take."""
+    """Options of the benchmark.
+
+    megabytes: sizes of the whole buffer (10^6 bytes). limit: seconds that one call may take.
+    """
 
     megabytes: tuple[int, ...] = (1, 8, 64)
     ranks: int = 2
@@ -38,7 +41,7 @@ class CollectivesOptions:
 
 
 class CollectivesRank:
-    """Both libraries in one process: they hold nothing between calls."""
+    """Both libraries in one process, which is fair because they hold nothing between calls."""
 
     def __init__(self, timeout: float) -> None:
         collectives = accelz.current().collectives
@@ -48,7 +51,7 @@ class CollectivesRank:
         self._rank, self._size = self._group.rank, self._group.size
 
     def prepare(self, operation: str, nbytes: int) -> dict[str, bool]:
-        """Make the buffers, do each call once; whether its result is right."""
+        """Make the buffers and do each call once; returns whether each result is right."""
         numel = nbytes // 2 // self._size * self._size
         self._full = torch.zeros(numel, dtype=torch.bfloat16)
         self._shard = torch.zeros(numel // self._size, dtype=torch.bfloat16)
@@ -56,7 +59,7 @@ class CollectivesRank:
         return {name: self._is_right(operation, call) for name, call in self._calls.items() if name != "copy"}
 
     def round(self, repeats: int) -> dict[str, float]:
-        """Seconds per operation by implementation, each from a barrier on."""
+        """Seconds per operation, by implementation, each measured from a barrier."""
         return {name: self._time(call, repeats) for name, call in self._calls.items()}
 
     def _make_calls(self, operation: str, other: Tensor) -> dict[str, Callable[[], object]]:

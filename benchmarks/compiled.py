@@ -1,9 +1,9 @@
 """The compiled path: fp32 parameters under bf16 autocast, over gloo.
 
-Over gloo, because memory that ranks share makes a gather nearly free, and the fused downcast is about what
-travels; on request over a link that is slower than the machine's own loopback. Time is taken with generated
+It uses gloo because shared memory makes a gather nearly free, while the fused downcast reduces what travels;
+on request it uses a link that is slower than the machine's own loopback. Times are measured with generated
 code. Memory is the exact peak of the simulated device, where the inner compiler runs the operations one by
-one: resident sets on the host would count the compiler's own.
+one: resident sets on the host would include the compiler's own memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from benchmarks.link import limited
 from benchmarks.result import Result, ratio
 
 EXACT_DEVICE = "sim"
-FIRST_STEPS = 5  # after which it is decided which units persist
+FIRST_STEPS = 5  # by then it has been decided which units persist
 MEMORY_STEPS = 4
 
 
 @dataclass(frozen=True)
 class CompiledOptions:
-    """batch: sequences per rank. steps: timed ones in a turn. link: Gbit/s that the ranks' loopback
-    carries in all; None: what the machine gives. limit: seconds that one call may take."""
+    """Options of the benchmark.
+
+    batch: sequences per rank. steps: timed steps in a turn. link: Gbit/s that the ranks' loopback carries in
+    all; None for no limit. limit: seconds that one call may take.
+    """
 
     size: str = "medium"
     ranks: int = 2
@@ -41,8 +44,10 @@ class CompiledOptions:
 
 
 def run(options: CompiledOptions) -> Result:
-    """Time all peers, and measure memory where the simulated device is installed. Raises JobError, and
-    LinkError where no link can be limited."""
+    """Time all peers, and measure memory if the simulated device is installed.
+
+    Raises JobError, and LinkError if no link can be limited.
+    """
     with limited(options.link):
         result = step.run(_step_options(options, "cpu"))
     rows = {row["peer"]: row for row in result.rows}
@@ -56,7 +61,7 @@ def _step_options(options: CompiledOptions, device: str) -> step.StepOptions:
     return step.StepOptions(
         device=device,
         size=options.size,
-        precision="bf16",  # of FSDP2's policy; zero's parameters stay fp32 under autocast
+        precision="bf16",  # for FSDP2's policy; zero's parameters stay fp32 under autocast
         ranks=options.ranks,
         threads=options.threads,
         batch=options.batch,
@@ -70,7 +75,7 @@ def _step_options(options: CompiledOptions, device: str) -> step.StepOptions:
 
 
 def _peak(name: str, options: CompiledOptions) -> int:
-    """The largest rank's peak of device memory in steps, bytes."""
+    """The peak of device memory over steps, in bytes, of the rank with the largest."""
     with step.launch(name, _step_options(options, EXACT_DEVICE)) as job:
         job.call("build")
         job.call("run", FIRST_STEPS, 0)
@@ -93,5 +98,5 @@ def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, 
 
 
 def _to(row: dict[str, Any], other: dict[str, Any]) -> float:
-    """Of the medians of each round."""
+    """The ratio of the medians of each round."""
     return ratio([median(mine) for mine in row["rounds"]], [median(its) for its in other["rounds"]])

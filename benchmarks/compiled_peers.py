@@ -17,7 +17,7 @@ from accelz.gloo_lanes import GlooLanes
 from benchmarks.model import Decoder
 from benchmarks.peers import ADAMW, Peer, Setting, TorchPeer, build_fsdp2
 
-ROOMY = 1 << 30  # bytes: room for every unit
+ROOMY = 1 << 30  # bytes; enough for every unit
 
 
 class AutocastPeer(Peer):
@@ -53,7 +53,7 @@ class AutocastPeer(Peer):
 
 
 class AutocastTorchPeer(Peer):
-    """Another peer, its steps under bf16 autocast."""
+    """Another peer, with its steps under bf16 autocast."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -64,7 +64,7 @@ class AutocastTorchPeer(Peer):
 
 
 def build_fsdp2_autocast(model: Decoder, setting: Setting) -> Peer:
-    """FSDP2 without a policy, under autocast: what travels is fp32, and what is computed is zero's graph."""
+    """FSDP2 without a policy, under autocast: values travel in fp32, and the computation is zero's graph."""
     return AutocastTorchPeer(build_fsdp2_compiled(model, replace(setting, precision="fp32")))
 
 

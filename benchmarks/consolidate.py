@@ -1,8 +1,8 @@
-"""Whole weights from a sharded checkpoint, beside a copy of their bytes and DeepSpeed's own tool.
+"""Consolidating a sharded checkpoint, beside a copy of the same bytes and DeepSpeed's own tool.
 
-The checkpoint is laid out as DeepSpeed's stage 3 saves it. Where DeepSpeed and huggingface_hub are
-installed, DeepSpeed's zero_to_fp32 takes part. Every turn is a process of its own; the peak of its
-resident memory is the system's number.
+The checkpoint is laid out as DeepSpeed's stage 3 saves it. If DeepSpeed and huggingface_hub are installed,
+DeepSpeed's zero_to_fp32 takes part. Every turn is a process of its own, whose peak of resident memory the
+operating system reports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ begun = time.perf_counter()
 status = subprocess.run(sys.argv[1:], stdout=sys.stderr).returncode
 print(time.perf_counter() - begun, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 sys.exit(status)
-"""  # a small process between: what a large one starts counts the large one's memory as its own
+"""  # a small process in between, as a child of a large one would count the parent's memory as its own
 PROBE = """
 import mmap, os, sys, threading
 source, target, threads, chunk = sys.argv[1], sys.argv[2], int(sys.argv[3]), 1 << 22
@@ -66,8 +66,11 @@ os.fsync(write)
 
 @dataclass(frozen=True)
 class ConsolidateOptions:
-    """parameters: elements of the model. ranks: of the job that saved. workers: threads, of the copy too.
-    folder: on the disk to measure; 20 bytes a parameter are needed. limit: seconds of one process."""
+    """Options of the benchmark.
+
+    parameters: elements of the model. ranks: of the job that saved. workers: threads, also of the copy.
+    folder: on the disk to measure, which needs 20 bytes per parameter. limit: seconds for one process.
+    """
 
     parameters: int = 250_000_000
     ranks: int = 8
@@ -79,8 +82,11 @@ class ConsolidateOptions:
 
 @dataclass(frozen=True)
 class Turn:
-    """One process: its time, the bytes of weights it read, those it wrote, its peak of resident bytes. equal:
-    its tensors are right."""
+    """One process.
+
+    read, written: bytes of weights. peak: resident bytes. equal: whether its tensors are right; None if they
+    were not compared.
+    """
 
     seconds: float
     read: int
@@ -90,12 +96,12 @@ class Turn:
 
     @property
     def rate(self) -> float:
-        """Bytes a second, in and out."""
+        """Bytes per second, read and written."""
         return (self.read + self.written) / self.seconds
 
 
 def run(options: ConsolidateOptions) -> Result:
-    """Rounds of: the copy, zero to fp32 and bf16, zero_to_fp32 where it is installed."""
+    """Time rounds of: the copy, zero to fp32, zero to bf16, and zero_to_fp32 if it is installed."""
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         folder = Path(place)
         _make(options, folder)
@@ -111,7 +117,7 @@ def run(options: ConsolidateOptions) -> Result:
 
 
 def _make(options: ConsolidateOptions, folder: Path) -> None:
-    """Eight matrices as a checkpoint, and a file of the bytes that are to be made of it, for the copy."""
+    """Write eight matrices as a checkpoint, and their bytes as a file, for the copy and to compare with."""
     width = 4096
     rows = options.parameters // width // 8
     generator = torch.Generator().manual_seed(1)
@@ -137,8 +143,11 @@ def _commands(options: ConsolidateOptions, checkpoint: Path, out: Path) -> dict[
 
 
 def _turn(command: list[str], folder: Path, limit: float, compare: bool) -> Turn:
-    """Run a command that writes `folder`/out, and remove that. Raises JobError where it fails or takes over
-    `limit` seconds. compare: its tensors with the bytes that they should have."""
+    """Run a command that writes `folder`/out, and remove that.
+
+    compare: check that its tensors have the bytes that they should have. Raises JobError if the command fails
+    or takes over `limit` seconds.
+    """
     _forget(folder)
     seconds, peak = _launch(command, limit)
     out = folder / "out"
@@ -150,7 +159,7 @@ def _turn(command: list[str], folder: Path, limit: float, compare: bool) -> Turn
 
 
 def _launch(command: list[str], limit: float) -> tuple[float, int]:
-    """Seconds and peak resident bytes of a process."""
+    """Run a command; returns its seconds and its peak of resident bytes."""
     helper = [sys.executable, "-S", "-c", MEASURE, *command]
     with tempfile.TemporaryFile() as log:
         pipes = {"stdout": subprocess.PIPE, "stderr": log}
@@ -169,7 +178,7 @@ def _launch(command: list[str], limit: float) -> tuple[float, int]:
 
 
 def _forget(folder: Path) -> None:
-    """Let what is read come from the disk."""
+    """Drop the folder's files from the page cache, so that reads come from the disk."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -179,7 +188,7 @@ def _forget(folder: Path) -> None:
 
 
 def _is_equal(folder: Path) -> bool:
-    """Whether the fp32 tensors in `folder`/out are the bytes in `folder`/bytes, in order of their names."""
+    """Whether the fp32 tensors in `folder`/out, in order of their names, are the bytes in `folder`/bytes."""
     found: dict[str, Tensor] = {}
     for path in (folder / "out").glob("*.safetensors"):
         with safe_open(path, "pt") as file:

@@ -1,6 +1,7 @@
-"""The peers of training on several hosts, each of which has a copy of the model of its own (HSDP).
+"""The peers of training on several hosts, each of which has its own copy of the model (HSDP).
 
-They need two ranks on each of at least two hosts."""
+They need at least two hosts with two ranks on each.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from benchmarks.peers import Peer, Setting, ZeroPeer, build_fsdp2
 
 
 def build_fsdp2_hsdp(model: Decoder, setting: Setting) -> Peer:
-    """Sharded inside of a host, replicated between them."""
+    """FSDP2, sharded within a host and replicated between hosts."""
 
     def mesh(device: str) -> DeviceMesh:
         shape = (setting.hosts, setting.ranks // setting.hosts)
@@ -23,7 +24,7 @@ def build_fsdp2_hsdp(model: Decoder, setting: Setting) -> Peer:
 
 
 def build_zero_hsdp(model: Decoder, setting: Setting) -> Peer:
-    """Stage 3, sharded inside of a host."""
+    """zero at stage 3, sharded within a host."""
     return ZeroPeer(model, setting, stage=3, shard_ranks=setting.ranks // setting.hosts)
 
 

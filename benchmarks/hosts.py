@@ -1,7 +1,7 @@
-"""Two hosts on one machine: each has a network and a name of its own, and a cable between them.
+"""Two hosts on one machine, each with a network and a name of its own, and a cable between them.
 
-Ranks of a host reach each other as on any machine, through its loopback or its memory; what goes to the other
-host crosses the cable, which carries so much in either direction.
+Ranks of a host reach each other as on any machine, through its loopback or its memory. What goes to the other
+host crosses the cable, whose bandwidth is limited in each direction.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ INTERFACE = "eth0"
 _OWN = {"net": "/proc/thread-self/ns/net", "uts": "/proc/thread-self/ns/uts"}
 
 Place = Callable[[], AbstractContextManager[None]]
-"""Inside of it this thread, and the processes that it starts, are on a certain host."""
+"""Makes a context in which this thread, and processes that it starts, are on a certain host."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """address: of the first. places: one of each host."""
+    """Two hosts. address: the first host's. places: one for each host."""
 
     address: str
     places: tuple[Place, ...]
@@ -34,16 +34,17 @@ class Hosts:
 
 @contextmanager
 def two_hosts(gigabits: float) -> Iterator[Hosts]:
-    """In the block this thread is on the first of two hosts; gigabits: per second, of the cable, each way.
+    """Put this thread on the first of two hosts during the block.
 
-    Raises LinkError where this user may make no network, or iproute2 is missing.
+    gigabits: per second, that the cable carries each way. Raises LinkError if this user may not create
+    networks, or iproute2 is missing.
     """
     with ExitStack() as stack:
         back = _kept(stack)
         stack.callback(_go, back)
         first, second = (_new_host(stack, f"host{index}") for index in range(COUNT))
         _go(first)
-        with _inhabitant() as pid:  # a network is named by who is in it
+        with _inhabitant() as pid:  # a network is identified by a process in it
             _go(second)
             run("ip", "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", str(pid))
         for index, host in enumerate((first, second)):
@@ -71,7 +72,7 @@ def _new_host(stack: ExitStack, name: str) -> list[int]:
 
 
 def _kept(stack: ExitStack) -> list[int]:
-    """Descriptors of what this thread is in."""
+    """Descriptors of the namespaces that this thread is in, closed with `stack`."""
     found = [os.open(path, os.O_RDONLY) for path in _OWN.values()]
     for descriptor in found:
         stack.callback(os.close, descriptor)
@@ -97,7 +98,7 @@ def _place(there: list[int], back: list[int]) -> Place:
 
 @contextmanager
 def _inhabitant() -> Iterator[int]:
-    """A process where this thread is now; its number."""
+    """Keep a process in this thread's present namespaces during the block; gives its pid."""
     with subprocess.Popen(["sleep", "infinity"]) as process:
         try:
             yield process.pid

@@ -1,4 +1,4 @@
-"""The ranks of one launch: worker processes that hold one object each and answer calls on it.
+"""The ranks of one launch: worker processes, each of which holds one object and answers calls on it.
 
 Ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), through a store that
 this process hosts. Every call has a time limit: a hang is a failure, and the ranks are killed.
@@ -23,18 +23,18 @@ from benchmarks.hosts import INTERFACE, Hosts
 
 HOST = "127.0.0.1"
 GRACE = 10.0  # seconds that ranks have to leave before they are killed
-LAUNCH_LIMIT = 300.0  # seconds to start or build: a peer may compile an extension at its first use
+LAUNCH_LIMIT = 300.0  # seconds to start or build; a peer may compile an extension at its first use
 
 
 class JobError(Exception):
-    """A rank raised, died or did not answer in time; the message has its traceback where there is one."""
+    """A rank raised, died or did not answer in time. The message has its traceback, if there is one."""
 
 
 class Job:
     """`ranks` processes, each with `service(*args)`; `call` runs one of its methods on every rank.
 
-    threads: OMP threads per rank. limit: seconds that a call may take. hosts: share the ranks out evenly, and
-    this process is on the first; None: all are where it is.
+    threads: OMP threads per rank. limit: seconds that a call may take. hosts: the ranks are divided evenly
+    among these, and this process is on the first; None: all ranks are where this process is.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Job:
         return [p.pid for p in self._processes if p.pid is not None]
 
     def call(self, method: str, *args: Any, limit: float | None = None) -> list[Any]:
-        """Run `method(*args)` on all ranks at once; results by rank. Raises JobError.
+        """Run `method(*args)` on all ranks at once and return the results by rank. Raises JobError.
 
-        limit: seconds; None for the job's own.
+        limit: seconds; None for the job's own limit.
         """
         for rank, pipe in enumerate(self._pipes):
             try:
@@ -131,8 +131,8 @@ class Job:
 
 
 def _serve(pipe: Connection, service: Callable[..., object], args: tuple[Any, ...]) -> None:
-    """A rank: build the object, then answer calls until the pipe is closed."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # stdout is the report's
+    """A rank's process: build the object, then answer calls until the pipe is closed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # stdout is for the report
     try:
         held = service(*args)
         pipe.send((True, None))
@@ -148,13 +148,13 @@ def _serve(pipe: Connection, service: Callable[..., object], args: tuple[Any, ..
 
 
 def _between(hosts: Hosts) -> dict[str, str]:
-    """What ranks of several hosts are told besides."""
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # that these addresses have no names
+    """Further environment variables for ranks on several hosts."""
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # no warnings that these addresses have no names
     return {"MASTER_ADDR": hosts.address, "GLOO_SOCKET_IFNAME": INTERFACE, **quiet}
 
 
 def _torchrun(rank: int, ranks: int, each: int, threads: int, port: int) -> dict[str, str]:
-    """each: ranks of a host."""
+    """The environment variables of torchrun. each: ranks per host."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank % each),
@@ -169,7 +169,7 @@ def _torchrun(rank: int, ranks: int, each: int, threads: int, port: int) -> dict
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """A child must find these before it imports torch, so they are set here while it starts."""
+    """Set environment variables during the block, since a child must have them before it imports torch."""
     before = dict(os.environ)
     os.environ.update(values)
     try:

@@ -18,12 +18,15 @@ from benchmarks.result import Result, ratio, spread
 ADAMW: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.1}
 BETAS = (0.9, 0.95)
 REFERENCES = {"accelz bf16": "torch cast + fused + cast", "accelz fp32": "torch fused fp32"}
-"""Each kernel case and the torch case that computes the same."""
+"""For each kernel case, the torch case that computes the same."""
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """elements: of the shard. repeats: steps in a timed turn. limit: seconds that one call may take."""
+    """Options of the benchmark.
+
+    elements: of the shard. repeats: steps in a timed turn. limit: seconds that one call may take.
+    """
 
     elements: int = 1 << 24
     threads: int = 1
@@ -34,8 +37,11 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class Case:
-    """step: one call of what is timed. traffic: bytes per element that it has to read and write. master:
-    what it updates, if anything."""
+    """One thing that is timed.
+
+    step: does it once. traffic: bytes per element that it has to read and write. master: the values that it
+    updates, if any.
+    """
 
     step: Callable[[], object]
     traffic: int
@@ -43,7 +49,7 @@ class Case:
 
 
 class KernelRank:
-    """All cases in one process, each with buffers of its own and the same values in them."""
+    """All cases in one process, each with its own buffers that hold the same values."""
 
     def __init__(self, elements: int) -> None:
         self._elements = elements
@@ -57,11 +63,11 @@ class KernelRank:
         }
 
     def traffic(self) -> dict[str, int]:
-        """Bytes of one step by case."""
+        """Bytes that one step moves, by case."""
         return {name: case.traffic * self._elements for name, case in self._cases.items()}
 
     def first(self) -> dict[str, float]:
-        """Do the first step; the largest difference from torch's, in units of the learning rate."""
+        """Do the first step; returns each kernel's largest difference from torch, in learning rates."""
         for case in self._cases.values():
             case.step()
         return {name: self._difference(name, other) for name, other in REFERENCES.items()}
@@ -111,7 +117,7 @@ def _values(elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _accelz_case(elements: int, dtype: torch.dtype) -> Case:
-    """bf16: gradients in, weights out, 14 bytes read and 14 written. fp32: 16 read and 12 written."""
+    """The backend's kernel. bf16: gradients in, weights out; 14 bytes read, 14 written. fp32: 16 and 12."""
     kernels = accelz.current().kernels
     master, gradient = _values(elements, dtype)
     average, square, count = torch.zeros_like(master), torch.zeros_like(master), torch.zeros(())
@@ -127,7 +133,7 @@ def _accelz_case(elements: int, dtype: torch.dtype) -> Case:
 
 
 def _torch_case(elements: int, dtype: torch.dtype) -> Case:
-    """The casts move 6 bytes each, on top of the 28 of the fp32 step."""
+    """torch's fused AdamW. At bf16 two casts move 6 bytes each, on top of the 28 of the fp32 step."""
     values, gradient = _values(elements, dtype)
     master = nn.Parameter(values)
     optimizer = torch.optim.AdamW([master], betas=BETAS, fused=True, **ADAMW)

@@ -1,8 +1,8 @@
-"""A network of this process's own, whose loopback carries no more than it is told to.
+"""A network of this process's own, with a loopback of limited bandwidth.
 
-What ranks of one machine send each other through sockets then takes the time that it would on a slower cable,
-and the processors are free meanwhile: unlike the loopback of the machine, which moves bytes as fast as the
-cores that compute can copy them.
+What ranks of one machine send each other through sockets then takes as long as on a slower cable, and the
+processors are free meanwhile. The machine's own loopback moves bytes as fast as the computing cores can copy
+them.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-BURST = "256kb"  # what may leave at once: a few of the loopback's largest packets
+BURST = "256kb"  # may leave at once: a few of the loopback's largest packets
 OWN = "/proc/thread-self/ns/net"
 
 
 class LinkError(Exception):
-    """No such network could be made."""
+    """A network with limited bandwidth could not be created."""
 
 
 @contextmanager
 def limited(gigabits: float | None) -> Iterator[None]:
-    """In the block this thread, and the processes and threads that it starts, are on such a loopback.
+    """Put this thread, and the processes and threads that it starts, on a limited loopback during the block.
 
-    gigabits: per second, of all that is sent; None changes nothing. Raises LinkError where this user may make
-    no network, or iproute2 is missing.
+    gigabits: per second, for everything that is sent; None changes nothing. Raises LinkError if this user may
+    not create networks, or iproute2 is missing.
     """
     if gigabits is None:
         yield
@@ -43,7 +43,7 @@ def limited(gigabits: float | None) -> Iterator[None]:
 
 
 def enter(flags: int) -> None:
-    """Put this thread into new namespaces. Raises LinkError where this user may make none."""
+    """Put this thread into new namespaces. Raises LinkError if this user may not create any."""
     try:
         system_call("unshare", flags)
     except OSError as error:
@@ -51,13 +51,13 @@ def enter(flags: int) -> None:
 
 
 def throttle(interface: str, gigabits: float) -> None:
-    """Let an interface of this thread's network send no more than so much a second. Raises LinkError."""
+    """Limit what an interface of this thread's network sends, in Gbit/s. Raises LinkError."""
     rate = ["rate", f"{round(gigabits * 1000)}mbit", "burst", BURST, "latency", "1s"]
     run("tc", "qdisc", "add", "dev", interface, "root", "tbf", *rate)
 
 
 def system_call(function: str, *arguments: int) -> None:
-    """One of libc's. Raises OSError."""
+    """Call a function of libc. Raises OSError."""
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, function)(*arguments):
         number = ctypes.get_errno()
@@ -65,7 +65,7 @@ def system_call(function: str, *arguments: int) -> None:
 
 
 def run(*command: str) -> None:
-    """One of iproute2's commands. Raises LinkError."""
+    """Run a command of iproute2. Raises LinkError."""
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
     except FileNotFoundError as error:

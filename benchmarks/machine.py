@@ -17,7 +17,7 @@ DISTRIBUTIONS = ("torch", "accelz-zero", "accelz", "accelz-cpu", "deepspeed")
 
 
 def describe() -> dict[str, Any]:
-    """Machine, versions, date and command line. memory in bytes; load: one-minute average at this moment."""
+    """Machine, versions, date and command line. memory: in bytes. load: the present one-minute average."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),

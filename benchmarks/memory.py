@@ -1,4 +1,4 @@
-"""Memory of processes as the kernel counts it, seen from outside so that they are not disturbed."""
+"""Memory of processes as the kernel counts it, read from outside so that they are not disturbed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _RESET_PEAK = "5"  # proc(5): clear_refs 5 sets VmHWM back to the current reside
 
 @dataclass(frozen=True)
 class Base:
-    """What imported processes hold, in bytes: resident set by process, and PSS of all."""
+    """Memory of processes that have only done their imports, in bytes.
+
+    resident: resident set, by process. pss: of all together.
+    """
 
     resident: tuple[int, ...]
     pss: int
@@ -22,14 +25,14 @@ class Base:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes above the base: largest resident set of any process, and PSS of all of them together."""
+    """Bytes above the base. rank: the largest resident set of any process. node: PSS of all together."""
 
     rank: int
     node: int
 
 
 def available() -> bool:
-    """Whether this system tells PSS."""
+    """Whether this system reports PSS."""
     return Path("/proc/self/smaps_rollup").exists()
 
 
@@ -38,10 +41,10 @@ def base(pids: Sequence[int]) -> Base:
 
 
 class PeakMeter:
-    """Watches `pids` while its block runs; then `peak` is what they held at most.
+    """Watches `pids` during its block; `peak` is then the most that they held.
 
-    The kernel keeps the peak of each process itself. The sum of their PSS (a page shared by n processes
-    counts 1/n in each) is sampled.
+    The kernel itself keeps each process's peak of resident memory. The sum of their PSS (a page shared by n
+    processes counts 1/n in each) is sampled.
     """
 
     def __init__(self, pids: Sequence[int], above: Base) -> None:
@@ -77,9 +80,9 @@ def _pss(pids: Sequence[int]) -> int:
 
 
 def _field(pid: int, file: str, name: str) -> int:
-    """A "Name:  123 kB" line of a file in /proc/PID, in bytes."""
+    """The value of a "Name:  123 kB" line of a file in /proc/PID, in bytes."""
     try:
         text = Path(f"/proc/{pid}/{file}").read_text()
-    except ProcessLookupError:  # it died: the job will say so
+    except ProcessLookupError:  # it died, which the job will report
         return 0
     return next((int(x.split()[1]) * 1024 for x in text.splitlines() if x.startswith(f"{name}:")), 0)

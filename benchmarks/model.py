@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Shape:
-    """width: features, a multiple of 2 × heads. hidden: features inside the MLP."""
+    """The model's dimensions. width: features, a multiple of 2 × heads. hidden: features inside the MLP."""
 
     layers: int
     width: int
@@ -30,7 +30,7 @@ SIZES = {
     "large": Shape(layers=12, width=768, heads=12, hidden=2048, vocabulary=8192),
     "huge": Shape(layers=16, width=2048, heads=16, hidden=5504, vocabulary=32768),
 }
-"""Parameters: 0.1 M (for tests), 5 M, 34 M, 98 M, and 0.94 G for an accelerator."""
+"""Models of 0.1 M parameters (for tests), 5 M, 34 M, 98 M, and 0.94 G for an accelerator."""
 
 
 class Attention(nn.Module):
@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Called with inputs and targets [batch, length] (int64); returns their mean loss."""
+    """The model. Takes inputs and targets [batch, length] (int64) and returns their mean loss."""
 
     cos: Tensor
     sin: Tensor
@@ -94,8 +94,7 @@ class Decoder(nn.Module):
 
 
 def build(size: str, length: int) -> Decoder:
-    """The model, on the device that is torch's default, with the same fp32 values on every rank and for every
-    peer there."""
+    """Make the model on torch's default device, with the same fp32 values for every rank and peer there."""
     torch.manual_seed(0)
     model = Decoder(SIZES[size], length)
     for parameter in model.parameters():
@@ -105,13 +104,13 @@ def build(size: str, length: int) -> Decoder:
 
 
 def count_parameters(size: str) -> int:
-    """Parameters of the model, without memory for them."""
+    """The number of the model's parameters, found without allocating memory for them."""
     with torch.device("meta"):
         return sum(p.numel() for p in Decoder(SIZES[size], 1).parameters())
 
 
 def activation_bytes(size: str, tokens: int) -> int:
-    """About what a forward of so many tokens saves for its backward, in 16 bits, and its logits in both."""
+    """About what a forward of `tokens` saves for its backward: activations in 16 bits, logits in both."""
     shape = SIZES[size]
     block = 2 * (12 * shape.width + 4 * shape.hidden)
     return tokens * (shape.layers * block + 12 * shape.vocabulary)

@@ -23,7 +23,7 @@ from benchmarks.result import Result, ratio, spread
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.swap_file import BLOCK, PAGE, THREADS, aligned
 
-GRAIN = 4 << 20  # elements of a layer, and of a record at one rank
+GRAIN = 4 << 20  # elements of a layer, and of a record at world size 1
 RAW = "raw disk"
 PATTERNS = [
     (depth, stretch, apart)
@@ -31,15 +31,18 @@ PATTERNS = [
     for stretch in (6, 24)
     for apart in (False, True)
 ]
-"""How the disk is probed: moves under way at once; blocks by which writing is behind reading; whether a
-stretch is waited for before the next. Which one a disk likes best may change from hour to hour, so each turn
-takes the best."""
+"""Patterns in which the disk is probed: moves under way at once; blocks by which writing lags behind reading;
+whether a stretch is waited for before the next begins. Which one a disk serves best may change from hour to
+hour, so each turn takes the best."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One optimizer step. moved: bytes that were asked to be read and written; transferred: that the kernel's
-    I/O statistics say went from and to the disk meanwhile."""
+    """One optimizer step.
+
+    moved: bytes that were requested to be read and written. transferred: bytes that went from and to disks
+    meanwhile, according to the kernel's I/O statistics.
+    """
 
     seconds: float
     moved: int = 0
@@ -48,7 +51,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """parameters: of the model, as many as whole layers of 4 Mi have. folder: on the disk to measure."""
+    """Options of the benchmark.
+
+    parameters: of the model, rounded down to whole layers of 4 Mi. folder: on the disk to measure. limit:
+    seconds that one call may take.
+    """
 
     parameters: int = 1 << 27
     ranks: int = 2
@@ -59,7 +66,7 @@ class OffloadOptions:
 
 
 def run(options: OffloadOptions) -> Result:
-    """A row for each way of stepping: medians over interleaved rounds of the slowest rank."""
+    """Time each way of stepping: a row is the median over interleaved rounds, each of the slowest rank."""
     options = replace(options, parameters=options.parameters // GRAIN * GRAIN)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         ways = _ways(folder)
@@ -102,13 +109,13 @@ def _measure(jobs: dict[str, Job], rounds: int) -> dict[str, list[Turn]]:
         for name, job in jobs.items():
             patterns = PATTERNS if name == RAW else [()]
             turn = min((_together(job, *arguments) for arguments in patterns), key=lambda t: t.seconds)
-            if round_:  # the first one is warm-up
+            if round_:  # the first round is warm-up
                 turns[name].append(turn)
     return turns
 
 
 def _together(job: Job, *arguments: Any) -> Turn:
-    """Seconds of the slowest rank and bytes of all."""
+    """One turn on all ranks: seconds of the slowest, bytes of all together."""
     turns: list[Turn] = job.call("turn", *arguments)
     return Turn(max(t.seconds for t in turns), sum(t.moved for t in turns), sum(t.transferred for t in turns))
 
@@ -147,20 +154,20 @@ def _row(
 
 
 def _transferred() -> int:
-    """Bytes that this process has had the kernel read from disks and write to them so far."""
+    """Bytes that the kernel has read from and written to disks for this process so far."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]) + int(lines["write_bytes"])
 
 
 def model_of(parameters: int) -> nn.Module:
-    """Square layers of GRAIN elements."""
+    """A model of square layers of GRAIN elements."""
     width = int(GRAIN**0.5)
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(parameters // GRAIN)))
 
 
 def batch() -> Tensor:
-    """Random, so that no state is of a kind that a disk could store in less space."""
+    """A random batch, so that no state is compressible, as a disk might exploit."""
     return torch.randn(8, int(GRAIN**0.5), dtype=torch.bfloat16)
 
 
@@ -186,7 +193,7 @@ class Zero:
 
 
 class Probe:
-    """The disk by itself: every block of a file read and written, in blocks of the engine's size."""
+    """The disk alone: every block of a file is read and written, in blocks of the engine's size."""
 
     def __init__(self, parameters: int, folder: str) -> None:
         self._blocks = 12 * parameters // int(os.environ["WORLD_SIZE"]) // BLOCK
@@ -196,7 +203,7 @@ class Probe:
         self._threads = {depth: ThreadPoolExecutor(depth) for depth, *_ in PATTERNS}
         self._read, self._written = (
             _buffers(2 * THREADS) for _ in range(2)
-        )  # not one buffer for both at once
+        )  # separate, as both happen at once
 
     def turn(self, depth: int, stretch: int, apart: bool) -> Turn:
         transferred, begun = _transferred(), time.perf_counter()
@@ -212,7 +219,7 @@ class Probe:
         return Turn(seconds, 2 * self._blocks * BLOCK, _transferred() - transferred)
 
     def _move(self, depth: int, reads: range, writes: range) -> Iterator[Future[int]]:
-        """Begin to read these blocks and to write those, in turn."""
+        """Begin reading blocks `reads` and writing blocks `writes`, alternately."""
         for read, write in zip_longest(reads, writes):
             if read is not None:
                 yield self._begin(depth, os.preadv, self._read, read)
@@ -227,7 +234,7 @@ class Probe:
 
 
 def _buffers(count: int) -> list[memoryview]:
-    """Blocks of random bytes, each beginning with a page."""
+    """Blocks of random bytes, each page-aligned."""
     memory = bytes_of(aligned(torch.randint(256, (count * BLOCK + PAGE,), dtype=torch.uint8)))
     return [memory[n * BLOCK : (n + 1) * BLOCK] for n in range(count)]
 

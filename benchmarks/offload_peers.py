@@ -14,13 +14,13 @@ from benchmarks.peers import Peer, Setting, ZeroPeer, build_fsdp2
 
 
 def build_fsdp2_host(model: Decoder, setting: Setting) -> Peer:
-    """Parameters, gradients and optimizer state on the host: FSDP2 offloads all of them or none."""
-    own_memory = accelz.current().device.type != "cpu"  # page-locking is for devices
+    """FSDP2 with parameters, gradients and optimizer state on the host: it offloads all of them or none."""
+    own_memory = accelz.current().device.type != "cpu"  # only these need page-locked memory
     return build_fsdp2(model, setting, offload_policy=CPUOffloadPolicy(pin_memory=own_memory))
 
 
 def build_zero_host(model: Decoder, setting: Setting, offload: zero.Offload) -> Peer:
-    """Stage 3 with some of its state on the host."""
+    """zero at stage 3 with some of its state on the host."""
     return ZeroPeer(model, setting, stage=3, offload=offload)
 
 

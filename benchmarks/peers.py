@@ -1,8 +1,8 @@
 """The peers: each wraps the same model and does one training step.
 
-In bf16 all of them have bf16 weights and gradients while computing, fp32 masters and fp32 moments:
-`plain` and `ddp` by masters kept beside the bf16 model, fsdp2 by its mixed-precision policy, zero and
-DeepSpeed by their configuration. Gradients travel in bf16 everywhere.
+In bf16 all of them compute with bf16 weights and gradients, and have fp32 masters and fp32 moments: `plain`
+and `ddp` by masters kept beside the bf16 model, fsdp2 by its mixed-precision policy, zero and DeepSpeed by
+their configuration. Gradients travel in bf16 everywhere.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a peer is built from. batch: sequences per rank. timeout: seconds, of one collective. optimizer:
-    AdamW, or Muon for the blocks' matrices beside it. hosts: that share the ranks out."""
+    """What a peer is built from.
+
+    batch: sequences per rank. timeout: of one collective, in seconds. optimizer: AdamW, or Muon for the
+    blocks' matrices and AdamW for the rest. hosts: how many the ranks are divided among.
+    """
 
     precision: Literal["bf16", "fp32"]
     ranks: int
@@ -50,15 +53,15 @@ class Peer(ABC):
 
     @abstractmethod
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Forward, backward, optimizer step; returns the loss, detached."""
+        """Do forward, backward and optimizer step; returns the loss, detached."""
 
     def traffic(self) -> dict[str, int] | None:
-        """Bytes of this rank's collectives so far, by kind; None where the peer does not count them."""
+        """Bytes of this rank's collectives so far, by kind; None if the peer does not count them."""
         return None
 
 
 class TorchPeer(Peer):
-    """An ordinary torch loop. network: what is called."""
+    """An ordinary torch loop. network: the module that is called."""
 
     def __init__(self, network: nn.Module, optimizers: Sequence[torch.optim.Optimizer | Masters]) -> None:
         self._network = network
@@ -74,14 +77,14 @@ class TorchPeer(Peer):
 
 
 class PlainPeer(TorchPeer):
-    """Unsharded, and every rank for itself: what the computation alone costs."""
+    """Unsharded training, every rank by itself, which shows what the computation alone costs."""
 
     def traffic(self) -> dict[str, int]:
         return {}
 
 
 class Masters:
-    """Optimizers of fp32 masters of a model that it turns into bf16; buffers are made once."""
+    """Optimizers over fp32 masters of a model, which it casts to bf16. Buffers are made once."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
         self._weights: list[Tensor] = list(model.parameters())
@@ -156,7 +159,7 @@ def build_plain(model: Decoder, setting: Setting) -> Peer:
 def build_ddp(model: Decoder, setting: Setting) -> Peer:
     _join(setting)
     _move(model)
-    optimizers = _torch_optimizers(model, setting)  # before DDP looks at the dtypes
+    optimizers = _torch_optimizers(model, setting)  # first, as it changes dtypes, which DDP looks at
     return TorchPeer(DistributedDataParallel(model, gradient_as_bucket_view=True), optimizers)
 
 
@@ -166,8 +169,11 @@ def build_fsdp2(
     mesh: Callable[[str], DeviceMesh] | None = None,
     **options: Any,
 ) -> Peer:
-    """mesh: of a device type, once the job has been joined; None for all ranks in a row. options: more of
-    `fully_shard`'s."""
+    """FSDP2, with each block sharded on its own.
+
+    mesh: makes the mesh for a device type, after the process group is initialised; None for all ranks in one
+    dimension. options: further options of `fully_shard`.
+    """
     _join(setting)
     kind = _move(model).type
     options["mesh"] = init_device_mesh(kind, (setting.ranks,)) if mesh is None else mesh(kind)
@@ -191,20 +197,20 @@ PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
 """Every peer by name, in the order of the report."""
 
 REQUIRES = {"deepspeed3": "deepspeed"}
-"""Peers that need a package of benchmarks/requirements-peers.txt."""
+"""Peers that need a package of benchmarks/requirements-peers.txt, and that package."""
 
 
 def is_installed(name: str) -> bool:
-    """Whether what the peer `name` needs is there."""
+    """Whether the package that the peer `name` needs is installed."""
     return name not in REQUIRES or find_spec(REQUIRES[name]) is not None
 
 
 def prepare(name: str) -> None:
-    """Import what the peer `name` needs, so that it counts as the imported process and not as the peer."""
+    """Import what the peer `name` needs, so that its memory counts to the process and not to the peer."""
     import torch._dynamo  # noqa: F401 (the first optimizer would import it)
 
     if name in REQUIRES:
-        warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed calls what torch renamed, at every step
+        warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed uses names that torch deprecates
         __import__(REQUIRES[name])
 
 
@@ -213,7 +219,7 @@ def _join(setting: Setting) -> None:
 
 
 def _library() -> str:
-    """What torch's own engines communicate through on this device."""
+    """The backend through which torch's own engines communicate on this device."""
     accelerator = accelz.current()
     return "gloo" if accelerator.device.type == "cpu" else accelerator.collectives.spec
 

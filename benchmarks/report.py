@@ -196,7 +196,7 @@ def _between_hosts(settings: dict[str, Any]) -> str:
 
 
 def title(result: Result) -> str:
-    """One line that tells this result from others."""
+    """One line that distinguishes this result from others."""
     s = result.settings
     if result.kind == "step":
         return (
@@ -262,7 +262,7 @@ def as_json(context: dict[str, Any], results: Sequence[Result]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write `text`, making the directory if it is not there."""
+    """Write `text`, making the directory if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
@@ -277,7 +277,7 @@ def _headline(context: dict[str, Any]) -> str:
 
 
 def _columns(result: Result) -> list[Column]:
-    """Without those that no row has a value for."""
+    """The columns for which any row has a value."""
     return [c for c in COLUMNS[result.kind] if any(row[c.key] is not None for row in result.rows)]
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark hands to the report."""
+"""What a benchmark passes to the report."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Result:
-    """settings: what the rows have in common. rows: one per thing measured; seconds and bytes, unrounded.
-    notes: what a reader must know, such as a peer that is absent."""
+    """The result of one benchmark.
+
+    settings: what the rows have in common. rows: one for each thing measured; seconds and bytes, unrounded.
+    notes: what a reader must know, such as that a peer is absent.
+    """
 
     kind: Kind
     settings: dict[str, Any]
@@ -24,10 +27,10 @@ class Result:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """The columns of a row that say how long it took."""
+    """The columns of a row that give its time."""
     return {"median": median(seconds), "min": min(seconds), "max": max(seconds)}
 
 
 def ratio(first: Sequence[float], second: Sequence[float]) -> float:
-    """Of what was taken in the same round; the median of the rounds."""
+    """The median, over rounds, of the ratio of two measurements in the same round."""
     return median(a / b for a, b in zip(first, second, strict=True))

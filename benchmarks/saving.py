@@ -1,4 +1,4 @@
-"""Saving checkpoints: at once, beside a raw write of as many bytes; and in the background of training."""
+"""Saving checkpoints: in the foreground, beside a raw write of as many bytes; and in the background."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ WARM = 2  # untimed steps
 
 @dataclass(frozen=True)
 class SavingOptions:
-    """every: steps from one save in the background to the next. steps: of a turn of training. folder: on the
-    disk to measure. limit: seconds that one call may take."""
+    """Options of the benchmark.
+
+    every: steps from one background save to the next. steps: of a turn of training. folder: on the disk to
+    measure. limit: seconds that one call may take.
+    """
 
     size: str = "medium"
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -35,7 +38,7 @@ class SavingOptions:
 
 
 def run(options: SavingOptions) -> Result:
-    """Rounds of: a raw write, a save, steps without and with saves in the background."""
+    """Time rounds of: a raw write, a save, and steps without and with saves in the background."""
     arguments = (options.size, options.length, options.batch, options.precision, options.limit)
     turns: dict[str, list[float]] = {"raw write": [], "save": [], "steps": [], "steps and saves": []}
     with (

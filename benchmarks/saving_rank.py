@@ -1,4 +1,4 @@
-"""One rank of a job that trains with zero and saves, as it lives in its process."""
+"""One rank of a job that trains with zero and saves, in its own process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import zero
 from benchmarks import model, peers
 
 CHUNK = 1 << 22  # bytes of a raw write
-WRITERS = 4  # threads of a rank that write: no fewer or more, and no smaller writes, were faster
+WRITERS = 4  # writing threads per rank; neither fewer nor more, nor smaller writes, were faster
 
 
 class SavingRank:
-    """precision: as in zero.Config; the state saved is 12 bytes a parameter in fp32 and bf16."""
+    """One rank. precision: as in zero.Config; the saved state has 12 bytes per parameter in fp32 and bf16."""
 
     def __init__(self, size: str, length: int, batch: int, precision: str, timeout: float) -> None:
         rank = int(os.environ["RANK"])
@@ -35,7 +35,7 @@ class SavingRank:
         self._raw.write(os.urandom(CHUNK))
 
     def train(self, steps: int, every: int, folder: str) -> float:
-        """Seconds of `steps` steps, saving in the background every so many (0: never), until all is saved."""
+        """Seconds for `steps` steps with a background save every `every` (0: never), until all is saved."""
         begun = time.perf_counter()
         for number in range(steps):
             inputs, targets = self._batches[self._steps % len(self._batches)]
@@ -48,14 +48,14 @@ class SavingRank:
         return time.perf_counter() - begun
 
     def save(self, path: str) -> tuple[float, int]:
-        """Seconds of a save, and the bytes of this rank's file."""
+        """Save; returns the seconds that it took, and the bytes of this rank's file."""
         begun = time.perf_counter()
         self._engine.save_checkpoint(path)
         seconds = time.perf_counter() - begun
         return seconds, (Path(path) / f"rank-{self._rank:05d}.safetensors").stat().st_size
 
     def write(self, folder: str, nbytes: int) -> float:
-        """Seconds of writing so many bytes around the page cache, and of the sync after it."""
+        """Seconds for writing `nbytes` around the page cache, and for the sync after it."""
         path = Path(folder) / f"raw-{self._rank}"
         begun = time.perf_counter()
         _write_raw(path, self._raw, max(1, nbytes // CHUNK))

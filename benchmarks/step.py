@@ -1,13 +1,13 @@
 """A training step of every peer, interleaved.
 
-Every peer has processes of its own, all alive at the same time and idle but for one peer: a round gives
-each peer one turn of a few steps. So neighbours in time are compared (the machine drifts over minutes,
-and ratios are taken within a round), while no peer inherits another's allocator state, threads or patches.
-A turn begins with an untimed step, which also warms the caches; the order rotates by one every round.
-Where memory does not hold all peers at once, each turn is a launch of its own: the device's own memory, and
-the host's where that has the state.
+Every peer has its own processes. All of them are alive at the same time, and only one peer at a time is not
+idle: a round gives each peer one turn of a few steps. So neighbours in time are compared (the machine drifts
+over minutes, and ratios are taken within a round), while no peer inherits another's allocator state, threads
+or patches. A turn begins with an untimed step, which also warms the caches; the order rotates by one every
+round. If memory, the device's or that of a host with state, cannot hold all peers at once, each turn is a
+launch of its own.
 
-A device that counts its memory tells the peak of every turn; elsewhere further launches measure it.
+A device that counts its memory reports the peak of every turn; elsewhere further launches measure it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.model import SIZES, activation_bytes, count_parameters
 from benchmarks.result import Result, ratio, spread
 from benchmarks.step_rank import StepRank, Turn
 
-FIRST_STEPS = 2  # untimed, after a launch: allocations, connections, recorded schedules
-MEMORY_STEPS = 4  # of a launch that measures memory
+FIRST_STEPS = 2  # untimed steps after a launch: allocations, connections, recorded schedules
+MEMORY_STEPS = 4  # steps of a launch that measures memory
 STATE_BYTES = 22  # per parameter and rank, of the largest peer: ddp with fp32 masters
-HOST_STATE_BYTES = 36  # likewise, of the host's: page-locked buffers, rounded up, some of them twice
-PROCESS_BYTES = 300_000_000  # of an imported process, activations included
-CONTEXT_BYTES = 600_000_000  # of the device's memory, for a process that has nothing there yet
-FILLED = 0.8  # of the free memory, at most: what frees and allocates leaves gaps
+HOST_STATE_BYTES = 36  # likewise on the host: page-locked buffers, rounded up, some of them twice
+PROCESS_BYTES = 300_000_000  # a process after its imports, activations included
+CONTEXT_BYTES = 600_000_000  # device memory of a process that has nothing there yet
+FILLED = 0.8  # of the free memory at most, since allocating and freeing leaves gaps
 LOSS_REFERENCE = "ddp"
 REFERENCES = (
     "plain",
@@ -48,9 +48,12 @@ REFERENCES = (
 
 @dataclass(frozen=True)
 class StepOptions:
-    """device: the accelz backend. batch: sequences per rank. steps: timed ones in a turn. limit: seconds
-    that one call may take. link: Gbit/s between two hosts that share the ranks out; None for one host.
-    within: seconds after which no further round begins; None for as long as it takes."""
+    """Options of the benchmark.
+
+    device: the accelz backend. batch: sequences per rank. steps: timed steps in a turn. limit: seconds that
+    one call may take. link: Gbit/s between two hosts that the ranks are divided between; None for one host.
+    within: seconds after which no further round begins; None for no limit.
+    """
 
     device: str = "cpu"
     size: str = "medium"
@@ -71,8 +74,11 @@ class StepOptions:
 
 @dataclass
 class Record:
-    """What a peer did so far. rounds: seconds of the timed steps, each of the slowest rank. losses: of all
-    steps, mean over ranks. moved: bytes per step of one rank, by kind."""
+    """A peer's measurements so far.
+
+    rounds: seconds of the timed steps, by round, each of the slowest rank. losses: of all steps, mean over
+    ranks. moved: bytes per step of one rank, by kind of collective.
+    """
 
     rounds: list[list[float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -80,7 +86,7 @@ class Record:
     peak: memory.Peak | None = None
 
     def add(self, turns: Sequence[Turn]) -> None:
-        """The same turn, as each rank saw it."""
+        """Add one turn, as each rank measured it."""
         peaks = [turn.peak for turn in turns if turn.peak is not None]
         if peaks:
             now = memory.Peak(max(peaks), sum(peaks))
@@ -95,8 +101,10 @@ class Record:
 
 
 def run(options: StepOptions) -> Result:
-    """Time all peers of `options` that are installed. Raises JobError if one fails or hangs, and LinkError
-    where there can be no two hosts."""
+    """Time all peers of `options` that are installed.
+
+    Raises JobError if one fails or hangs, and LinkError if two hosts cannot be created.
+    """
     if options.link is None:
         return _run(options, None)
     with two_hosts(options.link) as hosts:
@@ -137,7 +145,7 @@ def launch(name: str, options: StepOptions, hosts: Hosts | None = None) -> Job:
 
 
 def _measure_memory(name: str, options: StepOptions, hosts: Hosts | None) -> memory.Peak:
-    """Of the processes, by a launch of their own."""
+    """Measure a peer's memory on the host, in a launch of its own."""
     with launch(name, options, hosts) as job:
         base = memory.base(job.pids)
         job.call("build", limit=LAUNCH_LIMIT)
@@ -149,7 +157,7 @@ def _measure_memory(name: str, options: StepOptions, hosts: Hosts | None) -> mem
 def _turns_together(
     options: StepOptions, names: Sequence[str], hosts: Hosts | None
 ) -> Iterator[tuple[str, Job, bool]]:
-    """(peer, its ranks, whether they have just been launched), turn by turn."""
+    """Yield (peer, its ranks, whether they have just been launched), turn by turn."""
     with ExitStack() as stack:
         jobs = {name: stack.enter_context(launch(name, options, hosts)) for name in names}
         for name, job in jobs.items():
@@ -193,7 +201,7 @@ def _fits(options: StepOptions, names: Sequence[str], hosts: Hosts | None) -> bo
 
 
 def _device_room(options: StepOptions, names: Sequence[str], hosts: Hosts | None) -> int:
-    """Bytes of the device's free memory for each rank of a job, as a launch finds it."""
+    """Bytes of free device memory for each rank of a job, as measured by a launch."""
     if not names:
         return 0
     with launch(names[0], options, hosts) as job:
@@ -221,12 +229,12 @@ def _row(name: str, records: dict[str, Record]) -> dict[str, Any]:
 
 
 def _to(record: Record, other: Record | None) -> float | None:
-    """Of the medians of each round."""
+    """The ratio of the medians of each round."""
     return None if other is None else ratio(record.medians, other.medians)
 
 
 def _loss_error(record: Record, reference: Record | None) -> float | None:
-    """Largest relative difference of any step's loss."""
+    """The largest relative difference of any step's loss."""
     if reference is None:
         return None
     return max(abs(a - b) / abs(b) for a, b in zip(record.losses, reference.losses, strict=True))

@@ -1,4 +1,4 @@
-"""One rank of one peer, as it lives in its process."""
+"""One rank of one peer, in its own process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ import accelz
 from accelz.accelerator import Accelerator
 from benchmarks import compiled_peers, host_peers, model, offload_peers, peers
 
-POOL = 4  # batches that a rank trains on in turn: few enough that a working peer's loss falls
+POOL = 4  # batches that a rank trains on in turn, few enough for a working peer's loss to fall
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank did. seconds: of the timed steps. losses: of all steps, warm-up included. peak: bytes of
-    device memory, None where the device is the host."""
+    """One rank's measurements.
+
+    seconds: of the timed steps. losses: of all steps, warm-up included. peak: bytes of device memory, None
+    if the device does not count it.
+    """
 
     seconds: list[float]
     losses: list[float]
@@ -30,7 +33,7 @@ class Turn:
 
 
 class StepRank:
-    """Built empty (imports only), so that the imported process can be measured before the peer is."""
+    """One rank. It is built empty, with imports only, so that the process can be measured before the peer."""
 
     def __init__(self, device: str, name: str, size: str, length: int, setting: peers.Setting) -> None:
         self._device = device
@@ -42,20 +45,20 @@ class StepRank:
         peers.prepare(name)
 
     def room(self) -> int:
-        """Bytes of the device's free memory for each rank that is on it."""
+        """Bytes of free device memory for each rank that shares the device."""
         accelerator = self._bound()
         sharing = math.ceil(self._setting.ranks / accelerator.device_count())
         return accelerator.memory.stats().free // sharing
 
     def build(self) -> None:
-        """Make the model, hand it to the peer, and give back what building left behind."""
+        """Make the model, pass it to the peer, and release the memory that building left behind."""
         rank = int(os.environ["RANK"])
         accelerator = self._accelerator = self._bound()
         batches = model.make_batches(self._size, self._setting.batch, self._length, rank, POOL)
         self._batches = [(x.to(accelerator.device), y.to(accelerator.device)) for x, y in batches]
         every = peers.PEERS | offload_peers.PEERS | compiled_peers.PEERS | host_peers.PEERS
         make = every[self._name]
-        with accelerator.device:  # random numbers for a large model take a host half a minute
+        with accelerator.device:  # on a host, random numbers for a large model take half a minute
             network = model.build(self._size, self._length)
         self._peer = make(network, self._setting)
         gc.collect()
@@ -63,8 +66,11 @@ class StepRank:
             ctypes.CDLL(None).malloc_trim(0)
 
     def run(self, warm: int, timed: int) -> Turn:
-        """`warm` steps, then `timed` more that are timed: one by one, or on an asynchronous device all in
-        one, so that the host may run ahead as it does in training."""
+        """Do `warm` untimed steps, then `timed` timed ones.
+
+        These are timed one by one, or all together on an asynchronous device, so that the host may run ahead
+        as it does in training.
+        """
         exact = self._accelerator.capabilities.exact_memory
         if exact:
             self._accelerator.memory.reset_peak()

@@ -1,7 +1,8 @@
-"""Fail where the engine knows a device: a device module, a vendor library or a device-name string.
+"""Fail if the engine knows a device: a device module, a vendor library or a device-name string.
 
-Where the engine would ask which device this is, accelz lacks an operation or a capability: add it there.
-Also checks the arrows between packages: accelz imports no backend and no zero, a backend no other backend.
+Where the engine would need to ask which device this is, accelz lacks an operation or a capability: add it
+there. The imports between packages are checked too: accelz must import neither zero nor any backend, and no
+backend another.
 """
 
 from __future__ import annotations

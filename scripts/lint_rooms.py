@@ -1,8 +1,8 @@
-"""Fail where a room of zero imports one that is not below it, or where two modules import each other.
+"""Fail if a room of zero imports one that is not below it, or if modules import each other.
 
-A room is a package or a module directly under zero. Their order is that of the table in docs/architecture.md,
-lowest first, so that the table is complete and true. Imports inside functions count, those for types alone
-do not.
+A room is a package or a module directly under zero. The order of rooms is that of the table in
+docs/architecture.md, lowest first, so this check also keeps the table complete and correct. Imports inside
+functions count, those for types alone do not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TABLE = ROOT / "docs" / "architecture.md"
 
 
 def modules(package: str) -> dict[str, Path]:
-    """Dotted names and files of everything in a package."""
+    """The dotted name and the file of every module in a package."""
     source = SOURCES[package]
     paths = sorted((source / package).rglob("*.py"))
     names = (".".join(path.relative_to(source).with_suffix("").parts) for path in paths)
@@ -28,7 +28,7 @@ def modules(package: str) -> dict[str, Path]:
 
 
 def imported(path: Path, known: dict[str, Path]) -> set[str]:
-    """Which of the known modules a file imports; a name out of a package counts as the module that it is."""
+    """The known modules that a file imports. A module imported by name from its package counts as itself."""
     found = set()
     for node in _running(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -42,7 +42,7 @@ def imported(path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below, but for what stands under `if TYPE_CHECKING`."""
+    """Every node below `node`, except those under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
             yield child
@@ -57,7 +57,7 @@ def cycles(graph: dict[str, set[str]]) -> Iterator[str]:
 
 
 def misplaced(graph: dict[str, set[str]], order: list[str]) -> Iterator[str]:
-    """Rooms that the table lacks or has in vain, and imports of rooms that are not below."""
+    """Rooms that are missing from the table or only there, and imports of rooms that are not below."""
     rooms = {_room(name) for name in graph} - {"zero", "__main__"}
     yield from (f"{TABLE.name} has no room {room!r}" for room in sorted(rooms - set(order)))
     yield from (f"{TABLE.name} has a room {room!r}, and zero has not" for room in sorted(set(order) - rooms))
@@ -74,7 +74,7 @@ def _room(name: str) -> str:
 
 
 def written_order() -> list[str]:
-    """The rooms of zero in the order of the table: what is in backquotes in its first column."""
+    """The rooms of zero in the order of the table: the names in backquotes in its first column."""
     section = TABLE.read_text().split("\n## zero\n")[1].split("\n## ")[0].split("\n### ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return [name.rstrip("/") for cell in cells for name in re.findall(r"`([a-z_]+/?)`", cell)]

@@ -1,4 +1,5 @@
-"""Everything that needs a device, in one command; `scripts/device-check --help`.
+"""Everything that needs a device, in one command: see `scripts/device-check --help`.
 
-Standard library only: it runs on machines where nothing is installed yet and no package index is reachable.
+It uses the standard library only, since it runs on machines where nothing is installed yet and no package
+index is reachable.
 """

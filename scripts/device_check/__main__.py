@@ -36,9 +36,9 @@ name = getattr(torch.get_device_module(kind), "get_device_name", platform.proces
 print(name() or platform.machine())
 """
 DEFAULTS = {"ACCELZ_CUDA_SHARED_DEVICE": "1", "ACCELZ_PATIENCE": "2", "NCCL_DEBUG": "WARN"}
-"""Ranks share the one GPU there is, in turns, and what goes wrong between them is in the log."""
+"""Let ranks share the one GPU there is, in turns, and log what goes wrong between them."""
 PYTEST = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-"""No plugins but those that a step names: what others do to a run is not the device's business."""
+"""No plugins except those that a step names, since what others do to a run says nothing of the device."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -127,7 +127,7 @@ def _steps(names: str) -> list[str]:
 
 
 def _hardware(plan: Plan) -> str:
-    """The device's own name; of the host where it has none."""
+    """The device's own name, or the host's processor if it has none."""
     try:
         done = plan.run("hardware", HARDWARE_SECONDS, "-c", HARDWARE.format(plan.device))
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The native library of accelz_cpu: optimizers of state on the host run in it, on any device's machine."""
+"""The native library of accelz_cpu, in which optimizers of state on the host run, whatever the device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BUILD_SECONDS = 180
 
 
 def provide(package: Path, sources: Path, build: Path, given: Path | None) -> str:
-    """Put the library into the folder `package`; says where it came from, or why there is none.
+    """Copy the library into the folder `package`; returns where it came from, or why there is none.
 
-    given: a built one. Without, the one that this Python has installed, else one built from `sources` in
-    `build`, where CMake and a C++ compiler are found.
+    given: a library to use. Without it, the one installed in this Python is used, or else one is built from
+    `sources` in `build`, if CMake and a C++ compiler are found.
     """
     found, origin = given, f"{given}"
     if found is None:

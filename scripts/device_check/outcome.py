@@ -1,4 +1,4 @@
-"""How a step ended."""
+"""The outcome of a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 
 @dataclass
 class Outcome:
-    """ok: nothing failed. part: which tests were asked for, "" for all. misses: targets that were not met.
-    detail: the step's own result."""
+    """How a step ended.
+
+    ok: nothing failed. part: which tests were asked for, "" for all. misses: targets that were not met.
+    detail: the step's own result.
+    """
 
     name: str
     ok: bool

@@ -1,4 +1,4 @@
-"""What is to be run, and how a step's process is: in a session of its own, with a time limit."""
+"""What is to be run, and how: each step is a process in a session of its own, with a time limit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ LOG = "device-check.log"
 
 @dataclass(frozen=True)
 class Plan:
-    """out: the folder of the results. scratch: one for files that nobody keeps. quick: a small part of
-    everything, to see that it runs. ranks: the most that share the device. tests, only: which of the engine's
-    tests, as pytest takes them. deadline: of everything, by time.monotonic()."""
+    """What is to be run.
+
+    out: the folder for results. scratch: a folder for temporary files. quick: run a small part of everything,
+    to see that it works. ranks: how many may share the device. tests, only: which of the engine's tests, as
+    pytest's paths and `-k`. deadline: of the whole run, by time.monotonic().
+    """
 
     device: str
     out: Path
@@ -32,10 +35,10 @@ class Plan:
     deadline: float = math.inf
 
     def run(self, name: str, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """`python ARGUMENTS`; what it says goes to the log, and its output is returned too.
+        """Run `python ARGUMENTS`. All its output goes to the log, and stdout is returned too.
 
-        After `limit` seconds, or at the deadline, it and all that it started is killed, and TimeoutExpired
-        is raised.
+        After `limit` seconds, or at the deadline, the process and everything that it started is killed, and
+        TimeoutExpired is raised.
         """
         limit = max(0.0, min(limit, self.deadline - time.monotonic()))
         command = [sys.executable, *arguments]
@@ -52,7 +55,7 @@ class Plan:
 
 
 def _finish(process: subprocess.Popen[bytes], limit: float) -> int:
-    """Wait for a process; leave nothing of its session behind, whatever happens."""
+    """Wait for a process, and kill what is left of its session, whatever happens."""
     try:
         return process.wait(limit)
     finally:

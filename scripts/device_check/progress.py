@@ -1,7 +1,7 @@
-"""Tests in a file, line by line as they run, so that a run that is stopped has said what it did until then.
+"""A log of tests, line by line as they run, so that a run that is stopped leaves what it did until then.
 
-A pytest plugin (`-p scripts.device_check.progress --test-log FILE`) and what reads the file. The conformance
-kit's own report has the same lines.
+This is a pytest plugin (`-p scripts.device_check.progress --test-log FILE`), and what reads the file. The
+conformance kit's own report has the same lines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT = 1500
-"""Characters of a failure's text, its end."""
+"""Characters that are kept of the end of a failure's text."""
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -26,7 +26,7 @@ def pytest_configure(config: Any) -> None:
 
 
 class _Writer:
-    """A test has one line when it starts; one when it ends, and another where it fails after that."""
+    """Writes a line when a test starts, one when it ends, and another if it fails after that."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,8 +53,11 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Progress:
-    """counts: tests passed, failed, skipped. failures: of each, the test and its text. unfinished: the test
-    that was running at the end of the file, or "". summary: the kit's own, or None."""
+    """What a test log says.
+
+    counts: of tests passed, failed and skipped. failures: the test and the text of each. unfinished: the test
+    that was running at the end of the file, or "". summary: the conformance kit's own, or None.
+    """
 
     counts: dict[str, int]
     failures: list[dict[str, str]]
@@ -66,7 +69,7 @@ class Progress:
 
 
 def read(path: Path) -> Progress:
-    """What was written until now; nothing where there is no file."""
+    """Read what has been written so far; nothing if there is no file."""
     events = [_event(line) for line in path.read_text().splitlines()] if path.exists() else []
     results: dict[str, dict[str, Any]] = {}
     running, summary = "", None
@@ -91,6 +94,6 @@ def read(path: Path) -> Progress:
 def _event(line: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(line)
-    except ValueError:  # the last line of a process that was killed
+    except ValueError:  # the cut last line of a process that was killed
         return {"event": "broken"}
     return found

@@ -1,4 +1,4 @@
-"""The result as JSON and Markdown: device, versions, date, what held, what it measured."""
+"""The result as JSON and Markdown: device, versions, date, what passed and what was measured."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NAME = "device-check"
 
 
 class JoinError(Exception):
-    """Results do not belong together; the message says why."""
+    """Results do not belong together, for the reason that the message gives."""
 
 
 def context(device: str, hardware: str, host_library: str) -> dict[str, Any]:
-    """Where and when. hardware: the device's own name. host_library: where accelz_cpu's came from."""
+    """Where and when the run is. hardware: the device's own name. host_library: origin of accelz_cpu's."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "backend": device,
@@ -35,7 +35,7 @@ def context(device: str, hardware: str, host_library: str) -> dict[str, Any]:
 
 
 def write(folder: Path, about: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """Both files, as far as things are; a table that cannot be made costs no result."""
+    """Write both files with the outcomes so far. If a table cannot be made, no result is lost."""
     plain = {**about, "steps": [o.plain() for o in outcomes]}
     (folder / f"{NAME}.json").write_text(json.dumps(plain, indent=1, default=str) + "\n")
     try:
@@ -47,9 +47,10 @@ def write(folder: Path, about: dict[str, Any], outcomes: Sequence[Outcome]) -> N
 
 
 def join(files: Sequence[Path]) -> tuple[dict[str, Any], list[Outcome]]:
-    """What several runs on one kind of machine found; of the same part of a step, the later file's.
+    """Join the outcomes of several runs on one kind of machine.
 
-    Raises JoinError where device or versions differ.
+    If files have the same part of a step, the later file's counts. Raises JoinError if device or versions
+    differ.
     """
     runs = [json.loads(file.read_text()) for file in files]
     outcomes: dict[tuple[str, str], Outcome] = {}
@@ -106,7 +107,7 @@ def _in_cell(text: str) -> str:
 
 
 def _failure(failure: dict[str, str]) -> str:
-    """The line that says what is wrong: the last of an error, the first of the kit's message."""
+    """The line that says what is wrong: the first line of pytest's error, or of the kit's message."""
     lines = [line.strip() for line in failure["text"].splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("E ")]
     said = errors[0] if errors else lines[0] if lines else ""

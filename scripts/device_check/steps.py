@@ -1,4 +1,4 @@
-"""What is run on the device, each step a process of its own with a time limit."""
+"""The steps that are run on the device, each a process of its own with a time limit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from scripts.device_check.outcome import Outcome
 from scripts.device_check.plan import LOG, Plan
 
 LONGEST = 560.0
-"""Seconds: the limit of a step that may take minutes."""
+"""The limit, in seconds, of a step that may take minutes."""
 LONGEST_TEST = 330
-"""Seconds: above the limits that distributed tests have of their own, which say more."""
+"""The limit of a test, in seconds; above those of distributed tests themselves, whose errors say more."""
 OF_COPY = 0.90
-"""Target: a streaming kernel's bandwidth, of a device copy's."""
+"""Target for the bandwidth of a streaming kernel, as a fraction of a device copy's."""
 TO_PLAIN = 1.02
-"""Target: the engine's step at one rank, in plain PyTorch's."""
+"""Target for the time of the engine's step at one rank, relative to plain PyTorch's."""
 TO_FSDP2 = 1.0
-"""Target: the engine's step with as much on the host as FSDP2 has there, in FSDP2's."""
+"""Target for the time of the engine's step with as much on the host as FSDP2 has, relative to FSDP2's."""
 
 OWN_KERNELS = {
     "cuda": (
@@ -37,11 +37,11 @@ OWN_KERNELS = {
         "dequantise",
     ),
 }
-"""By backend: the operations that it has kernels for, which the references must not serve there."""
+"""By backend, the operations that it has kernels for, where a torch reference must not be in use."""
 KERNEL_TESTS = {"cuda": "tests/backends/test_cuda_device.py"}
-"""By backend: tests of its kernels that need the device."""
+"""By backend, tests of its kernels that need the device."""
 COPIES = ("copy", "host to device", "device to host")
-"""What is measured beside the kernels: on the device, and over the link to the host."""
+"""What is measured besides kernels: copies on the device, and over the link to the host."""
 ENGINE_TESTS = ("tests/zero",)
 WITHOUT_A_DEVICE = (
     "tests/zero/consolidate",
@@ -49,10 +49,10 @@ WITHOUT_A_DEVICE = (
     "tests/zero/checkpoint/test_damage.py",
     "tests/zero/checkpoint/test_kills.py",
 )
-"""Minutes of tests of files, the same on any device."""
+"""Tests of files that take minutes, and are the same on any device."""
 HOST_OPTIMIZER = "accelz_cpu.native_kernels.NativeKernels"
 
-# Where memory does not hold all peers at once every turn is a launch of its own: fewer rounds then.
+# If memory cannot hold all peers at once, every turn is a launch of its own; so there are fewer rounds.
 FULL_STEP = "--size huge --length 2048 --batch 2 --rounds 7 --within 180 --peers plain,fsdp2,zero3,zero2"
 FULL_HOST_STEP = (
     "--size huge --length 2048 --batch 2 --rounds 3 --steps 2 --within 120 "
@@ -65,7 +65,7 @@ QUICK_HOST_STEP = (
 
 
 def info(plan: Plan) -> Outcome:
-    """What the device is, and who implements what; also on the host, where state may live."""
+    """What the device is, and who implements which kernel, also for state on the host."""
     facts = _facts(plan, plan.device)
     if facts is None:
         return Outcome("info", False, f"accelz info {plan.device} failed; see {LOG}")
@@ -80,24 +80,24 @@ def info(plan: Plan) -> Outcome:
 
 
 def shared(plan: Plan) -> Outcome:
-    """Whether ranks can share the device, collectives included."""
+    """Check whether ranks can share the device, collectives included."""
     return _kit(plan, "shared", 120, "share_a_device")
 
 
 def conformance(plan: Plan) -> Outcome:
-    """The kit: what the backend declares, proved."""
+    """Run the conformance kit, which tests what the backend declares."""
     return _kit(plan, "conformance", 300, "rng or norm or peak" if plan.quick else "")
 
 
 def kernels(plan: Plan) -> Outcome:
-    """The backend's kernels against float64, and what only a device shows of them."""
+    """Test the backend's kernels against float64, and what only a device shows of them."""
     if plan.device not in KERNEL_TESTS:
         return Outcome("kernels", True, f"{plan.device} has no tests of its own besides the kit")
     return _pytest(plan, "kernels", 300, [KERNEL_TESTS[plan.device]])
 
 
 def bandwidth(plan: Plan) -> Outcome:
-    """Every kernel against a copy on the device."""
+    """Time every kernel against a copy on the device."""
     size = 1 << 16 if plan.quick else 1 << 28
     target = plan.scratch / "bandwidth.json"
     arguments = ["--device", plan.device, "--elements", str(size), "--rounds", "3" if plan.quick else "15"]
@@ -112,7 +112,7 @@ def bandwidth(plan: Plan) -> Outcome:
 
 
 def below_target(rows: list[dict[str, Any]]) -> list[str]:
-    """Kernels that move less than `OF_COPY` of what a copy moves; other copies have no target."""
+    """Kernels with less than `OF_COPY` of a copy's bandwidth. Copies to and from the host have no target."""
     return [
         f"{r['kernel']} {r['dtypes']}: {r['of_copy']:.2f} of a copy's bandwidth, target {OF_COPY}"
         for r in rows
@@ -121,12 +121,12 @@ def below_target(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def step(plan: Plan) -> Outcome:
-    """A training step at one rank beside plain PyTorch and FSDP2, in equal precision."""
+    """Time a training step at one rank beside plain PyTorch and FSDP2, in equal precision."""
     return _compare(plan, "step", QUICK_STEP if plan.quick else FULL_STEP, "to_plain", TO_PLAIN, "zero")
 
 
 def engine(plan: Plan) -> Outcome:
-    """zero's own tests on the device: one rank, and several that share it."""
+    """Run zero's own tests on the device, with one rank and with several that share it."""
     paths = list(plan.tests or ENGINE_TESTS)
     options = ["--device", plan.device, "--max-ranks", str(plan.ranks)]
     options += [f"--ignore={path}" for path in WITHOUT_A_DEVICE if path not in paths]
@@ -138,9 +138,9 @@ def engine(plan: Plan) -> Outcome:
 
 
 def offload(plan: Plan) -> Outcome:
-    """A training step at one rank with state on the host, beside FSDP2's CPUOffloadPolicy.
+    """Time a training step at one rank with state on the host, beside FSDP2's CPUOffloadPolicy.
 
-    The target is for what keeps as much there; FSDP2 cannot keep less.
+    The target applies to the peer that keeps as much on the host as FSDP2, which cannot keep less there.
     """
     threads = max(1, (os.cpu_count() or 1) // 2)
     options = f"--threads {threads} {QUICK_HOST_STEP if plan.quick else FULL_HOST_STEP}"
@@ -152,11 +152,11 @@ def offload(plan: Plan) -> Outcome:
 
 
 STEPS = {f.__name__: f for f in (info, shared, conformance, kernels, bandwidth, step, engine, offload)}
-"""In the order in which they are worth most where time runs out."""
+"""The steps by name, the most valuable first in case time runs out."""
 
 
 def attempt(name: str, plan: Plan) -> Outcome:
-    """Run a step; one that takes too long, or in which this program itself fails, has failed."""
+    """Run a step. It counts as failed if it takes too long, or if this program itself fails in it."""
     started = time.monotonic()
     try:
         if started >= plan.deadline:
@@ -172,7 +172,7 @@ def attempt(name: str, plan: Plan) -> Outcome:
 
 
 def _kit(plan: Plan, name: str, limit: float, only: str) -> Outcome:
-    """The conformance kit, or the tests of it that `only` picks."""
+    """Run the conformance kit, or those of its tests that `only` selects."""
     report = plan.scratch / f"{name}.jsonl"
     options = [
         "-c",
@@ -188,16 +188,16 @@ def _kit(plan: Plan, name: str, limit: float, only: str) -> Outcome:
 
 
 def _pytest(plan: Plan, name: str, limit: float, paths: list[str], *options: str) -> Outcome:
-    """Tests of the working tree."""
+    """Run tests of the working tree."""
     log = plan.scratch / f"{name}.jsonl"
     plugin = ["-p", "scripts.device_check.progress", "--test-log", str(log)]
     return _run_tests(plan, name, limit, log, *plugin, *options, *paths)
 
 
 def _run_tests(plan: Plan, name: str, limit: float, log: Path, *arguments: str) -> Outcome:
-    """pytest with no plugins but what is named here, and all that it wrote to `log` until it ended.
+    """Run pytest with only the plugins named here; the outcome is what it has written to `log`.
 
-    A test that hangs is interrupted, and before that all its threads are in the log.
+    A test that hangs is interrupted, after the stacks of all its threads have been logged.
     """
     plugins = ["-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "accelz.conformance.plugin"]
     limits = [f"--timeout={LONGEST_TEST}", "--timeout-method=signal", "-o", "faulthandler_timeout=240"]
@@ -220,7 +220,7 @@ def _run_tests(plan: Plan, name: str, limit: float, log: Path, *arguments: str) 
 
 
 def _compare(plan: Plan, name: str, options: str, ratio: str, target: float, only: str) -> Outcome:
-    """Training steps of several peers. target: of `ratio`, for peers whose names begin with `only`."""
+    """Time training steps of peers. target: for `ratio`, of the peers whose names begin with `only`."""
     report = plan.scratch / f"{name}.json"
     arguments = ["--device", plan.device, "--ranks", "1", "--json", str(report), *options.split()]
     done = plan.run(name, LONGEST, "-m", "benchmarks", "step", *arguments)
@@ -237,7 +237,7 @@ def _compare(plan: Plan, name: str, options: str, ratio: str, target: float, onl
 
 
 def _host_optimizer(plan: Plan) -> str:
-    """Who steps state on the host, or ""."""
+    """The implementation that steps state on the host, or ""."""
     facts = _facts(plan, "cpu")
     return facts["kernels"]["adamw"] if facts else ""
 

@@ -1,4 +1,4 @@
-"""The packages of the working tree made importable and discoverable without pip or a build."""
+"""Making the packages of the working tree importable and discoverable without pip or a build."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("accelz", "accelz_cpu", "accelz_cuda", "accelz_xpu", "accelz_hpu", "zero")
 NATIVE = "accelz_cpu"
-"""The package that has a library beside its sources, for which it is copied."""
+"""The package that is copied, because a library goes beside its sources."""
 
 
 class WheelError(Exception):
-    """A wheel is not to be used, and the message says why."""
+    """A wheel must not be used, for the reason that the message gives."""
 
 
 def assemble(site: Path, wheels: Path | None) -> dict[str, str]:
-    """Fill `site` with metadata of our packages and the contents of `wheels`; the environment to run in.
+    """Fill `site` with our packages' metadata and the contents of `wheels`; returns the environment to use.
 
     A distribution needs no more than its sources on the path and a dist-info folder with its entry points.
-    Raises WheelError where a wheel holds one of our packages: it is the working tree that is run.
+    Raises WheelError if a wheel holds one of our packages, since the working tree is what is to be run.
     """
     site.mkdir(parents=True, exist_ok=True)
     present = [name for name in PACKAGES if (ROOT / name / "pyproject.toml").exists()]
