@@ -1,4 +1,4 @@
-"""Ranks on the simulated device. The package is a vendor's: where it is not installed, nothing is tested."""
+"""Ranks on the simulated device. Its package is a vendor's: without it, these tests do not run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _is_installed() -> None:
 
 @pytest.fixture(scope="session")
 def sim(_is_installed: None) -> Iterator[Clusters]:
-    """`sim(size)`: that many ranks on sim. This process itself stays on the device it has."""
+    """`sim(size)` gives that many ranks on sim. This process itself stays on the device that it has."""
     clusters = Clusters("sim", timeout=3.0)
     yield clusters
     clusters.stop()

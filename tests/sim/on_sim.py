@@ -1,4 +1,4 @@
-"""Tests whose body runs in a process on the simulated device, so that torch here is left as it is."""
+"""Tests whose body runs on the simulated device in another process, so that torch here is unaffected."""
 
 from __future__ import annotations
 

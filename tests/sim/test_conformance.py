@@ -1,4 +1,4 @@
-"""The package as a whole: what accelz says of it, and its conformance."""
+"""The package as a whole: what accelz says about it, and its conformance."""
 
 from __future__ import annotations
 

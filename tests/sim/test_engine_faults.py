@@ -1,4 +1,4 @@
-"""The engine when a fault strikes: every allocation of a step in turn, and collectives of every phase."""
+"""The engine when faults occur: in every allocation of a step in turn, and in collectives of every phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accelz.conformance.cluster import Cluster, Clusters, Context
 from tests.zero.training import collect_all, collected
 
 LAYERS = 2
-WIDTH = 8  # square layers are cut in the middle: all ranks allocate alike, and fail alike
+WIDTH = 8  # square layers are cut in the middle, so that all ranks allocate, and fail, alike
 PHASES = ("init", "forward", "backward", "step")
 
 
@@ -86,7 +86,7 @@ class Run:
         return self
 
     def result(self) -> list[Tensor]:
-        """What a step changes."""
+        """Everything that a step changes."""
         state = self.engine.state_dict(master=True)
         scale = self.engine.loss_scale
         return [*state.values(), *([] if scale is None else [scale.cpu()])]
@@ -94,8 +94,11 @@ class Run:
 
 @dataclass
 class Found:
-    """What out of memory was like in one phase of one case. told: what there was no room for, by allocation;
-    "" where the model's own computation found none. wrong: what should not have been."""
+    """What running out of memory did in one phase of one case.
+
+    told: what there was no room for, by allocation; "" if it was for the model's own computation. repeated,
+    refused: how often what failed could be repeated, or was refused. wrong: what should not have happened.
+    """
 
     told: list[str] = field(default_factory=list)
     repeated: int = 0
@@ -119,7 +122,10 @@ def sweep_body(context: Context) -> dict[Case, dict[str, Found]]:
 
 
 def sweep(context: Context, case: Case, phase: str, result: list[Tensor]) -> Found:
-    """Let the first allocation of a phase fail, then the second, until no more are made. result: a step's."""
+    """Let the first allocation of a phase fail, then the second, and so on until the phase makes no more.
+
+    result: what the step gives without faults.
+    """
     from accelz_sim import faults
 
     found = Found()
@@ -145,7 +151,7 @@ def sweep(context: Context, case: Case, phase: str, result: list[Tensor]) -> Fou
 
 
 def check_lost(context: Context, run: Run, before: int) -> None:
-    """The model says that it is in pieces, and leaves nothing behind."""
+    """Check that the model says that it is in pieces, and leaves no memory behind."""
     with pytest.raises(zero.ModelError, match="build them anew"):
         run.init()
     with pytest.raises(zero.ShardedParameterError, match="build them anew"):
@@ -157,7 +163,7 @@ def check_lost(context: Context, run: Run, before: int) -> None:
 
 
 def check_one_step(run: Run, phase: str, result: list[Tensor], found: Found) -> None:
-    """Either what failed may be repeated, and one step comes of it, or the engine goes no further."""
+    """Check that what failed can either be repeated, giving exactly one step, or is refused from then on."""
     try:
         for name in [phase] if phase == "step" else PHASES[1:]:
             getattr(run, name)()
@@ -178,7 +184,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def expected_words(case: Case, phase: str, size: int) -> set[str]:
-    """What there may be no room for, beside what the model itself computes."""
+    """What there may be no room for, besides what the model itself computes."""
     of_units = {
         "init": ["to shard", *(["for the optimizer state of"] if case.optimizer == "AdamW" else [])],
         "forward": ["to gather"] if case.stage == 3 and size > 1 else [],
@@ -201,7 +207,7 @@ def expected_words(case: Case, phase: str, size: int) -> set[str]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_any_allocation_may_fail(sim: Clusters, size: int) -> None:
-    """The error says what there was no room for; afterwards a step has happened once, or not at all."""
+    """The error says what there was no room for, and the step then happens exactly once or not at all."""
     for found in sim(size).run(sweep_body, limit=240):
         for case, phases in found.items():
             for phase, seen in phases.items():
@@ -213,11 +219,11 @@ def test_any_allocation_may_fail(sim: Clusters, size: int) -> None:
                     assert not seen.refused or phase == "step", (case, phase)
 
 
-TIMEOUT = 2.5  # seconds, of collectives; a busy machine takes one to form the groups
+TIMEOUT = 2.5  # of collectives, in seconds; a busy machine takes one to form the groups
 STAGES = {1: "fp16", 2: "bf16", 3: "fp32"}
 KINDS = ("fails", "stalls")
 
-# Where a fault strikes rank 0: the collective of a phase, counted from 1, and what it is.
+# Where a fault occurs on rank 0: the phase, the number of its collective, from 1, and what that is.
 STRIKES = {
     "the model": ("init", 1, "settings and model exchange"),
     "first values": ("init", 2, "broadcast of unit '0'"),
@@ -238,7 +244,7 @@ def strikes_at(stage: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Struck:
-    """How a rank met a fault. seconds: in the phase. next: how training goes on."""
+    """How a rank met a fault. seconds: spent in the phase. next: how training continued."""
 
     error: str
     message: str
@@ -248,7 +254,7 @@ class Struck:
 
 def struck_body(context: Context, stage: int) -> dict[tuple[str, str], Struck]:
     found = {}
-    Run(context, zero.Config(timeout=30), "AdamW").until("forward")  # what is imported first takes its time
+    Run(context, zero.Config(timeout=30), "AdamW").until("forward")  # first imports take time
     for turn, (name, kind) in enumerate(itertools.product(strikes_at(stage), KINDS)):
         meet(context, turn)
         config = zero.Config(
@@ -256,14 +262,14 @@ def struck_body(context: Context, stage: int) -> dict[tuple[str, str], Struck]:
             precision=STAGES[stage],  # type: ignore[arg-type]
             clip_norm=1.0,
             units=(nn.Linear,),
-            timeout=TIMEOUT + turn / 1000,  # groups of its own: those of the turn before have failed
+            timeout=TIMEOUT + turn / 1000,  # makes new groups: those of the previous turn failed
         )
         found[name, kind] = struck(context, config, name, kind)
     return found
 
 
 def meet(context: Context, turn: int) -> None:
-    """Start together, however long the fault before has kept the other rank."""
+    """Let ranks start together, however long the previous fault has delayed the other one."""
     context.group.store.set(f"turn/{turn}/{context.rank}", "")
     context.group.store.wait([f"turn/{turn}/{r}" for r in range(context.size)], timedelta(seconds=60))
 
@@ -297,7 +303,7 @@ def go_on(run: Run, phase: str) -> str:
 
 @pytest.fixture(scope="module")
 def strikes(sim: Clusters) -> dict[int, list[dict[tuple[str, str], Struck]]]:
-    """By stage and rank. Ranks wait for timeouts most of the time, so the jobs run at once."""
+    """What happened, by stage and rank. Ranks mostly wait for timeouts, so all jobs run at once."""
     jobs = {stage: Cluster("sim", 2, TIMEOUT) for stage in STAGES}
 
     def results(stage: int) -> list[dict[tuple[str, str], Struck]]:
@@ -330,12 +336,12 @@ def test_any_collective_may_fail(
         assert float(waited[1]) >= round(TIMEOUT, 1)
         assert "It failed on rank 0 first" in second.message or "All ranks had come to it" in second.message
     for found in (first, second):
-        if name != "the model":  # which is compared before anything is changed
+        if name != "the model":  # models are compared before anything is changed
             assert re.search("build them anew|no collective is possible|without backward", found.next), found
 
 
 def relieved_body(context: Context) -> tuple[list[str], bool]:
-    """Out of memory where a unit is gathered cast for the first time, with optimizer state on the device."""
+    """Run out of memory when a unit is first gathered cast, with optimizer state on the device."""
     from accelz_sim import faults
 
     config = zero.Config(stage=3, units=(nn.Linear,), offload="auto", timeout=20)
@@ -359,7 +365,7 @@ def test_a_gather_under_autocast_that_finds_no_room_moves_state(sim: Clusters) -
 
 
 def gathered_body(context: Context) -> list[tuple[str, int]]:
-    """`zero.gathered` where the n-th unit finds no room: what is said, and units that nobody lets go."""
+    """`zero.gathered` when the n-th unit finds no room: the messages, and the number of units still held."""
     from accelz_sim import faults
 
     config = zero.Config(stage=3, precision="bf16", units=(nn.Linear,), timeout=20)
@@ -383,7 +389,7 @@ def test_gathered_without_room_lets_go_of_what_it_had(sim: Clusters) -> None:
 
 
 def whole_values_body(context: Context, optimizer: str) -> dict[str, list[str]]:
-    """Every way to whole values where the n-th allocation finds no room: what is said."""
+    """Every way to get whole values when the n-th allocation finds no room: the messages."""
     from accelz_sim import faults
 
     config = zero.Config(stage=3, precision="fp16", units=(nn.Linear,), timeout=20)
@@ -419,7 +425,7 @@ def test_whole_values_without_room_name_the_unit(sim: Clusters, optimizer: str) 
 
 
 def aborted_body(context: Context, when: str, path: str) -> list[str]:
-    """A collective that is aborted behind the host's back, on all ranks: what is said then, and of a save."""
+    """A collective is aborted on all ranks without the host noticing: the messages then, and of a save."""
     from accelz_sim import faults
 
     run = Run(context, zero.Config(stage=3, units=(nn.Linear,), timeout=20), "AdamW").until("forward")
@@ -457,7 +463,7 @@ def test_nothing_is_saved_of_a_collective_that_was_aborted(tmp_path: Path, when:
 
 
 class Either(nn.Module):
-    """Two layers, in an order of the caller's."""
+    """Two layers, in the order that the caller chooses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,7 +490,7 @@ def diverging_body(context: Context) -> str:
 
 
 def test_an_abort_where_ranks_had_parted_says_where() -> None:
-    """A library may abort what does not fit together before the engine compares what the ranks have done."""
+    """A library may abort mismatched collectives before the engine compares what the ranks have issued."""
     job = Cluster("sim", 2, timeout=20)
     try:
         for told in job.run(diverging_body):

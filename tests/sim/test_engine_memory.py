@@ -1,4 +1,4 @@
-"""The engine on a device that counts: exact peaks by formula, and what running out of memory looks like."""
+"""The engine on a device that counts memory: exact peaks by formula, and how it runs out of memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.capacity import capacity
 from tests.zero.training import collect_all, collected
 
 WIDTH, LAYERS = 256, 6
-LAYER = WIDTH * WIDTH * 4  # bytes of one fp32 layer: 64-byte aligned, so that no buffer is padded
+LAYER = WIDTH * WIDTH * 4  # bytes of one fp32 layer, a multiple of 64, so that no buffer is padded
 MODEL = LAYERS * LAYER
-SCALARS = 20 * 1024  # bytes of activations, and of what has no size of a layer
+SCALARS = 20 * 1024  # bytes of activations, and of everything much smaller than a layer
 
 
 def build() -> nn.Module:
@@ -41,7 +41,7 @@ def peak_of(accelerator: Accelerator, work: Callable[[], Any]) -> tuple[int, Any
 
 @collected()
 def init_body(context: Context, stage: int, precision: Any, start: str) -> tuple[int, int]:
-    """The peak of initialize with an optimizer that keeps no state, and what stays."""
+    """The peak during initialize() with an optimizer that keeps no state, and what stays allocated."""
     accelerator = context.accelerator
     gc.collect()
     before = accelerator.memory.stats().allocated
@@ -57,13 +57,15 @@ def init_body(context: Context, stage: int, precision: Any, start: str) -> tuple
 
 
 def expected_init(stage: int, size: int, narrow: bool, start: str) -> tuple[int, int]:
-    """Bytes per rank, one layer per unit: the peak, and what stays. From the device, a layer's own bytes are
-    given back before its buffer comes."""
+    """Bytes per rank with one layer per unit: the peak, and what stays allocated.
+
+    If the model starts on the device, a layer's own bytes are freed before its buffer is made.
+    """
     parts, sharded = size if stage else 1, stage == 3 and size > 1
     weights = LAYER // 2 if narrow else LAYER
     master = LAYER // parts if narrow else 0
     done = master + (weights // size if sharded else weights)
-    # The layer in fp32; the master out of it and then its 16-bit copy; out of that, the shard.
+    # The layer in fp32; from it the master, then its 16-bit copy; from that, the shard.
     work = LAYER + (master + weights if narrow else 0)
     if sharded:
         work = max(work, weights + master + (weights // size))
@@ -77,7 +79,7 @@ def expected_init(stage: int, size: int, narrow: bool, start: str) -> tuple[int,
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("start", ["host", "device"])
 def test_peak_of_init(sim: Clusters, size: int, stage: int, precision: str, start: str) -> None:
-    """Flattening takes the model once, and its largest parameter; the masters of 16 bits come beside that."""
+    """Flattening needs room for the model once and its largest parameter, and at 16 bits for the masters."""
     narrow = precision == "bf16"
     expected, stays = expected_init(stage, size, narrow, start)
     for peak, rest in sim(size).run(init_body, stage=stage, precision=precision, start=start):
@@ -99,7 +101,7 @@ def peaks_body(context: Context, stage: int, precision: Any) -> dict[str, int]:
     rest = accelerator.memory.stats().allocated
     x = torch.ones(2, WIDTH, device=accelerator.device)
     peaks = {"init": init - before, "rest": rest - before}
-    for _ in range(2):  # the second step has the recorded order to prefetch by
+    for _ in range(2):  # the second step prefetches by the recorded order
         forward, loss = peak_of(accelerator, lambda: engine(x).float().square().mean())
         backward, _ = peak_of(accelerator, partial(engine.backward, loss))
         step, _ = peak_of(accelerator, engine.step)
@@ -110,23 +112,26 @@ def peaks_body(context: Context, stage: int, precision: Any) -> dict[str, int]:
 
 
 def expected_peaks(stage: int, size: int, narrow: bool) -> dict[str, int]:
-    """Bytes per rank at W ranks, AdamW, one layer per unit, one unit prefetched. "init" and "rest" count from
-    nothing, the others from "rest". narrow: weights and gradients of 16 bits, beside fp32 masters."""
+    """Bytes per rank with AdamW, one layer per unit and one unit prefetched.
+
+    "init", "rest" and "after" count from nothing, the others from "rest". narrow: weights and gradients of 16
+    bits, with fp32 masters.
+    """
     parts = size if stage else 1
     sharded = stage == 3 and size > 1
     layer, model = (LAYER // 2, MODEL // 2) if narrow else (LAYER, MODEL)
     weights = model // size if sharded else model
     state = (3 if narrow else 2) * MODEL // parts  # moments, and masters
-    gradients = model // parts  # reduced, until the step is over
+    gradients = model // parts  # reduced ones, kept until the step is over
     if sharded:
-        # The layer in use and the next one whole, and gradients as below; at the end no layer is next.
+        # The layer in use and the next, both whole, and gradients as below; at the end there is no next one.
         backward = 2 * layer + 3 * layer + gradients - 2 * layer // size
     elif parts > 1:
-        # Autograd's own, its copy in the buffer, one under reduction; the last layer's is not reduced yet.
+        # Autograd's gradient, its copy in the buffer, and one being reduced; the last is not reduced yet.
         backward = 3 * layer + gradients - layer // parts
     else:
-        backward = layer + gradients  # nothing is reduced: the buffer is the gradient
-    # Tensors of the reference kernel; the widened gradient, or the scaled one where there is a mean.
+        backward = layer + gradients  # nothing is reduced, so the buffer is the gradient
+    # The reference kernel's tensors, and the gradient cast to fp32, or scaled if it is averaged.
     scratch = 5 + (narrow or size > 1)
     return {
         "init": weights + state,
@@ -142,7 +147,7 @@ def expected_peaks(stage: int, size: int, narrow: bool) -> dict[str, int]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_peaks(sim: Clusters, size: int, stage: int, precision: str) -> None:
-    """Peaks are those of the formula; activations and scalars are below 20 KiB, a layer has 256."""
+    """Peaks are those of the formula. Activations and scalars are below 20 KiB; a layer has 256 KiB."""
     for found in sim(size).run(peaks_body, stage=stage, precision=precision):
         expected = expected_peaks(stage, size, precision == "bf16")
         extra = {name: found[name] - nbytes for name, nbytes in expected.items()}
@@ -150,7 +155,7 @@ def test_peaks(sim: Clusters, size: int, stage: int, precision: str) -> None:
 
 
 def run_out_body(context: Context, when: str, path: str) -> dict[str, str]:
-    """Out of memory in one phase; the process goes on with the same engine when there is room again."""
+    """Run out of memory in one phase, and continue with the same engine once there is room again."""
     from accelz_sim import memory
 
     accelerator = context.accelerator
@@ -182,7 +187,7 @@ def run_out_body(context: Context, when: str, path: str) -> dict[str, str]:
         result["torch's"] = str(isinstance(error, torch.OutOfMemoryError))
     finally:
         memory.set_capacity(free)
-    if when == "step":  # half of the parameters may be updated: a checkpoint makes them one again
+    if when == "step":  # only some parameters may be updated; a checkpoint makes them consistent
         with pytest.raises(zero.UsageError, match="was interrupted"):
             engine.backward(engine(x).square().mean())
         engine.load_checkpoint(path)
@@ -215,7 +220,7 @@ SMALLER = {
 
 
 def retry_body(context: Context, room: int, settings: dict[str, Any]) -> tuple[str, str, int, bool]:
-    """On a device that stays small: the two errors, the bytes left when all is freed, a step at last."""
+    """On a device that stays small: the two errors, the bytes left after them, and whether a step works."""
     accelerator = context.accelerator
     collect_all()
     before = accelerator.memory.stats().allocated
@@ -231,7 +236,7 @@ def retry_body(context: Context, room: int, settings: dict[str, Any]) -> tuple[s
 
 
 def fail_to_initialize(config: zero.Config, smaller: zero.Config) -> tuple[str, str]:
-    """What is said of too large a configuration, and of a second attempt with the same model."""
+    """The errors for too large a configuration, and for a second attempt with the same model."""
     model, errors = build(), []
     for attempt in (config, smaller):
         try:
@@ -245,8 +250,8 @@ def fail_to_initialize(config: zero.Config, smaller: zero.Config) -> tuple[str, 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("smaller", SMALLER)
 def test_out_of_memory_in_init_and_a_smaller_configuration(sim: Clusters, size: int, smaller: str) -> None:
-    """The device stays as it is: what was begun is freed to the last byte, and the model built anew fits."""
-    room = 3 * MODEL // size - LAYER // 4  # weights and both moments, but for the last piece
+    """What was begun is freed to the last byte, and the model, built anew, fits on the same device."""
+    room = 3 * MODEL // size - LAYER // 4  # weights and both moments, less the last piece
     for first, second, left, stepped in sim(size).run(retry_body, room=room, settings=SMALLER[smaller]):
         assert re.match("OutOfMemoryError: no room (to shard|for the optimizer state of) unit '", first)
         assert "free model and optimizer, and build them anew" in first

@@ -1,4 +1,4 @@
-"""Faults that are switched on strike where they are told to, once, and leave everything usable."""
+"""Faults that are switched on occur where they should, once, and leave everything usable."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_out_of_memory_in_a_resize_leaves_the_storage(accelerator: Accelerator) 
 
 
 def _meet(context: Context, kind: str, nth: int) -> tuple[int, float, str]:
-    """Gather until it fails on rank 0: how many came through, the seconds of the last, and its error."""
+    """Gather until it fails on rank 0: how many succeeded, the seconds of the last, and its error."""
     from accelz_sim import faults
 
     calls, device = context.accelerator.collectives, context.accelerator.device

@@ -1,4 +1,4 @@
-"""CopyAndShrink where device memory is counted to the byte: the model fits once, and not twice."""
+"""CopyAndShrink on a device that counts its memory to the byte: the model fits once, not twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def _device_model(accelerator: Accelerator) -> list[nn.Parameter]:
-    """31 MiB of fp32 parameters of very different sizes on the device; the largest has 8 MiB."""
+    """31 MiB of fp32 parameters on the device, of very different sizes; the largest has 8 MiB."""
     sizes = [2 * MIB, 3, MIB, 2 * MIB, 1000, 2 * MIB, MIB // 2, MIB // 4]
     return [nn.Parameter(torch.full((n,), float(i), device=accelerator.device)) for i, n in enumerate(sizes)]
 
@@ -38,7 +38,7 @@ def _flatten(
 
 
 def _others(accelerator: Accelerator, parameters: Sequence[nn.Parameter]) -> int:
-    """Start to count the peak; what is allocated apart from the parameters."""
+    """Start measuring the peak; returns what is allocated apart from the parameters."""
     gc.collect()
     accelerator.memory.reset_peak()
     return accelerator.memory.stats().allocated - _nbytes(parameters)
@@ -122,7 +122,7 @@ def test_a_model_that_does_not_fit_twice_is_flattened(accelerator: Accelerator) 
 
 
 class _Model(nn.Module):
-    """Tied weights, a frozen one, a channels-last one and one of turned strides."""
+    """Tied weights, a frozen one, a channels-last one and a transposed one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The allocator: bytes counted exactly, a limit that holds, memory that is poisoned when it is not in use."""
+"""The allocator: it counts bytes exactly, enforces a limit, and poisons memory that is not in use."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_each_device_counts_for_itself(accelerator: Accelerator) -> None:
 
 @on_sim
 def test_threads_may_free_at_one_time(accelerator: Accelerator) -> None:
-    """What one gives back is handed to no other before it is poisoned: the process would die of it."""
+    """What one thread frees goes to no other before it is poisoned; the process would die otherwise."""
     before = _allocated(accelerator)
 
     def work(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What `zero.plan` says of memory is what a device counts, and of traffic, what the engine counts."""
+"""`zero.plan` predicts the memory that a device counts and the traffic that the engine counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.sim.test_engine_memory import peak_of
 from tests.zero.training import collected
 
 WIDTH, VOCABULARY, LAYERS = 192, 512, 4
-SCALARS = 24 * 1024  # bytes of activations of one token, inputs, and what is as small
+SCALARS = 24 * 1024  # bytes of one token's activations, of inputs, and of what is as small
 
 
 class Block(nn.Module):
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Outer(nn.Module):
-    """A unit with a matrix of its own, and blocks within."""
+    """A unit with its own matrix, and with blocks inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Outer(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding and head in the root unit, blocks of two matrices with one frozen."""
+    """Embedding and head in the root unit, and blocks of two matrices, one of which is frozen."""
 
     def __init__(self, blocks: nn.ModuleList | None = None, bias: bool = False) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class Model(nn.Module):
 
 
 def tied(bias: bool = False) -> Model:
-    """With a bias, another gradient is there when those of the tied parameter are added up."""
+    """Tied embedding and head. With a bias, another gradient exists when the tied ones are added up."""
     model = Model(bias=bias)
     model.head.weight = model.embedding.weight
     return model
 
 
 def frozen_first(blocks: int = LAYERS // 2) -> Model:
-    """No backward comes to the first blocks."""
+    """A model whose first blocks no backward reaches."""
     model = Model()
     for module in (model.embedding, *model.blocks[:blocks]):
         module.requires_grad_(False)
@@ -97,7 +97,7 @@ def build(case: str) -> Model:
 def measured_body(
     context: Context, settings: dict[str, Any], optimizer: Any, autocast: torch.dtype | None, case: str
 ) -> dict[str, Any]:
-    """Peaks by phase, counted from nothing, and collectives, in the last of three optimizer steps."""
+    """Peaks by phase, counted from nothing, and traffic, in the last of three optimizer steps."""
     accelerator = context.accelerator
     gc.collect()
     before = accelerator.memory.stats().allocated
@@ -126,33 +126,33 @@ def measured_body(
     rest = accelerator.memory.stats().allocated - before
     peaks = {phase: peak - before for phase, peak in peaks.items()}
     traffic = {k: v for k, v in engine.traffic.bytes.items() if k not in ("broadcast", "barrier")}
-    # Kernels would take none: the references have up to six fp32 tensors of a chunk at a time.
+    # Real kernels would need none, but the references have up to six fp32 tensors of a chunk at a time.
     scratch = 6 * 4 * accelerator.kernels.chunk
     return {**peaks, "rest": rest, "traffic": traffic, "scratch": scratch}
 
 
 class Stranger(torch.optim.SGD):
-    """An optimizer that steps whole parameters, for all that is known of it; without temporaries."""
+    """An optimizer unknown to zero, which therefore steps whole parameters; it makes no temporaries."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, lr, momentum=0.9, foreach=False)
 
 
 def beside_a_kernel(params: Any, lr: float) -> list[torch.optim.Optimizer]:
-    """Matrices stepped whole, and the rest by a kernel."""
+    """Matrices are stepped whole, and the rest by a kernel."""
     every = list(params)
     matrices, rest = ([p for p in every if (p.dim() == 2) is wanted] for wanted in (True, False))
     return [Stranger(matrices, lr), torch.optim.AdamW(rest, lr)]
 
 
 def two_kernels(params: Any, lr: float) -> list[torch.optim.Optimizer]:
-    """They keep one moment for an element, and two."""
+    """Two optimizers with kernels, which keep one moment and two moments per element."""
     every = list(params)
     return [zero.Lion(every[::2], lr), torch.optim.AdamW(every[1::2], lr)]
 
 
 def only_some(params: Any, lr: float) -> torch.optim.Optimizer:
-    """Knows no parameter of one unit, and some of others."""
+    """An optimizer that has no parameter of one unit, and only some of others."""
     return torch.optim.AdamW(list(params)[4:-2], lr)
 
 
@@ -283,7 +283,7 @@ def _sizes(case: str) -> tuple[int, ...]:
 @pytest.mark.filterwarnings("ignore:Stranger will step whole parameters:UserWarning")
 @pytest.mark.parametrize(
     ("case", "size"),
-    # What autocast casts where parameters stay whole is its own, as activations are.
+    # At one rank parameters stay whole, and what autocast casts there is its own, as activations are.
     [(case, size) for case in CASES for size in _sizes(case) if size > 1 or CASES[case][2] is None],
 )
 def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str) -> None:
@@ -291,7 +291,7 @@ def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str
     model, config = build(case), zero.Config(**settings)
     plan = zero.plan(model, optimizer(model.parameters(), lr=1e-3), config, ranks=size, autocast=autocast)
     ranks = sim(size).run(measured_body, settings=settings, optimizer=optimizer, autocast=autocast, case=case)
-    if optimizer in WHOLE:  # what is planned is the rank that has most
+    if optimizer in WHOLE:  # the plan is for the rank that has most
         ranks = [max(ranks, key=lambda found: found["rest"])]
     for found in ranks:
         assert found["traffic"] == plan.traffic.collectives, case
@@ -301,10 +301,10 @@ def test_peaks_and_traffic_are_those_planned(sim: Clusters, size: int, case: str
         scratch = dict.fromkeys(extra, 0) | {"step": found["scratch"]}
         if config.codes is not None and size > 1:
             scratch["forward"] = scratch["backward"] = found["scratch"]
-        # Not known that well: how many small groups are on their way to the host. What is planned may be more
-        # by so much.
+        # It is not known exactly how many small groups are on their way to the host, so the plan may be too
+        # high by this much.
         spare = max(g.gradient_bytes for u in plan.units for g in u.groups) if case in TWO_WAYS else 0
-        if optimizer in WHOLE:  # nor in which order groups are put together
+        if optimizer in WHOLE:  # nor is the order known in which groups are put together
             exchanged = plan.memory.peaks["step"].optimizer - plan.memory.rest["device"].optimizer
             spare = max(spare, exchanged)
             scaled = [group.whole.numel for unit in plan.units for group in unit.groups if group.whole]

@@ -1,4 +1,4 @@
-"""Weights from files on a device that counts: no more than the shards and one unit, ever."""
+"""Weights from files on a device that counts memory: never more than the shards and one unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Side streams run late, so that what an engine forgets shows: a wait, or memory still in use."""
+"""Side streams run late, which reveals what an engine forgets: a wait, or that memory is still in use."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_memory_of_the_stream_itself_may_be_freed_at_once(accelerator: Accelerat
     with streams.use(side):
         values = torch.ones(100, device=accelerator.device)
         for _ in range(5):
-            values = values * 2  # frees the one before, which queued work still reads
+            values = values * 2  # frees the previous tensor, which queued work still reads
         assert accelerator.memory.stats().allocated == before + 400
         done = side.record()
     done.synchronize()
@@ -181,7 +181,7 @@ def test_a_stream_of_no_device_in_particular_is_of_the_current_one(accelerator: 
 
 @on_sim
 def test_norms_of_16_bits_run_late(accelerator: Accelerator) -> None:
-    """Their statistics have the dtype that the backward wants, which meta tensors know otherwise."""
+    """Their statistics have the dtype that the backward needs, although meta tensors have another."""
 
     def gradients() -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Compute: the host's kernels, so the host's bits; and what torch looks for in a device of its own."""
+"""Compute: it uses the host's kernels, so it has the host's bits; and what torch looks for in a device."""
 
 from __future__ import annotations
 

@@ -28,8 +28,11 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tied embedding and head in different children, a frozen part, a block used twice, a buffer, and
-    parameters with no elements, with one, and with strides of their own. Returns a dict."""
+    """A language model that is hard to shard. Returns a dict.
+
+    It has a tied embedding and head in different children, a frozen part, a block used twice, a buffer, and
+    parameters with no elements, with one element, and with other than row-major strides.
+    """
 
     def __init__(self, layers: int = 3, width: int = WIDTH, repeat: bool = True) -> None:
         super().__init__()
@@ -80,17 +83,17 @@ class Stack(nn.Module):
 
 
 def tokens(step: int, rank: int, on: nn.Module, batch: int = 2, length: int = 7) -> Tensor:
-    """The batch of one rank at one step, where the model `on` is."""
+    """The batch of one rank at one step, on the device of the model `on`."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(0, VOCABULARY, (batch, length), generator=generator).to(device_of(on))
 
 
 def features(step: int, rank: int, on: nn.Module, batch: int = 3, width: int = WIDTH) -> Tensor:
-    """A batch of feature vectors, one rank's, where the model `on` is."""
+    """One rank's batch of feature vectors, on the device of the model `on`."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randn(batch, width, generator=generator).to(device_of(on))
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's parameters are."""
+    """The device of a model's parameters."""
     return next(model.parameters()).device

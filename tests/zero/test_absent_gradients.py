@@ -1,4 +1,4 @@
-"""What `param.grad` is between backward and step: it says where the gradients are, instead of nothing."""
+"""`param.grad` between backward and step: instead of nothing, an object that says where the gradients are."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ USES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def uses_body(context: Context, config: dict[str, Any]) -> dict[str, str]:
-    """What each use says; training goes on as if it had not been tried."""
+    """The error of each use; training continues as if it had not been tried."""
     model, untouched = fresh(), fresh()
     engine, other = (
         zero.initialize(m, adamw(m), zero.Config(timeout=20, **config)) for m in (model, untouched)
@@ -76,7 +76,7 @@ def test_a_grad_scaler_is_told_what_takes_its_place(cluster: Clusters) -> None:
 
 
 def pieces_body(context: Context, config: dict[str, Any]) -> str:
-    """Clipping by way of the optimizer's parameters, as loops do that know only that."""
+    """Clip through the optimizer's parameters, as training loops do that know only the optimizer."""
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, **config))
     listed = [p for group in engine.optimizer.param_groups for p in group["params"]]
@@ -106,7 +106,7 @@ LATE = {
 
 
 def late_optimizer_body(context: Context, stage: int) -> None:
-    """Refused before it decays a weight."""
+    """An optimizer made after the engine is refused before it decays any weight."""
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
     for make in LATE.values():
@@ -127,7 +127,7 @@ def test_an_optimizer_made_later_does_not_step_in_silence(cluster: Clusters, sta
 
 
 def places_body(context: Context) -> None:
-    """There behind the last micro-batch, for parameters that were used, and with their shapes."""
+    """They are there after the last micro-batch, for parameters that were used, with their shapes."""
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, gradient_accumulation_steps=2))
 
@@ -179,7 +179,7 @@ CHANGES: dict[str, Callable[[zero.Engine], None]] = {
 
 
 def changes_body(context: Context, stage: int) -> dict[str, str]:
-    """What the engine would not heed is refused, and nothing has changed; training goes on without."""
+    """Changes that the engine would ignore are refused and have no effect; training continues without."""
     model, untouched = fresh(), fresh()
     engine, other = (
         zero.initialize(m, adamw(m), zero.Config(timeout=20, stage=stage)) for m in (model, untouched)

@@ -1,4 +1,4 @@
-"""Parameters that are changed beside the engine: in a forward, in `zero.gathered`, where they are frozen."""
+"""Parameters changed behind the engine's back: in a forward, in `zero.gathered`, and frozen ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 class Careless(nn.Module):
-    """Changes its own weights in its forward. how: in what way, None for not at all."""
+    """A module that changes its own weights in its forward. how: in which way; None for not at all."""
 
     def __init__(self, how: str | None = None) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ def forward_body(context: Context) -> dict[str, Any]:
         if how in (
             "in place",
             "max_norm",
-        ):  # where ranks have memory in common they all have what was written
+        ):  # where ranks share memory, all of them have what was written
             engine.load_state_dict(whole)
         assert how == "frozen" or train(engine, context) == expected
     return found
@@ -98,7 +98,7 @@ def test_a_forward_that_changes_its_weights_is_refused(cluster: Clusters) -> Non
 
 
 def resident_body(context: Context) -> bool:
-    """In place, in fp32, on every rank alike: the values of plain training."""
+    """Weights changed in place, in fp32 and alike on every rank, give the values of plain training."""
     plain = careless("in place")
     engine, optimizer, losses = (
         build(careless("in place"), stage=2),
@@ -119,7 +119,7 @@ def test_whole_weights_may_be_changed_on_every_rank_alike(cluster: Clusters) -> 
 
 
 def assigned_body(context: Context, stage: int, precision: str) -> dict[str, Any]:
-    """`.data = ...` inside `zero.gathered`, as merges of adapters and averages of weights do it."""
+    """`.data = ...` inside `zero.gathered`, as when adapters are merged or weights averaged."""
     model = careless()
     engine = build(model, stage=stage, precision=precision)
     found: dict[str, Any] = {}
@@ -179,7 +179,7 @@ def test_data_assigned_in_a_block_is_written_or_told(cluster: Clusters, stage: i
 
 
 class Momentum(nn.Module):
-    """MoCo's two encoders (He et al., 2020): the frozen one follows the other."""
+    """MoCo's two encoders (He et al., 2020), of which the frozen one follows the other."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""fp32 parameters under torch.autocast: its values, and what it only casts has been cast on the way."""
+"""fp32 parameters under torch.autocast: values are its own, and what it always casts is gathered cast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 6
 
 
 def gentle(model: nn.Module) -> torch.optim.Optimizer:
-    """A learning rate at which a few steps do not amplify rounding."""
+    """An optimizer with a learning rate at which a few steps do not amplify rounding."""
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
@@ -38,7 +38,7 @@ def language_loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 class Affine(nn.Module):
-    """A layer of the user's own that multiplies."""
+    """A user-defined layer with a matrix product."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Affine(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Layers that autocast treats in different ways, and parameters that it does not know."""
+    """Layers that autocast treats in different ways, and parameters outside of layers that it knows."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def mixture_loss(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def once() -> nn.Module:
-    """Without a block used twice."""
+    """A model without a block that is used twice."""
     return LanguageModel(repeat=False)
 
 
@@ -92,7 +92,7 @@ CASES: list[tuple[Callable[[], nn.Module], Any]] = [
 
 
 def values_body(context: Context, **settings: Any) -> dict[str, Any]:
-    """Stage 3 beside stage 2, whose parameters autocast itself casts, and beside torch on the host."""
+    """Compare stage 3 with stage 2, where autocast itself casts parameters, and with torch on the host."""
     found = {}
     for build, loss in CASES:
         wide = zero.Config(stage=2, reduce_dtype="fp32")
@@ -107,9 +107,9 @@ def values_body(context: Context, **settings: Any) -> dict[str, Any]:
 def test_values_are_those_of_plain_autocast(cluster: Clusters, settings: dict[str, Any]) -> None:
     for found in cluster(2).run(values_body, **settings):
         for name, (same, error) in found.items():
-            # Two uses of a weight in one backward: autocast adds gradients in bf16, zero may in fp32.
+            # For two uses of a weight in one backward, autocast adds gradients in bf16, and zero may in fp32.
             assert same or name == "LanguageModel", name
-            assert error < 3e-2, name  # on a device whose autocast has other lists than the host's
+            assert error < 3e-2, name  # for devices whose autocast has other lists than the host's
 
 
 def dtypes_body(context: Context) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def test_what_is_only_cast_travels_cast(cluster: Clusters) -> None:
         assert {n for n, d in found["seen"].items() if d is torch.bfloat16} == {"up.weight", "down.weight"}
         assert found["after"] == {torch.float32}
         assert found["gathered"] == 2 * found["once"]  # for forward and for backward
-        assert found["reduced"] == found["once"]  # gradients come in what was computed with
+        assert found["reduced"] == found["once"]  # gradients have the dtype of the computation
 
 
 def names(model: nn.Module, *modules: Any) -> set[str]:
@@ -169,7 +169,7 @@ def test_every_module_that_holds_a_parameter_counts() -> None:
 
 
 class Standardised(nn.Linear):
-    """Computes with something else than its weight."""
+    """Computes with other values than its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight - self.weight.mean(1, keepdim=True)
@@ -196,7 +196,7 @@ def test_classes_that_change_nothing_are_refused() -> None:
 
 
 def saved_body(context: Context, **settings: Any) -> tuple[int, list[str]]:
-    """Bytes that autograd keeps between forward and backward, and what is warned of."""
+    """Bytes that autograd keeps between forward and backward, and the warnings."""
     model = seeded(lambda: nn.Sequential(*(Affine(64) for _ in range(4))))
     config = zero.Config(timeout=20, units=("Affine",), prefetch=0, **settings)
     engine = zero.initialize(model, gentle(model), config)
@@ -224,7 +224,7 @@ def test_matrices_of_unknown_use_are_warned_of(cluster: Clusters) -> None:
         (message,) = messages
         assert "matrices of Affine (98% of the model)" in message
         assert "zero.Config(autocast_modules=('Affine',))" in message
-        assert held > 3 * matrix  # all but the first, whose input wants no gradient
+        assert held > 3 * matrix  # all but the first, whose input needs no gradient
     for held, messages in cluster(2).run(saved_body, autocast_modules=("Affine",)):
         assert not messages
         assert held < matrix
@@ -233,7 +233,7 @@ def test_matrices_of_unknown_use_are_warned_of(cluster: Clusters) -> None:
 
 
 class Island(nn.Module):
-    """Computes its router in fp32."""
+    """A block that computes its router in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def test_a_part_without_autocast_is_a_unit_of_its_own(cluster: Clusters) -> None
 
 
 def both_ways_body(context: Context) -> list[float]:
-    """Steps under autocast and without, and a forward without whose backward follows one under autocast."""
+    """Steps whose backward covers two forwards, one under autocast and one without, in either order."""
     models = [seeded(once) for _ in range(2)]
     engines = [
         zero.initialize(m, gentle(m), zero.Config(stage=stage, reduce_dtype="fp32", timeout=20))
@@ -283,7 +283,7 @@ def test_autocast_may_be_on_or_off(cluster: Clusters) -> None:
         assert max(errors) < 1e-3
 
 
-SCALED = (1.0, 1.0, 1e6, 1.0, 1.0, 1.0)  # times the loss: the third overflows in fp16
+SCALED = (1.0, 1.0, 1e6, 1.0, 1.0, 1.0)  # factors of the loss, of which the third overflows in fp16
 
 
 def fp16_loss(model: nn.Module, factor: float, step: int) -> Tensor:
@@ -327,7 +327,7 @@ def fp16_body(context: Context) -> dict[str, Any]:
 
 
 def test_fp16_with_a_loss_scale_is_training_with_a_grad_scaler(cluster: Clusters) -> None:
-    """Both ranks have the same data, so that plain training is the reference."""
+    """Both ranks have the same data, so plain training is the reference."""
     for found in cluster(2).run(fp16_body):
         losses, scales = found["reference"]
         assert scales[2] == scales[1] / 2  # it did overflow
@@ -355,7 +355,7 @@ def test_fp16_without_a_loss_scale_is_warned_of_once(cluster: Clusters) -> None:
 
 
 class Broken(nn.Module):
-    """Not one graph: units are compiled by themselves, and gathered by hooks."""
+    """A model that is not one graph: its units are compiled on their own, and gathered by hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Reader(nn.Module):
 
 
 class Twice(nn.Module):
-    """A unit that is called under autocast and at once without: the table has one form in both."""
+    """A unit called under autocast and right after without it; its table has the same form in both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ def test_casts_that_share_a_form_share_a_gather(cluster: Clusters, gather_dtype:
 
 
 def long_block_body(context: Context, long: bool) -> tuple[list[float], dict[str, int]]:
-    """Steps in one autocast block, or in a block each."""
+    """Steps in one autocast block, or each in its own."""
     model = seeded(Stack)
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), zero.Config(timeout=20))
     kind, losses = engine.accelerator.device.type, []
@@ -453,12 +453,12 @@ def long_block_body(context: Context, long: bool) -> tuple[list[float], dict[str
 
 
 def test_a_block_over_many_steps(cluster: Clusters) -> None:
-    """Autocast keeps casts of weights till its block ends: not those of weights that have changed."""
+    """Autocast keeps casts of weights until its block ends, but must not keep those of changed weights."""
     assert cluster(2).run(long_block_body, long=True) == cluster(2).run(long_block_body, long=False)
 
 
 class Dropped(nn.Module):
-    """Blocks that a rank may leave out by itself (LayerDrop; Fan et al., 2019)."""
+    """Blocks that each rank may leave out independently (LayerDrop; Fan et al., 2019)."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -212,7 +212,7 @@ def test_bad_input_changes_nothing(cluster: Clusters, size: int, device: str) ->
 
 
 def test_parameters_made_of_others_are_refused() -> None:
-    """DTensors of a fully_shard that was left in, for one."""
+    """For example, DTensors of a fully_shard() that was left in."""
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
     with pytest.raises(zero.ModelError, match=r"'weight' is a TwoTensor.*leave out fully_shard"):
@@ -220,7 +220,7 @@ def test_parameters_made_of_others_are_refused() -> None:
 
 
 def test_no_public_name_is_also_a_module() -> None:
-    """Importing the module first would put it in the name's place."""
+    """Importing the module first would replace the public name with it."""
     code = """if True:
         import importlib, types, zero
         for home in set(zero._HOME.values()):

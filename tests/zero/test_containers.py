@@ -1,4 +1,4 @@
-"""What a forward gets in containers keeps their types, and everything else that they have."""
+"""Containers that a forward receives keep their types, and everything else that they have."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Row(tuple[Any, ...]):
-    """With a dict of its own."""
+    """A tuple with a `__dict__`."""
 
 
 class Rows(list[Any]):

@@ -49,7 +49,7 @@ def shards_of(engine: zero.Engine) -> list[Tensor]:
 
 
 def is_equal_on_all_copies(engine: zero.Engine) -> bool:
-    """Bit for bit, of what each rank has of the weights."""
+    """Whether the copies' weights are equal bit for bit, by what each rank has of them."""
     mine = [shard.flatten().view(torch.uint8).to(torch.int64) for shard in shards_of(engine)]
     digest = [int((s * torch.arange(1, s.numel() + 1)).sum()) for s in mine]
     every, each = engine._communicator.share_all(digest), engine._communicator.shards.size
@@ -74,7 +74,7 @@ SETTINGS: dict[str, tuple[Settings, int]] = {
 
 
 def parity_body(context: Context) -> dict[str, float]:
-    """With an optimizer that sees how large gradients are."""
+    """Errors with an optimizer for which the magnitude of gradients matters."""
     errors = {}
     references = {
         (steps, clip): train_reference(context, fresh(), language_loss, sgd, STEPS, steps, clip)
@@ -92,14 +92,14 @@ def test_copies_train_as_one(cluster: Clusters) -> None:
 
 
 def beside(model: nn.Module) -> list[Optimizer]:
-    """Matrices stepped whole, shared out among the ranks of a copy, and the rest by a kernel."""
+    """Matrices are stepped whole, divided among the ranks of a copy, and the rest by a kernel."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if p.dim() != 2]
     return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3)]
 
 
 def narrow_body(context: Context, folder: str) -> dict[str, tuple[float, bool]]:
-    """Against the same with one copy: what has no unsharded counterpart, or rounds."""
+    """Compare settings that round, or that have no unsharded counterpart, with the same with one copy."""
     ways: dict[str, tuple[Settings, Callable[[nn.Module], Any]]] = {
         "bf16": ({"precision": "bf16"}, adamw),
         "fp16": ({"precision": "fp16", "gradient_accumulation_steps": 2}, adamw),
@@ -138,7 +138,7 @@ def narrow_body(context: Context, folder: str) -> dict[str, tuple[float, bool]]:
 
 
 BOUNDS = {
-    "8 bits": 5e-2,  # blocks begin elsewhere where shards are cut elsewhere
+    "8 bits": 5e-2,  # shards are cut elsewhere, so blocks begin elsewhere
     "gradients on disk": 1e-5,
     "gradients on the host": 1e-5,
     "muon": 1e-3,
@@ -201,7 +201,7 @@ def test_a_rank_that_is_relieved_alone(cluster: Clusters, device: str) -> None:
 
 
 class Sometimes(nn.Module):
-    """A branch that one rank alone takes in one step, and none in another."""
+    """A branch that only one rank takes in one step, and no rank in another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_an_overflow_on_one_copy_skips_the_step_of_all(cluster: Clusters) -> Non
 
 
 def whole_body(context: Context) -> dict[str, bool]:
-    """Whole values: gradients in the middle of accumulation, and what any rank writes."""
+    """Whole values: gradients in the middle of accumulation, and values that any rank writes."""
     found = {}
     gradients: dict[int | None, list[Tensor]] = {}
     for each in (None, EACH):
@@ -305,7 +305,7 @@ def steps_on(engine: zero.Engine, context: Context, steps: range) -> list[float]
 
 
 def checkpoint_body(context: Context, folder: str) -> dict[str, Any]:
-    """Saved with copies and without, loaded with and without, against training on."""
+    """Save with and without copies, load with and without, and compare with training on."""
 
     def made(each: int | None, seed: int) -> zero.Engine:
         torch.manual_seed(seed)

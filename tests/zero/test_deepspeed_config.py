@@ -1,4 +1,4 @@
-"""DeepSpeed configurations taken over, and what is said of those that cannot be."""
+"""Translated DeepSpeed configurations, and the errors for those that cannot be translated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What breaks: ranks that die or go another way, exceptions in the middle, calls in the wrong order."""
+"""Failures: ranks that die or diverge, exceptions in the middle of a step, calls in the wrong order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.zero.test_paths import STRAIGHT, decaying, fresh, straight
 from tests.zero.training import adamw, same_bits, train_zero
 
 Ranks = Callable[[int], Cluster]
-TIMEOUT = 4.0  # seconds; a busy machine takes one or two to form the groups
+TIMEOUT = 4.0  # seconds; a busy machine needs one or two to form the groups
 
 
 def dying_body(context: Context, when: str, shard_ranks: int | None = None) -> tuple[str, str, float]:
@@ -50,7 +50,7 @@ def dying_body(context: Context, when: str, shard_ranks: int | None = None) -> t
 
 @pytest.mark.parametrize("when", ["forward", "backward", "asleep"])
 def test_a_dead_or_silent_rank_is_named(disposable: Ranks, when: str) -> None:
-    """Within the timeout (and the exchange of reports), with the unit that was waited for."""
+    """It is named within the timeout (and the exchange of reports), with the unit that was waited for."""
     outcomes = disposable(3).outcomes(dying_body, limit=40, when=when)
     for survivor in (outcomes[0], outcomes[2]):
         assert survivor.status == "returned", survivor
@@ -62,7 +62,7 @@ def test_a_dead_or_silent_rank_is_named(disposable: Ranks, when: str) -> None:
 
 
 def test_a_dead_rank_of_another_copy_is_named(disposable: Ranks) -> None:
-    """Ranks 2 and 3 share a copy of the model. What goes wrong in a group of them counts its ranks from 0."""
+    """Ranks 2 and 3 share a copy of the model, so errors in their group count its ranks from 0."""
     outcomes = disposable(4).outcomes(dying_body, limit=40, when="backward", shard_ranks=2)
     for rank in (0, 1, 3):
         assert outcomes[rank].status == "returned", outcomes[rank]
@@ -88,7 +88,7 @@ def diverging_body(context: Context, path: tuple[int, ...]) -> tuple[str, str, f
 
 @pytest.mark.parametrize("path", [(0, 2, 1, 3), (0, 1, 3), (3,)])
 def test_ranks_that_gather_other_units_are_told_so(disposable: Ranks, path: tuple[int, ...]) -> None:
-    """Blocks of one size would exchange wrong values in silence: caught before any step is made."""
+    """Blocks of equal size would silently exchange wrong values; this is caught before any step."""
     for kind, message, seconds in disposable(2).run(diverging_body, limit=40, path=path):
         assert kind == "RankMismatchError", (kind, message)
         assert "number" in message
@@ -111,7 +111,7 @@ def other_writer_body(context: Context) -> tuple[str, float]:
 
 
 def test_ranks_that_all_want_to_write(disposable: Ranks) -> None:
-    """`write_rank=rank` where a number that all ranks agree on was meant."""
+    """`write_rank=rank` is passed instead of a number that all ranks agree on."""
     for message, seconds in disposable(2).run(other_writer_body, limit=40):
         assert message.startswith("RankMismatchError"), message
         assert "from rank 0 on rank 0" in message
@@ -146,7 +146,7 @@ def other_settings_body(context: Context) -> list[str]:
 
 
 def test_ranks_with_different_settings(cluster: Clusters) -> None:
-    """Some would be collectives that one rank makes and others wait for, others be silently wrong."""
+    """Some differences would let ranks wait for collectives that never come, others be silently wrong."""
     for told in cluster(2).run(other_settings_body):
         for name, message in zip(("clip_norm", "prefetch", "loss_scale"), told, strict=True):
             assert f"disagree about Config({name}=...): these" in message
@@ -170,7 +170,7 @@ def other_rates_body(context: Context) -> tuple[str, bool, bool]:
 
 
 def test_ranks_with_different_learning_rates(cluster: Clusters) -> None:
-    """Each slice of the model would be stepped with its rank's own. Set right, training goes on."""
+    """Each slice of the model would be stepped with its rank's rate. With equal rates, training continues."""
     for message, unchanged, stepped in cluster(2).run(other_rates_body):
         assert "param_groups[0]['lr'] is 0.01 on rank 0 and 0.001 on rank 1" in message
         assert "ReduceLROnPlateau" in message
@@ -208,7 +208,7 @@ def test_ranks_with_different_arrays_of_numbers(cluster: Clusters) -> None:
 
 @pytest.fixture
 def disposable(cluster: Clusters) -> Iterator[Ranks]:
-    """Ranks that are of no use to later tests: a failed collective ends a job."""
+    """Ranks that later tests cannot use, since a failed collective ends a job."""
     used: list[Cluster] = []
 
     def take(size: int) -> Cluster:
@@ -277,7 +277,7 @@ def test_an_exception_leaves_the_engine_usable(cluster: Clusters, size: int, sha
 
 
 def accumulating_exception_body(context: Context, shard_ranks: int | None) -> bool:
-    """An exception drops the whole window: nothing of it reaches the next step."""
+    """An exception drops the whole accumulation window, of which nothing reaches the next step."""
     config = zero.Config(gradient_accumulation_steps=2, timeout=10, shard_ranks=shard_ranks)
     expected = train_zero(context, fresh(), straight, config, decaying, steps=4)
     model = fresh()
@@ -306,7 +306,7 @@ def test_an_exception_drops_the_accumulation_window(
 
 
 def one_rank_raises_body(context: Context) -> str:
-    """Only rank 1 raises: the others get an error that names it, within the timeout."""
+    """Only rank 1 raises; the others get an error that names it, within the timeout."""
     model = fresh()
     engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
     if context.rank == 1:
@@ -327,7 +327,7 @@ def test_one_rank_raises(disposable: Ranks) -> None:
 
 
 def usage_body(context: Context) -> dict[str, str]:
-    """Calls that have no meaning; the engine works after each."""
+    """Calls that make no sense; the engine works after each."""
     model = LanguageModel()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
     batch = tokens(0, context.rank, model)
@@ -370,7 +370,7 @@ def test_calls_in_the_wrong_order(cluster: Clusters, size: int) -> None:
 
 
 def reading_body(context: Context) -> dict[str, str]:
-    """Everything a user may try with a sharded parameter."""
+    """Everything that a user may try with a sharded parameter."""
     import copy
     import pickle
 
@@ -460,7 +460,7 @@ def same_bits_after_evaluation_body(context: Context) -> bool:
 
 
 def without_grad_mode_body(context: Context) -> bool:
-    """Backward and step under no_grad, of losses that are made outside of it."""
+    """Backward and step under no_grad, for losses that were computed outside of it."""
     config = zero.Config(gradient_accumulation_steps=2, timeout=10)
     expected = train_zero(context, fresh(), straight, config, decaying, steps=4)
     model, losses = fresh(), []
@@ -479,7 +479,7 @@ def test_backward_does_not_need_grad_mode(cluster: Clusters) -> None:
 
 
 def nothing_trained_body(context: Context) -> list[str]:
-    """What is said when the loss does not depend on any parameter of the engine."""
+    """The errors if the loss does not depend on any parameter of the engine."""
     model = nn.Sequential(nn.Linear(4, 4))
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=20))
     x = torch.ones(2, 4, device=engine.accelerator.device)

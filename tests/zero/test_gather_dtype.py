@@ -1,4 +1,4 @@
-"""Gathers in 8 bits: training with rounded weights, and exact ones everywhere else."""
+"""Gathers in 8 bits: training uses rounded weights, and everything else exact ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LAYERS = 4
 
 
 class Rounded(nn.Module):
-    """A model whose matrices are rounded to codes in every forward; gradients pass as if they were not."""
+    """A model whose matrices are rounded to codes in every forward; gradients pass through the rounding."""
 
     def __init__(self, model: nn.Module, codes: torch.dtype) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def _ways(path: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_it_is_training_with_rounded_weights(cluster: Clusters, size: int, tmp_path: Path) -> None:
-    """Whatever the number of ranks, and wherever the shards are; when gathers begin changes no bit."""
+    """This holds for any number of ranks and any tier of shards; when gathers begin changes no bit."""
     for per_rank in cluster(size).run(parity_body, path=str(tmp_path), limit=120):
         for way, found in per_rank.items():
             assert found["loss"] < 1e-5, (way, found)
@@ -137,7 +137,7 @@ def narrow_body(context: Context) -> dict[str, float]:
 
 
 def gentle(model: nn.Module) -> torch.optim.Optimizer:
-    """A learning rate at which a few steps do not amplify rounding."""
+    """An optimizer with a learning rate at which a few steps do not amplify rounding."""
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
@@ -148,7 +148,7 @@ def test_with_16_bits(cluster: Clusters) -> None:
 
 
 def compiled_body(context: Context) -> dict[str, float]:
-    """Distances of graphs' losses from the eager engine's."""
+    """Distances of the compiled graphs' losses from the eager engine's."""
     compiling = zero.Compile(inner="aot_eager")
     found = {}
     for loss in (language_loss, under_autocast):
@@ -206,14 +206,14 @@ def test_bytes_are_those_of_codes_scales_and_vectors(cluster: Clusters) -> None:
 
 
 def waiting_body(context: Context) -> dict[str, int]:
-    """Bytes of the device that a gather takes while it is under way, and when it is done."""
+    """Bytes of device memory that a gather takes while it is under way, and when it is done."""
     model = nn.Linear(256, 256)
     config = zero.Config(gather_dtype="int8", timeout=20)
     engine = zero.initialize(nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=0.1), config)
     (unit,), memory = engine.units, context.accelerator.memory
     cast = unit.cast_for(None)
     unit.start_gather(cast)
-    unit.complete(cast)  # the staging of collectives is warm
+    unit.complete(cast)  # warms up the staging of collectives
     unit.release()
     before = memory.stats().allocated
     unit.start_gather(cast)
@@ -233,7 +233,7 @@ def test_what_waits_takes_a_byte_an_element(cluster: Clusters, device: str) -> N
 
 
 def exact_body(context: Context) -> dict[str, bool]:
-    """zero.gathered shows and writes exact values, in and out of forwards."""
+    """zero.gathered shows and writes exact values, inside and outside of forwards."""
     exact = fresh()
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(gather_dtype="int8", timeout=20))
@@ -329,7 +329,7 @@ def test_checkpoints_do_not_tell(cluster: Clusters, tmp_path: Path, size: int, a
 
 
 def adapter_body(context: Context) -> dict[str, Any]:
-    """A frozen base in 16 bits and adapters in fp32: both travel in 8."""
+    """A frozen base in 16 bits and adapters in fp32; both travel in 8."""
     model = fresh()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("up" in name)
@@ -393,12 +393,12 @@ def _raising(module: nn.Module) -> Iterator[None]:
 
 
 def failing_body(context: Context) -> dict[str, bool]:
-    """A forward that fails, alone and in zero.gathered; what was on its way goes, what is shown stays."""
+    """A forward that fails, alone and in zero.gathered: pending gathers are dropped, shown units stay."""
     exact = fresh()
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(gather_dtype="int8", prefetch=2, timeout=20))
     batch = tokens(0, context.rank, model)
-    engine.backward(engine(batch)["loss"])  # the next forward has an order to prefetch by
+    engine.backward(engine(batch)["loss"])  # gives the next forward an order to prefetch by
     found = {}
     with _raising(model.blocks[1].up), pytest.raises(RuntimeError, match="planted"):
         engine(batch)

@@ -1,4 +1,4 @@
-"""zero.gathered inside a forward, which goes on with what was written and keeps what it computed with."""
+"""zero.gathered inside a forward, which continues with written values and keeps those it computed with."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _slow_to_write(slow: bool) -> Iterator[None]:
 
 
 def writing_body(context: Context, gather_dtype: Any, autocast: bool) -> float:
-    """How far a forward is from what its pre-hook has written."""
+    """The distance of a forward's result from what the values that its pre-hook wrote would give."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     engine, far = build(model, "Linear", gather_dtype), []
 
@@ -74,7 +74,7 @@ def test_a_forward_goes_on_with_what_was_written(
 
 
 class Inner(nn.Module):
-    """Gathers for itself what has been gathered for it."""
+    """A module that itself gathers a weight which has been gathered for it already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,8 @@ def test_what_is_shown_may_be_computed_with(cluster: Clusters, gather_dtype: Any
 
 
 class Twice(nn.Module):
-    """A block with an input that tells its end, and one in a reentrant checkpoint that has none."""
+    """A block called twice: with an input that tells when its backward ends, and in a reentrant checkpoint,
+    without such an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +141,7 @@ def test_a_block_in_a_reentrant_checkpoint_and_out_of_it(
 
 
 def half_body(context: Context, gather_dtype: Any, autocast: bool) -> list[str]:
-    """A gather that finds no room half-way, in a block that keeps the unit, and is tried again."""
+    """A gather that runs out of memory half-way, in a block that holds the unit, and is tried again."""
     from accelz_sim import faults
 
     wrong = []

@@ -19,7 +19,7 @@ from tests.zero.test_parity import language_loss
 from tests.zero.test_paths import decaying, straight
 from tests.zero.training import adamw, collected, living
 
-# Operations through which a value on the device reaches the host.
+# Operations by which a value on the device reaches the host.
 _WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item"}
 
 
@@ -103,7 +103,7 @@ def wide_gradient_body(context: Context, optimizer: str) -> list[tuple[str, int]
 
 @pytest.mark.parametrize("optimizer", ONE_PASS)
 def test_no_fp32_copy_of_a_gradient_is_kept(cluster: Clusters, optimizer: str) -> None:
-    """Kernels read 16-bit gradients piece by piece: no fp32 tensor of a shard's size is ever made."""
+    """Kernels read 16-bit gradients piece by piece, so no fp32 tensor of a shard's size is ever made."""
     for made in cluster(2).run(wide_gradient_body, optimizer=optimizer):
         assert made == []
 
@@ -139,7 +139,7 @@ def trained_once(context: Context, settings: dict[str, Any]) -> weakref.ref[zero
 
 @collected()
 def freed_body(context: Context, **settings: Any) -> tuple[bool, int]:
-    """Whether an engine that nobody holds is gone, and the device's bytes that are still in use."""
+    """Whether an engine without references is gone, and the bytes of device memory still in use."""
     trained_once(context, settings)
     gc.collect()
     before = context.accelerator.memory.stats().allocated
@@ -157,7 +157,7 @@ def test_an_engine_that_nobody_holds_is_freed(cluster: Clusters, settings: dict[
 
 
 def told_body(context: Context) -> list[int]:
-    """Keys of the job's store after each of some engines whose state is read and loaded some times."""
+    """The number of keys in the job's store after each of several engines that read and load state."""
     counts = []
     for times in (1, 2, 4):
         model = language_model()
@@ -172,20 +172,20 @@ def told_body(context: Context) -> list[int]:
 
 
 def test_what_ranks_have_told_each_other_does_not_pile_up(cluster: Clusters) -> None:
-    """An engine leaves each rank's last word, however often they talked and however many units it has."""
+    """An engine leaves only each rank's last message, whatever the numbers of messages and units."""
     for first, second, third in cluster(2).run(told_body):
         assert third - second == second - first == 2
 
 
 def test_nothing_grows_over_steps(cluster: Clusters) -> None:
-    """Over 40 steps; threads of gloo have the last exchanges' tensors for a moment, before or after."""
+    """Over 40 steps. gloo's threads may hold the last exchanges' tensors for a moment, before or after."""
     for tensors, hooks, tensors_later, hooks_later in cluster(2).run(leak_body):
         assert tensors_later < tensors + 20
         assert hooks_later == hooks
 
 
 def kept_norms_body(context: Context) -> tuple[list[float], list[float]]:
-    """Gradient norms read at their step, and read from the tensors that were kept, some steps later."""
+    """Gradient norms read right at their step, and read some steps later from the kept tensors."""
     model = language_model()
     engine = zero.initialize(model, adamw(model), zero.Config(clip_norm=1.0, timeout=10))
     read, kept = [], []
@@ -200,7 +200,7 @@ def kept_norms_body(context: Context) -> tuple[list[float], list[float]]:
 
 
 def test_norms_that_a_user_keeps_stay(cluster: Clusters) -> None:
-    """Inside, the number is overwritten at every step."""
+    """The engine overwrites its own number at every step."""
     for read, kept in cluster(2).run(kept_norms_body):
         assert len(set(read)) == len(read)
         assert kept == read
@@ -230,7 +230,7 @@ def gradient_bytes_body(context: Context) -> dict[str, int]:
 
 
 def test_whole_gradients_live_briefly(cluster: Clusters) -> None:
-    """The unit in backward, those under reduction, and the root's: not the model's."""
+    """Only the unit in backward, units being reduced, and the root have them, not the whole model."""
     for found in cluster(2).run(gradient_bytes_body):
         assert found["most"] <= 4
         assert found["left"] == 0

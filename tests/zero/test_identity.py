@@ -1,4 +1,4 @@
-"""Parameters stay what they are to the user: the object, its hooks and marks, ties and strides."""
+"""Parameters remain what they are to the user: the objects, with their hooks, marks, ties and strides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 3
 
 
 class Odd(nn.Module):
-    """Channels-last, tied, frozen, turned and sliced parameters."""
+    """Channels-last, tied, frozen, transposed and sliced parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def facts(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def plain() -> list[float]:
-    """Losses of the model by itself on the host, in fp32."""
+    """Losses of the model without an engine on the host, in fp32."""
     model = made()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses = []
@@ -105,8 +105,11 @@ def test_parameters_stay_what_they_are(cluster: Clusters, stage: int, start: str
 
 
 def held_body(context: Context) -> dict[str, str]:
-    """Parameters on the host that something holds beside the model. A device whose Parameters may have the
-    host's data takes them; another says why it cannot, before anything has changed."""
+    """Parameters on the host that something besides the model holds.
+
+    A device whose Parameters can be given host data accepts them; another says why it cannot, before anything
+    has changed.
+    """
     graph = nn.Linear(4, 4)
     outputs = [graph.weight.square().sum()]
     backward = nn.Linear(4, 4)
@@ -154,7 +157,7 @@ def test_parameters_that_something_holds(cluster: Clusters, device: str) -> None
 
 
 def buffers_body(context: Context) -> bool:
-    """Rank 0's values win, in dtypes that no collective library knows."""
+    """Rank 0's values win, even in dtypes that no collective library knows."""
     model = nn.Linear(4, 4)
     for number, dtype in enumerate((torch.float8_e4m3fn, torch.complex64, torch.bool, torch.uint16)):
         model.register_buffer(f"buffer{number}", torch.full((5,), 1 - context.rank).to(dtype))

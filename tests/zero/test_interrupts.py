@@ -1,4 +1,4 @@
-"""What ends without a hook: a KeyboardInterrupt in a forward, hooks removed; and what only looks like it."""
+"""Passes that end without a hook: by a KeyboardInterrupt, or removed hooks; and what only looks like one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 class Nested(nn.Module):
-    """Calls itself, as recursive networks do. during: called inside the innermost call."""
+    """A module that calls itself, as recursive networks do. during: called inside the innermost call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def test_nothing_is_stale_after_an_interrupt(cluster: Clusters, stage: int) -> N
 
 
 def at_the_edges_body(context: Context) -> dict[str, bool]:
-    """Interrupts before autograd has begun, and when it is done: the micro-batch is dropped, and no more."""
+    """Interrupts before autograd begins and after it is done: only the micro-batch is dropped."""
     expected, found = train(build(), context.rank), {}
     for when in ("begins", "ends"):
         engine = build()
@@ -121,7 +121,7 @@ def test_a_backward_may_be_interrupted_at_its_edges(cluster: Clusters) -> None:
 
 
 def nested_body(context: Context) -> list[str]:
-    """A load in the middle of a forward, of this thread or of another, finds that it is under way."""
+    """A load in the middle of a forward, from this thread or another, notices that one is under way."""
     engine, found = build(), []
     expected = train(build(), context.rank)
 
@@ -149,7 +149,7 @@ def test_a_forward_under_way_is_no_interrupted_one(cluster: Clusters) -> None:
 
 
 def shown_body(context: Context, stage: int) -> dict[str, Any]:
-    """Forward and backward in a `zero.gathered` block, and what changes weights outside of it."""
+    """Forward and backward work in a `zero.gathered` block; what changes weights only works outside of it."""
     expected, engine, losses = train(build(stage=stage), context.rank), build(stage=stage), []
     whole, refused = engine.state_dict(), []
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""A model that changes after zero.initialize: what freezes is left alone, what comes is refused."""
+"""Models that change after zero.initialize: frozen parameters are left alone, new ones are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw, relative_error
 
 FROZEN = {0: range(2, 5), 2: range(0, 3)}
-"""Steps in which blocks are frozen."""
+"""The steps in which blocks are frozen."""
 
 
 def thaw_or_freeze(model: LanguageModel, step: int) -> None:
@@ -27,7 +27,7 @@ def thaw_or_freeze(model: LanguageModel, step: int) -> None:
 
 
 def plain_losses(steps: int) -> list[float]:
-    """Of one rank, unsharded: every rank gets the same batches here."""
+    """Losses of one rank, unsharded. All ranks have the same batches here."""
     model = fresh()
     optimizer, losses = adamw(model), []
     for step in range(steps):
@@ -92,7 +92,7 @@ def test_unfreezing_what_has_no_optimizer_state_is_refused(cluster: Clusters, st
 
 
 def replaced_body(context: Context, stage: int, path: str) -> None:
-    """A new layer in the place of an old one: the old one's values are not what is saved as the new one's."""
+    """A new layer replaces an old one, whose values must not be saved as the new one's."""
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
     old = model.blocks[1].up
@@ -128,7 +128,7 @@ def test_new_parameters_are_refused(cluster: Clusters, stage: int, tmp_path: Pat
 
 
 def renamed_body(context: Context, stage: int, path: str) -> None:
-    """Layers that have changed places, and one in a wrapper: nothing is saved under another's name."""
+    """Layers that were swapped, and one in a wrapper: nothing is saved under another layer's name."""
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, stage=stage))
     first, last = model.blocks[0], model.blocks[2]
@@ -170,14 +170,14 @@ def moved_body(context: Context, how: str, stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("how", REPLACED)
 def test_memory_that_was_replaced_is_noticed(cluster: Clusters, how: str, stage: int) -> None:
-    """Such parameters would never be trained again."""
+    """Otherwise such parameters would never be trained again."""
     for message in cluster(2).run(moved_body, how=how, stage=stage):
         assert "other memory than the engine's is behind" in message
         assert "norm.weight" in message
 
 
 def changed_body(context: Context) -> dict[str, list[str]]:
-    """A constraint on weights: in place, and where it belongs."""
+    """A constraint on weights: in place, and where it should be applied."""
     found = {}
     for name, precision, gathered in (
         ("lost", "bf16", False),

@@ -1,4 +1,4 @@
-"""Shards on the host that the device reads late: nobody writes to one before it has been read."""
+"""Shards on the host that the device reads late: nothing writes to a shard before it has been read."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def save_zeros(path: Path, precision: str) -> None:
 
 @torch.no_grad()
 def evaluated(model: nn.Module) -> Tensor:
-    """On the device, where it may not be done yet."""
+    """The model's result on the device, where it may not be computed yet."""
     return language_loss(model, 5, 0)
 
 
 def late_body(context: Context, path: str, brought: bool) -> dict[str, tuple[bool, bool]]:
-    """For each change: whether a forward before it is one with the values before, and one after it is not.
+    """For each change: whether a forward before it uses the old values, and whether one after it still does.
 
-    brought: shards are on their way to the device before their gathers, as compiled graphs have them.
+    brought: move shards to the device ahead of their gathers, as compiled graphs do.
     """
     streams, found = context.accelerator.streams, {}
     for name, (change, settings) in CHANGES.items():
@@ -129,7 +129,7 @@ def test_a_forward_has_the_values_that_it_began_with(cluster: Clusters, tmp_path
 
 
 class CopiesFromHost(TorchDispatchMode):
-    """seen: of each copy from the host, whether it was queued on the stream that was current at first."""
+    """Watches copies from the host. seen: for each, whether it was on the stream current at the start."""
 
     def __init__(self, context: Context) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def beside_body(context: Context) -> list[bool]:
     model = fresh()
     config = zero.Config(precision="bf16", offload=zero.Offload(params="host"), timeout=20)
     engine = zero.initialize(model, adamw(model), config)
-    for step in range(2):  # the second has units to gather ahead
+    for step in range(2):  # in the second, units are gathered ahead
         with CopiesFromHost(context) as copies:
             loss = language_loss(model, step, context.rank)
         engine.backward(loss)
@@ -157,7 +157,7 @@ def beside_body(context: Context) -> list[bool]:
 
 
 def test_shards_come_beside_the_computation(cluster: Clusters, device: str) -> None:
-    """On one rank: between several, a device without a library of its own copies gathered values too."""
+    """On one rank only: with several, a device without its own collectives also copies gathered values."""
     if device == "cpu":
         pytest.skip("the device is the host")
     (found,) = cluster(1).run(beside_body)

@@ -1,4 +1,4 @@
-"""The user's optimizer under an engine: what goes on working, and what says where to turn."""
+"""The user's optimizer under an engine: what keeps working, and what says what to use instead."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def one_step(context: Context, engine: zero.Engine, step: int) -> None:
 
 
 def state_dict_body(context: Context, path: str) -> list[tuple[str, str]]:
-    """Refused before and after a step, on every tier; what is there stays, and schedulers go on."""
+    """State dicts are refused on every tier; state stays as it is, and schedulers keep working."""
     told = []
     for offload in (None, zero.Offload(optimizer="host"), zero.Offload(optimizer="disk", path=path)):
         theirs = adamw(fresh()).state_dict()
@@ -65,7 +65,7 @@ def test_state_dicts_of_slices_are_refused(cluster: Clusters, tmp_path: Path) ->
 
 
 def pickle_body(context: Context, path: str) -> None:
-    """State on disk: no raw error of a lock somewhere inside."""
+    """Pickling state on disk gives a clear error, not that of a lock somewhere inside."""
     engine = build(zero.Offload(optimizer="disk", path=path))
     one_step(context, engine, 0)
     for state in engine.optimizer.state.values():
@@ -82,7 +82,7 @@ def test_state_on_disk_is_not_pickled(cluster: Clusters, tmp_path: Path) -> None
 
 
 def hooks_body(context: Context) -> list[str]:
-    """The user's hooks, of before the engine and after, are called around its step."""
+    """The user's hooks, registered before or after the engine was made, are called around its step."""
     called: list[str] = []
     model = fresh()
     optimizer = adamw(model)
@@ -111,7 +111,7 @@ def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def reading_hooks_body(context: Context, early: bool) -> dict[str, str]:
-    """A hook in front of the step finds no gradients, and is told, whoever steps."""
+    """A hook before the step finds no gradients, and the error says so, whoever steps."""
     told = {}
     for name, make in KINDS.items():
         model = fresh()
@@ -135,7 +135,7 @@ def test_hooks_that_read_gradients_are_told_where_they_are(cluster: Clusters, ea
 
 
 def wrapped(optimizer: Optimizer, called: list[int]) -> Optimizer:
-    """With a step of its own, such as a warm-up written around it."""
+    """Give an optimizer a step of its own, such as a warm-up wrapped around it."""
     inner = optimizer.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ LATE: dict[str, tuple[Callable[[nn.Module], Optimizer], str]] = {
 
 
 def late_option_body(context: Context, name: str) -> str:
-    """What the kernel has not: nothing changes, and without it training goes on."""
+    """An option that the kernel lacks is refused and changes nothing; without it, training continues."""
     model = fresh()
     engine = zero.initialize(model, LATE[name][0](model), zero.Config(timeout=20))
     (group,) = engine.optimizer.param_groups

@@ -66,11 +66,11 @@ def test_fp32_equals_data_parallel(cluster: Clusters, size: int) -> None:
             assert found["norm"] < 1e-5, (stage, found)
             assert found["state"] < 1e-5, (stage, found)
             assert found["run to run"], stage
-            assert found["same"], stage  # 1 and 2; 0 and 3 sum the clipping norm in orders of their own
+            assert found["same"], stage  # of 1 and 2; 0 and 3 sum the clipping norm in other orders
 
 
 def gentle(model: nn.Module) -> Optimizer:
-    """A learning rate at which ten steps do not amplify rounding."""
+    """An optimizer with a learning rate at which ten steps do not amplify rounding."""
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
@@ -91,11 +91,11 @@ def bf16_body(context: Context) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", WORLDS)
 def test_bf16_equals_unsharded_mixed_precision(cluster: Clusters, size: int) -> None:
-    """Against unsharded training with bf16 weights and fp32 masters, over ten steps.
+    """Compare with unsharded training with bf16 weights and fp32 masters, over ten steps.
 
-    Up to two ranks the sums of gradients have one order, and losses agree to 1e-5. Beyond that each sum
-    is rounded to bf16 in another order (and at three ranks averaging rounds, too): the bound is 2 % of
-    the initial loss.
+    With up to two ranks, sums of gradients have only one order, and losses agree to 1e-5. With more, each sum
+    is rounded to bf16 in another order (and with three, averaging rounds too), so the bound is 2 % of the
+    initial loss.
     """
     results = cluster(size).run(bf16_body, limit=120)
     for found in results:
@@ -162,7 +162,7 @@ def test_every_optimizer(cluster: Clusters) -> None:
 
 
 def narrow_body(context: Context) -> dict[str, bool]:
-    """A model that is bf16 already, with an optimizer that has state before its first step."""
+    """A model that is in bf16 already, with an optimizer that has state before its first step."""
     found = {}
     for stage in (0, 3):
         engines = []
@@ -250,7 +250,7 @@ def test_reduce_dtype(cluster: Clusters, accumulate: str | None, stage: int) -> 
     more = {} if accumulate is None else {"gradient_accumulation_steps": 2, "accumulate": accumulate}
     for narrow, wide in cluster(2).run(reduce_dtype_body, stage=stage, **more):
         assert wide < 1e-5
-        assert 1e-7 < narrow < 1e-2  # rounded on the way, and really so
+        assert 1e-7 < narrow < 1e-2  # rounded on the way, and measurably so
 
 
 def fp16_body(context: Context) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def test_fp16(cluster: Clusters) -> None:
 
 
 def bitwise_gradient_body(context: Context) -> dict[str, bool]:
-    """full_gradient, before step, against the mean of the ranks' gradients computed here."""
+    """Compare full_gradient() before the step with the mean of the ranks' gradients, computed here."""
     model = fresh()
     plain = copy.deepcopy(model)
     engine = zero.initialize(model, adamw(model), zero.Config(stage=3))

@@ -1,4 +1,4 @@
-"""Models that do not run the same straight line every step."""
+"""Models that do not run the same straight line in every step."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def straight(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def repeated(model: nn.Module, step: int, rank: int) -> Tensor:
-    """One block is called three times, another twice in a row."""
+    """One block is called three times, and another twice in a row."""
     return model(features(step, rank, model), (0, 1, 0, 2, 2, 3, 0)).loss
 
 
 def changing_order(model: nn.Module, step: int, rank: int) -> Tensor:
-    """Another order every step, the same on all ranks."""
+    """Blocks run in another order in every step, the same on all ranks."""
     order = torch.randperm(4, generator=torch.Generator().manual_seed(step)).tolist()
     return model(features(step, rank, model), tuple(order)).loss
 
@@ -88,7 +88,7 @@ def one_parameter_unused(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def submodule_alone(model: nn.Module, step: int, rank: int) -> Tensor:
-    """A unit called by itself, outside the model's forward."""
+    """A unit is called on its own, outside the model's forward."""
     return model.blocks[2](features(step, rank, model)).square().mean() + straight(model, step, rank)
 
 
@@ -109,7 +109,7 @@ PATHS: tuple[Callable[[nn.Module, int, int], Tensor], ...] = (
 
 
 def decaying(model: nn.Module) -> Optimizer:
-    """Weight decay tells a parameter that was skipped from one that was stepped with a zero gradient."""
+    """An optimizer whose weight decay tells skipped parameters from those stepped with a zero gradient."""
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.3)
 
 
@@ -119,7 +119,7 @@ def fresh(frozen: int | None = 1) -> Stack:
 
 
 def error_of(run: Run, reference: Run) -> float:
-    """The largest, of losses and, on the rank that has them, of weights."""
+    """The largest error of losses and, on the rank that has them, of weights."""
     losses = relative_error(run.losses, reference.losses)
     return max(losses, state_error(run.state, reference.state)) if run.state else losses
 
@@ -149,7 +149,7 @@ def test_paths_with_other_prefetch(cluster: Clusters, prefetch: int) -> None:
 
 
 class Optional(nn.Module):
-    """A block with a part that is used only when the batch says so."""
+    """A block with a part that is used only if the batch says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,8 +203,10 @@ def optional_body(context: Context, shape: str, persistent_below: int) -> float:
 def test_ranks_that_use_different_parameters_of_a_unit(
     cluster: Clusters, size: int, shape: str, persistent_below: int
 ) -> None:
-    """At stage 3 all ranks gather the same units, but what they use inside is theirs: what they issue is in
-    one order even so, which libraries with one queue for everything need."""
+    """At stage 3 all ranks gather the same units, but may use different parameters inside.
+
+    They issue collectives in one order even so, as libraries with one queue for everything need.
+    """
     found = cluster(size).run(optional_body, shape=shape, persistent_below=persistent_below)
     assert max(found) < 1e-5
 
@@ -253,12 +255,12 @@ def dropping_body(context: Context, reentrant: bool) -> float:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_ranks_that_drop_different_layers_and_recompute_the_rest(cluster: Clusters, reentrant: bool) -> None:
-    """What is recomputed is whole already: no rank gathers other units ahead for it."""
+    """What is recomputed is already whole, so no rank gathers other units ahead for it."""
     assert max(cluster(3).run(dropping_body, reentrant=reentrant)) < 1e-5
 
 
 class Conditional(nn.Module):
-    """A block that may be dropped, and may leave out what it is given beside its input."""
+    """A block that may be dropped, and may ignore what it is given besides its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +273,7 @@ class Conditional(nn.Module):
 
 
 class Conditionals(nn.Module):
-    """Blocks in the ways that ranks may differ in, by name; here: on this rank."""
+    """Blocks that ranks use in different ways, by name. here: whether this rank is the one that differs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +336,7 @@ def test_ranks_that_go_different_ways_within_units(cluster: Clusters) -> None:
 
 
 class Bag(dict[str, Tensor]):
-    """A container of the user's, which is handed on as it is."""
+    """A user-defined container, which is passed on as it is."""
 
 
 class InBags(nn.Module):
@@ -375,7 +377,7 @@ def test_a_layer_that_is_dropped_with_its_container(cluster: Clusters) -> None:
 
 
 class Remembering(nn.Module):
-    """What it keeps of the step before is no part of the loss, and detached inside."""
+    """A model whose memory of the previous step is detached inside, so it is not part of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +390,7 @@ class Remembering(nn.Module):
 
 
 class Alive(torch.autograd.Function):
-    """Counts graphs that are there."""
+    """Counts the autograd graphs that exist."""
 
     count = 0
 
@@ -408,7 +410,7 @@ class Alive(torch.autograd.Function):
 
 
 def graphs_body(context: Context, name: str) -> list[int]:
-    """Graphs that are there behind each step."""
+    """The number of graphs that exist after each step."""
     model = Remembering()
     engine = zero.initialize(model, decaying(model), zero.Config(timeout=10))
     memory = features(9, context.rank, model)
@@ -435,7 +437,7 @@ def test_graphs_do_not_live_on(cluster: Clusters, name: str) -> None:
 
 
 class Sides(nn.Module):
-    """Blocks with one input for all: they are over one by one, not all together."""
+    """Blocks that share one input; their backwards end one by one, not all together."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -448,8 +450,10 @@ class Sides(nn.Module):
 
 
 def order_body(context: Context, thrown_away: bool) -> list[str]:
-    """What a backward issues, from the second step on; `thrown_away`: a forward before whose output is kept
-    on one rank."""
+    """The gathers and reductions that the backward of the second step issues.
+
+    thrown_away: before each step, run another forward whose output only one rank keeps.
+    """
     torch.manual_seed(2)
     model = Sides()
     engine = zero.initialize(model, decaying(model), zero.Config(timeout=10, prefetch=0))
@@ -467,7 +471,7 @@ def order_body(context: Context, thrown_away: bool) -> list[str]:
     ops = {"all_gather": "gather", "reduce_scatter": "reduce"}
     told = (re.match(r"(\w+) of unit '(.*)'", text) for text in issued)
     names = (f"{ops[found[1]]} {found[2]}" for found in told if found)
-    return list(dict.fromkeys(names))  # matrices and vectors travel by themselves
+    return list(dict.fromkeys(names))  # matrices and vectors travel separately
 
 
 @pytest.mark.parametrize("thrown_away", [False, True])
@@ -480,8 +484,10 @@ def test_units_on_one_input_are_reduced_one_by_one(cluster: Clusters, thrown_awa
 
 
 def two_backwards_body(context: Context) -> tuple[float, list[int]]:
-    """Two forwards before two backwards, as of two losses; and how many reductions each of them issues before
-    its end."""
+    """Two forwards before two backwards, as with two losses.
+
+    Returns the error, and how many reductions each backward has issued before its end.
+    """
     torch.manual_seed(2)
     model = Optionals("in a row")
     plain = copy.deepcopy(model)
@@ -515,7 +521,7 @@ def two_backwards_body(context: Context) -> tuple[float, list[int]]:
 
 
 def test_two_forwards_before_two_backwards(cluster: Clusters) -> None:
-    """A backward waits for calls that are part of it, and for no others."""
+    """A backward waits for the calls that are part of it, and for no others."""
     for error, early in cluster(2).run(two_backwards_body):
         assert error < 1e-5
         assert min(early) >= 5, "layers are reduced while the backward runs"
@@ -531,7 +537,7 @@ class Viewed(nn.Module):
 
 
 class ChangedInPlace(nn.Module):
-    """What comes out of a unit is a view, and is changed in place: it has another producer then."""
+    """A unit's output is a view and is changed in place, after which it has another producer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -563,7 +569,7 @@ class CalledTwiceInside(nn.Module):
 
 
 def reductions_body(context: Context, kind: type[nn.Module]) -> tuple[float, int]:
-    """And how many reductions a step has."""
+    """The error of the losses, and how many reductions a step has."""
     torch.manual_seed(2)
     model = kind()
     reference = train_averaging(context, model, plain_loss, decaying, steps=3)
@@ -592,7 +598,7 @@ LATE = {
 
 
 def late_body(context: Context, name: str) -> dict[int, float]:
-    """A block recomputed twice gets its gradients one after the other, in two backwards of their own."""
+    """A block that is recomputed twice gets its gradients one after the other, in two separate backwards."""
 
     def loss(model: nn.Module, step: int, rank: int) -> Tensor:
         x = features(step, rank, model).requires_grad_()
@@ -608,13 +614,13 @@ def late_body(context: Context, name: str) -> dict[int, float]:
 
 @pytest.mark.parametrize("name", LATE)
 def test_gradients_that_are_late_on_some_ranks(cluster: Clusters, name: str) -> None:
-    """Below stage 3 ranks may use different units; what has come after a reduction waits for all of them."""
+    """Below stage 3 ranks may use different units; gradients after a reduction wait for all ranks."""
     for found in cluster(3).run(late_body, name=name):
         assert max(found.values()) < 1e-5, found
 
 
 class Returning(nn.Module):
-    """A layer of the root that is recomputed, and called once more before or after; the rest is frozen."""
+    """A layer of the root is recomputed, and called once more before or after that; the rest is frozen."""
 
     def __init__(self, before: bool) -> None:
         super().__init__()
@@ -645,12 +651,12 @@ def returning_body(context: Context, before: bool) -> float:
 def test_gradients_of_a_backward_in_the_backward_do_not_end_the_outer_one(
     cluster: Clusters, before: bool
 ) -> None:
-    """The root is needed again although all its parameters have their gradients."""
+    """The root is needed again although all its parameters have their gradients already."""
     assert max(cluster(2).run(returning_body, before=before)) < 1e-5
 
 
 class Conditioned(nn.Module):
-    """Blocks that pass on what is older than their input, as it came."""
+    """Blocks that pass on, unchanged, a tensor that is older than their input."""
 
     def __init__(self, returns: bool) -> None:
         super().__init__()
@@ -691,7 +697,7 @@ def conditioned_body(context: Context, returns: bool) -> tuple[float, int]:
 
 
 def test_what_a_unit_passes_on_does_not_bring_it_back(cluster: Clusters) -> None:
-    """Its gradient is ready when the unit's backward is over."""
+    """The gradient of what it passes on is ready when the unit's backward is over."""
     for returned, made in zip(
         cluster(2).run(conditioned_body, returns=True),
         cluster(2).run(conditioned_body, returns=False),
@@ -702,7 +708,7 @@ def test_what_a_unit_passes_on_does_not_bring_it_back(cluster: Clusters) -> None
 
 
 class SelfAttending(nn.Module):
-    """Blocks that look at what they are given: one tensor twice, and a container of the caller's."""
+    """Blocks that check their inputs: the same tensor twice, and a container of the caller's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -728,7 +734,7 @@ class _SelfAttending(nn.Module):
 
 
 class SideChannel(nn.Module):
-    """A block that keeps a loss of its own on the side, outside what it returns."""
+    """A block that keeps its own loss as an attribute, outside of what it returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -769,7 +775,7 @@ class CrossAttention(nn.Module):
 
 
 class _Keyed(nn.Module):
-    """Frozen projection of the memory, and in-place arithmetic on the input."""
+    """A frozen projection of the memory, and in-place arithmetic on the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -806,7 +812,7 @@ class _Adapted(nn.Module):
 
 
 class RecomputedLowRank(LowRank):
-    """Gradients go to a leaf, through frozen weights behind the last one that is trained."""
+    """Gradients go on to a leaf, through frozen weights beyond the last trained ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.requires_grad_()
@@ -816,7 +822,7 @@ class RecomputedLowRank(LowRank):
 
 
 class Normed(nn.Module):
-    """The first thing that is trained is a small vector, before frozen weights."""
+    """In each block, a small trained vector comes before frozen weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -832,7 +838,7 @@ class Normed(nn.Module):
 
 
 class FrozenBetween(nn.Module):
-    """Of the root a head is trained, and frozen weights are between units."""
+    """The root has a trained head, and frozen weights between units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -879,7 +885,7 @@ def test_architectures(cluster: Clusters) -> None:
 
 
 def kept_output_body(context: Context, compile: bool) -> list[bool]:
-    """Whether engine and model are freed although the model keeps a tensor of its last forward."""
+    """Whether engine and model are freed although the model keeps a tensor from its last forward."""
 
     def trained(backward: bool) -> tuple[weakref.ref[Any], weakref.ref[Any]]:
         torch.manual_seed(2)
@@ -905,7 +911,7 @@ def test_a_model_that_keeps_an_output_is_freed(cluster: Clusters, compile: bool)
 
 
 def saved_output_body(context: Context) -> bool:
-    """What a model puts out may be saved and copied while its backward is to come."""
+    """A model's output may be saved and copied before its backward."""
     model = Mixture()
     engine = zero.initialize(model, decaying(model), zero.Config(timeout=10))
     output = engine(features(0, context.rank, model))
@@ -954,7 +960,7 @@ def test_what_outlives_an_engine(cluster: Clusters) -> None:
 
 
 def rank_dependent(model: nn.Module, step: int, rank: int) -> Tensor:
-    """Each rank leaves out other blocks."""
+    """Each rank leaves out different blocks."""
     return model(features(step, rank, model), (0, 1, 3) if (step + rank) % 2 else (2, 1)).loss
 
 
@@ -976,7 +982,7 @@ def test_ranks_that_use_different_blocks(cluster: Clusters) -> None:
 
 
 def parts_body(context: Context) -> bool:
-    """Modules of the root unit called by themselves, outside the model's forward."""
+    """Modules of the root unit are called on their own, outside the model's forward."""
     torch.manual_seed(3)
     model = LanguageModel()
     plain = copy.deepcopy(model)
@@ -1021,7 +1027,7 @@ def lifetimes_body(context: Context) -> dict[str, Any]:
 
 
 def test_units_are_released(cluster: Clusters) -> None:
-    """At most the root, the unit in use, the one prefetched and the one just finished are whole."""
+    """At most the root, the unit in use, the prefetched one and the one just finished are whole."""
     for found in cluster(2).run(lifetimes_body):
         assert found["calls"] == 8
         assert found["most"] <= 4, found

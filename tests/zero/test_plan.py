@@ -1,4 +1,4 @@
-"""`zero.plan` and `zero plan`: what they need, say and refuse. tests/sim/test_plan.py has their numbers."""
+"""`zero.plan` and `zero plan`: what they need, say and refuse. tests/sim/test_plan.py has the numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def planned(ranks: int = 2, model: nn.Module | None = None, **settings: Any) -> 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_model_state_of_each_rank(ranks: int) -> None:
-    """Sixteen bytes a parameter in mixed precision: 2 + 2 + 12."""
+    """Sixteen bytes per parameter in mixed precision: 2 + 2 + 12."""
     plan = planned(ranks, precision="bf16")
     rest, each = plan.memory.rest["device"], 4 * MATRIX // ranks
     assert (rest.parameters, rest.optimizer, plan.memory.gradients["device"]) == (
@@ -76,7 +76,7 @@ def test_tiers_of_the_host_and_the_disk() -> None:
 
 
 def test_it_takes_no_memory_and_leaves_everything_as_it_is() -> None:
-    """A model of 200 GB without memory."""
+    """Planning for a model of 200 GB, which takes no memory."""
     with torch.device("meta"):
         large = nn.Sequential(*(nn.Linear(50_000, 50_000, bias=False) for _ in range(20)))
     plan = planned(64, large, precision="bf16")
@@ -92,7 +92,7 @@ def test_it_takes_no_memory_and_leaves_everything_as_it_is() -> None:
 
 
 def test_optimizers() -> None:
-    """The engine's own Lion is no stranger, and torch's make their state when they step."""
+    """The engine's own Lion is known, and torch's optimizers make their state when they step."""
     model = blocks()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -105,8 +105,10 @@ def test_optimizers() -> None:
 
 
 def test_optimizers_of_whole_parameters() -> None:
-    """Each is on one rank for its step, with its state; of others every rank has a slice, which a kernel
-    steps from the gradient as it is."""
+    """Each of their parameters is on one rank for its step, with its state.
+
+    Of others, every rank has a slice, which a kernel steps with the gradient as it is.
+    """
     model = blocks(4)
     first, *others = model.parameters()
     two = [torch.optim.Muon(others), torch.optim.AdamW([first])]
@@ -116,7 +118,7 @@ def test_optimizers_of_whole_parameters() -> None:
     assert plan.memory.peaks["step"].gradients == 2 * 4 * MATRIX // 2 + 2 * 4 * most
     assert plan.traffic.collectives["all_to_all"] == (2 + 4 + 4) * 3 * MATRIX
     factored = zero.plan(model, torch.optim.Adafactor(model.parameters()), zero.Config(), ranks=2)
-    assert factored.memory.rest["device"].optimizer == 2 * 4 * (128 + 128)  # rows and columns alone
+    assert factored.memory.rest["device"].optimizer == 2 * 4 * (128 + 128)  # only rows and columns
     alone = zero.plan(model, torch.optim.Adafactor(model.parameters()), zero.Config(), ranks=1)
     assert alone.memory.rest["device"].optimizer == 4 * 4 * (128 + 128)
 
@@ -128,7 +130,7 @@ class Holder(nn.Module):
 
 
 def test_each_memory_is_that_of_the_rank_that_has_most_there() -> None:
-    """One rank steps 100 elements, the other 60 and 50; the host has room for the first unit's state."""
+    """One rank steps 100 elements, the other 60 and 50. The host has room for the first unit's state."""
 
     class Own(torch.optim.SGD):
         pass
@@ -174,7 +176,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def disk_body(context: Context, settings: dict[str, Any]) -> tuple[int, int, int]:
-    """Bytes taken on disk; read and written in a step in steady state."""
+    """Bytes taken on disk, and bytes read and written in a step in steady state."""
     torch.manual_seed(0)
     model = blocks()
     engine = zero.initialize(
@@ -252,7 +254,7 @@ def test_settings_from_a_file_and_from_the_line(tmp_path: Path) -> None:
 
 
 def test_expressions() -> None:
-    """Names are there in comprehensions, and however long it is."""
+    """Names are known within comprehensions too, and an expression may be of any length."""
     layers = ", ".join("Linear(128, 128, bias=False)" for _ in range(20))
     found = json.loads(run("plan", f"torch.nn:Sequential({layers})", "-n", 2, "--json").stdout)
     assert found["parameters"] == 20 * MATRIX
@@ -318,7 +320,7 @@ def test_copies_of_the_model() -> None:
 
 
 def test_a_checkpoint_is_enough(tmp_path: Path) -> None:
-    """Names, shapes and dtypes say as much as the model, blocks and ties included."""
+    """Its names, shapes and dtypes say as much as the model does, blocks and ties included."""
     torch.manual_seed(0)
     model = LanguageModel()
     names = {name: value for name, value in model.state_dict().items() if value.is_floating_point()}

@@ -1,4 +1,4 @@
-"""Weights from safetensors into models: deferred, plain and sharded; how much is read and held."""
+"""Loading safetensors into models: deferred, plain and sharded; and how much is read and held meanwhile."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_narrow_files_fill_wide_masters(cluster: Clusters, tmp_path: Path, how: 
 
 
 class Renamed(nn.Module):
-    """A part of a LanguageModel under another name, and a part that no file has."""
+    """A model with a part of a LanguageModel under another name, and a part that is in no file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused(cluster: Clusters, tmp_path: Path) -> None
 
 
 def failing_body(context: Context, path: str) -> list[str]:
-    """Rank 1 cannot read the files when it comes to it."""
+    """Rank 1 fails to read the files during the load."""
     model = build(born=False)
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
     engine._checkpoints.storage = storage = CountingStorage()

@@ -1,6 +1,6 @@
-"""Runs drawn at random against training without any of it: what no list of cases thinks of.
+"""Random combinations of settings and events, compared with plain training: what no list of cases thinks of.
 
-`--runs 500` plays more of them. A failure names its seed and tells what was drawn.
+`--runs 500` runs more of them. A failure reports its seed and what was drawn.
 """
 
 from __future__ import annotations

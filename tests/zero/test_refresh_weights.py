@@ -1,4 +1,4 @@
-"""Weights follow what is changed through the optimizer's param_groups outside of a step, when asked to."""
+"""On request, weights follow changes made through the optimizer's param_groups outside of a step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ STEPS = 3
 
 
 class ScheduleFree(Optimizer):
-    """Schedule-free gradient descent (Defazio et al., 2024, arXiv:2405.15682): what it trains lies between
-    the iterates z and their average, which eval() shows."""
+    """Schedule-free gradient descent (Defazio et al., 2024, arXiv:2405.15682).
+
+    The parameters in training lie between the iterates z and their average, which eval() shows.
+    """
 
     def __init__(self, parameters: Any, lr: float, beta: float) -> None:
         super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0})
@@ -143,7 +145,7 @@ def check_within(engine: zero.Engine, limit: float) -> None:
 
 
 def clamped_body(context: Context, settings: dict[str, Any]) -> None:
-    """Behind a step, in a hook and outside of it, of what kernels step and what they do not."""
+    """Clamp after a step, in a hook and outside of one, parameters stepped by kernels and others."""
     visits = "offload" in settings and settings["offload"].step == "device"
     for make in (adamw,) if visits else (adamw, rmsprop):
         model = fresh()

@@ -1,4 +1,4 @@
-"""What an error says of a failed collective, for what the ranks have reported."""
+"""What an error says about a failed collective, given what the ranks have reported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Training on a stream that the simulated device runs late, and no other: what does not wait for it shows.
+"""Training on the only stream that the simulated device runs late, which reveals what does not wait for it.
 
-The other tests have it the other way round, with computation at once and the engine's own streams late.
+In the other tests it is the reverse: computation happens at once, and the engine's own streams are late.
 """
 
 from __future__ import annotations

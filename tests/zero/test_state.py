@@ -1,4 +1,4 @@
-"""Whole values in and out: gathered(), zero.init(), state dicts, optimizer state."""
+"""Reading and writing whole values: gathered(), zero.init(), state dicts, optimizer state."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_an_error_in_the_middle_of_a_change(cluster: Clusters, stage: int) -> No
 
 
 class Initialised(nn.Module):
-    """Constructors as people write them: custom initialisation over the defaults, values read in between."""
+    """Constructors as people write them: custom initialisation after the defaults, values read in between."""
 
     def __init__(self, width: int = 96) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Initialised(nn.Module):
 
 
 class Aliased(nn.Module):
-    """Parameters whose memory something else uses too."""
+    """Parameters whose memory something else uses as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def test_parameters_over_the_same_memory_are_refused_born_or_not() -> None:
 
 
 class Factories(nn.Module):
-    """Tensors in the dtype that is the default while the constructor runs."""
+    """Makes tensors in the dtype that is the default while the constructor runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_the_default_dtype_is_that_of_the_constructor(dtype: torch.dtype) -> Non
 
 
 class PastTheDispatcher(nn.Module):
-    """Memory that is read, and written, without any operation."""
+    """Reads and writes memory without any operation of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls_to_shard(layers: int, born: bool) -> int:
-    """Operations in zero.initialize of a model whose layers are copies of one."""
+    """The number of operations in zero.initialize for a model whose layers are copies of one."""
     with zero.init() if born else nullcontext():
         layer = nn.Linear(96, 96, bias=False)
         model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(layers)))
@@ -362,8 +362,11 @@ def test_an_exception_in_the_constructor_leaves_nothing_behind() -> None:
 
 
 def born_peak_body(context: Context) -> tuple[int, int]:
-    """Bytes of parameter storage of the rank's own at once while a model of ten equal blocks is born and
-    sharded. What the ranks hold in common cannot be resized, and the node has it once."""
+    """The peak of the rank's own parameter storage while a deferred model is sharded, and a block's size.
+
+    The model has ten equal blocks; sizes are in bytes. Memory that ranks share is not counted: it cannot be
+    resized, and the node has it once.
+    """
     with zero.init():
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(10)))
     held: list[int] = []
@@ -386,7 +389,7 @@ def test_no_rank_ever_holds_the_whole_model(cluster: Clusters) -> None:
 
 
 def plain_load_body(context: Context, stage: int) -> bool:
-    """Whether the model's own load_state_dict(), refused otherwise, does its work inside `gathered`."""
+    """Whether the model's own load_state_dict(), which is refused otherwise, works inside `gathered`."""
     model, new = fresh(), {n: v + 1 for n, v in fresh().state_dict().items()}
     engine = zero.initialize(model, adamw(model), zero.Config(stage=stage, precision="bf16", timeout=10))
     for part, state in ((model, new), (model.blocks[0].up, fresh().blocks[0].up.state_dict())):
@@ -595,7 +598,7 @@ def test_the_optimizer_stays_the_users(cluster: Clusters) -> None:
 
 
 def loss_scale_body(context: Context) -> dict[str, Any]:
-    """Dynamic loss scaling: overflow skips the step and halves, a run of good steps doubles."""
+    """Dynamic loss scaling: overflow skips the step and halves the scale, a run of good steps doubles it."""
     model = fresh()
     config = zero.Config(precision="fp16", loss_scale_window=2, timeout=10)
     engine = zero.initialize(model, adamw(model), config)
@@ -704,7 +707,7 @@ def test_mixed_dtypes_and_buffers(cluster: Clusters) -> None:
 
 
 def two_engines_body(context: Context) -> bool:
-    """Two engines in one process are independent: interleaved they train as they do alone."""
+    """Two engines in one process are independent: interleaved, they train as they do alone."""
     alone = [
         train_zero(context, fresh(), language_loss, zero.Config(stage=stage, timeout=10), steps=4).losses
         for stage in (3, 2)
@@ -729,7 +732,7 @@ def test_two_engines(cluster: Clusters) -> None:
 
 
 def read_only_body(context: Context, stage: Any, path: str) -> None:
-    """A teacher, all of it frozen, beside a model that learns from it and through it."""
+    """An entirely frozen teacher, beside a model that learns from it and through it."""
     student, teacher = fresh(), fresh().requires_grad_(False)
     settings = zero.Config(stage=stage, precision="bf16", timeout=10)
     learning = zero.initialize(student, adamw(student), settings)

@@ -1,4 +1,4 @@
-"""Collectives per step, their counts and bytes, equal the arithmetic; and the schedule behind them."""
+"""The counts and bytes of collectives per step equal the arithmetic; and the schedule behind them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def traffic_body(context: Context, **settings: Any) -> dict[str, Any]:
 def expected(
     sizes: dict[str, list[int]], stage: int, item: int, first: bool, prefetch: int
 ) -> dict[str, Any]:
-    """Whole-buffer bytes per step, each group in a call of its own. Stage 3 gathers every unit for forward
-    and for backward; from the second step on, those that the recorded order says are needed at once (the
-    root and, with prefetch, the last block) are kept in between."""
+    """Whole-buffer bytes per step, with each group in a call of its own.
+
+    Stage 3 gathers every unit for forward and for backward. From the second step on, units that the recorded
+    order says are needed again at once (the root and, with prefetch, the last block) are kept in between.
+    """
     groups = [numel for unit in sizes.values() for numel in unit]
     whole = (len(groups), sum(groups) * item)
     if stage == 0:
@@ -115,7 +117,7 @@ def persistent_body(context: Context) -> dict[str, Any]:
 
 
 def test_persistent_parameters_stay_gathered(cluster: Clusters) -> None:
-    """Blocks are gathered twice, less the last, which is kept; the persistent unit once, after the step."""
+    """Blocks are gathered twice, except the last, which is kept; the persistent unit once, after the step."""
     for found in cluster(2).run(persistent_body):
         assert found["counts"]["all_gather"] == 2 * LAYERS - 1 + 1
         assert found["before"] == 12.0

@@ -79,7 +79,7 @@ def test_sequential_of_different_classes_has_no_blocks() -> None:
 
 
 def test_stages_of_blocks_are_cut_at_the_top() -> None:
-    """Repeated children of repeated children: the outer ones are the units, whatever runs inside."""
+    """With repeated children of repeated children, the outer ones are the units, whatever is inside."""
     stages = nn.ModuleList(nn.Sequential(Block(4), Block(4)) for _ in range(2))
     assert list(names(nn.ModuleDict({"stages": stages}))) == ["stages.0", "stages.1"]
 

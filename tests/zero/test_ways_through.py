@@ -1,4 +1,4 @@
-"""Ways through a model that do not keep to one output of each block, used once, in one backward."""
+"""Ways through a model other than one output for each block, used once, in one backward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class InPlace(nn.Module):
 
 
 class Experts(nn.Module):
-    """Writes what each expert makes into a part of its input."""
+    """Writes each expert's result into a part of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Experts(nn.Module):
 
 
 class Positions(nn.Module):
-    """Returns a view of its own parameter besides."""
+    """Also returns a view of its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Positions(nn.Module):
 
 
 class Added(nn.Module):
-    """Blocks that return pairs, whose second parts are added up."""
+    """Blocks that return pairs, the second parts of which are added up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Added(nn.Module):
 
 
 class Slotted:
-    """An output of a kind that nobody knows."""
+    """An output of an unknown class."""
 
     __slots__ = ("value",)
 
@@ -132,14 +132,14 @@ def batch(rank: int, device: torch.device) -> Tensor:
 
 
 def averaged(model: nn.Module, loss: Loss, ranks: int) -> dict[str, Tensor]:
-    """Gradients of the plain model, over all ranks' batches."""
+    """Gradients of the plain model, averaged over all ranks' batches."""
     for rank in range(ranks):
         (loss(model, batch(rank, device_of(model))) / ranks).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
 def gradients_body(context: Context, name: str, **settings: Any) -> float:
-    """The largest difference of an engine's gradients and the plain model's, twice."""
+    """The largest difference between the engine's gradients and the plain model's, over two backwards."""
     make, loss = CASES[name]
     torch.manual_seed(3)
     model, device = make(), context.accelerator.device
@@ -167,7 +167,7 @@ def test_gradients_are_those_of_the_plain_model(cluster: Clusters, name: str, st
 
 
 class Keeping(nn.Module):
-    """Keeps what it makes in the middle."""
+    """Keeps its intermediate result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Keeping(nn.Module):
 
 
 def kept_body(context: Context, whole: bool) -> str:
-    """A loss of what a block in the middle has kept, while its output is in no loss."""
+    """A loss from what a block in the middle has kept, while its output is in no loss."""
     model, x = chain(Keeping), batch(context.rank, context.accelerator.device)
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=20))
     with zero.gathered(model) if whole else nullcontext():
@@ -195,13 +195,13 @@ def kept_body(context: Context, whole: bool) -> str:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_unit_entered_by_another_way(cluster: Clusters, device: str, whole: bool) -> None:
-    """Not where ranks of a node have the values in common: there it works."""
+    """It is refused except where ranks of a node share the values, or these are shown: there it works."""
     for message in cluster(2).run(kept_body, whole=whole):
         assert ("by another way than the unit's output" in message) == (not whole and device != "cpu")
 
 
 def fresh_weights_body(context: Context) -> float:
-    """A gradient of the model that is kept for a while, differentiable, and then a step."""
+    """A differentiable gradient of the model is computed and kept, and then a step is done."""
     torch.manual_seed(6)
     model, x = Critic(), batch(context.rank, context.accelerator.device)
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), zero.Config(timeout=20))
@@ -221,7 +221,7 @@ def test_a_step_is_seen_whatever_was_kept(cluster: Clusters) -> None:
 
 
 def functional_body(context: Context) -> bool:
-    """torch.func over a model at stage 3: its outputs are no ordinary tensors."""
+    """torch.func over a model at stage 3, whose outputs are not ordinary tensors then."""
     model, x = Critic(), batch(context.rank, context.accelerator.device)
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.5), zero.Config(timeout=20))
     with torch.no_grad():
@@ -234,7 +234,7 @@ def test_functional_transforms(cluster: Clusters) -> None:
 
 
 def adversary_body(context: Context, whole: bool) -> float:
-    """A generator trained through an engine's critic that is frozen, and recomputed."""
+    """A generator is trained through another engine's critic, which is frozen and recomputed."""
     torch.manual_seed(4)
     generator, critic, device = chain(InPlace), Critic(), context.accelerator.device
     frozen = critic.requires_grad_(False)
@@ -268,7 +268,7 @@ def test_through_another_engines_model(cluster: Clusters, whole: bool) -> None:
 
 
 class Towers(nn.Module):
-    """Two towers on the same input, which needs no gradient; one layer of the first block may be left out."""
+    """Two towers on one input that needs no gradient; a layer of the first block may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,14 +309,14 @@ def order_body(context: Context, stage: int) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_issue_collectives_in_one_order(cluster: Clusters, stage: int) -> None:
-    """Also where one has no gradient for a parameter: libraries that have one queue would hang otherwise."""
+    """Even if one has no gradient for a parameter: libraries with one queue would hang otherwise."""
     first, second = cluster(2).run(order_body, stage=stage)
     assert first == second
     assert sum("reduce_scatter" in what for what in first) >= 4
 
 
 def stale_body(context: Context) -> tuple[float, float]:
-    """Gradients of before the engine: of a search for the learning rate, say."""
+    """Gradients from before the engine, for example from a search for the learning rate."""
     torch.manual_seed(5)
     model = Critic()
     expected = averaged(copy.deepcopy(model), plain, context.size)
@@ -381,7 +381,7 @@ def test_inference_comes_first(cluster: Clusters, settings: dict[str, Any]) -> N
 
 
 def parts_body(context: Context) -> tuple[int, int]:
-    """A model that is used through its parts alone: their order is known from the second step on."""
+    """A model that is used only through its parts, whose order is known from the second step on."""
     model, device = Critic(), context.accelerator.device
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=20))
     schedule = engine._passes._schedule

@@ -1,4 +1,4 @@
-"""Optimizers that look at more than single elements: whole parameters, each stepped by one rank."""
+"""Optimizers that need more than single elements: whole parameters, each stepped by one rank."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ STEPS = 6
 
 
 class Trust(Optimizer):
-    """Momentum, scaled by the norms of parameter and update, as LARS does (You et al., 2017). It keeps
-    tensors of shapes of their own, in a list too, and a number, and puts matrices into new memory."""
+    """Momentum, scaled by the norms of parameter and update as in LARS (You et al., 2017).
+
+    It keeps tensors of other shapes than the parameter's, also in a list, and a number, and it puts matrices
+    into new memory.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"rate": lr})
@@ -72,12 +75,12 @@ def trust(model: nn.Module) -> Any:
 
 
 def adafactor(model: nn.Module) -> Any:
-    """It divides by the number of elements."""
+    """Adafactor, without parameters that have no elements, since it divides by their number."""
     return torch.optim.Adafactor([p for p in model.parameters() if p.numel()], lr=1e-2)
 
 
 def muon(model: nn.Module) -> Any:
-    """As it is used: for the blocks' matrices, beside AdamW for the rest, whose slices a kernel steps."""
+    """Muon as it is used: for blocks' matrices, beside AdamW for the rest, whose slices a kernel steps."""
     matrices = [p for name, p in model.named_parameters() if _is_muons(name, p)]
     chosen = set(matrices)
     rest = [p for p in model.parameters() if p not in chosen]
@@ -85,7 +88,7 @@ def muon(model: nn.Module) -> Any:
 
 
 def slices(model: nn.Module) -> Any:
-    """Two that work by element, one of them by a kernel."""
+    """Two optimizers that work element-wise, one of them served by a kernel."""
     matrices, others = (
         [p for p in model.parameters() if (p.dim() == 2) is wanted] for wanted in (True, False)
     )
@@ -93,7 +96,7 @@ def slices(model: nn.Module) -> Any:
 
 
 def kernels(model: nn.Module) -> Any:
-    """Two that kernels serve, with other state each, in the same units."""
+    """Two optimizers served by kernels, with different state, in the same units."""
     every = list(model.parameters())
     return [torch.optim.AdamW(every[::2], lr=1e-2), zero.Lion(every[1::2], lr=1e-3)]
 
@@ -115,7 +118,7 @@ BOUNDS = {
 
 
 class Each(JointOptimizer):
-    """Steps one or several, without an engine."""
+    """Steps one optimizer or several, without an engine."""
 
     def __init__(self, optimizers: Any) -> None:
         super().__init__(optimizers if isinstance(optimizers, list) else [optimizers])
@@ -152,7 +155,7 @@ def test_it_equals_data_parallel(cluster: Clusters, size: int, name: str) -> Non
 
 
 def settings_body(context: Context, path: str) -> dict[str, tuple[bool, float]]:
-    """Every tier, and what else meets a step; against training on the device."""
+    """Compare every tier, and other settings that affect a step, with training on the device."""
     everything = zero.Offload(optimizer="host", params="disk", gradients="disk", path=path)
     cases: dict[str, dict[str, Any]] = {
         "host": {"offload": zero.Offload(optimizer="host")},
@@ -186,7 +189,7 @@ def test_tiers_and_settings_change_no_value(cluster: Clusters, tmp_path: Path, d
 
 
 def accumulation_body(context: Context) -> dict[str, bool]:
-    """Micro-batches, a loss scale that overflows first, and a parameter that one step has no gradient for."""
+    """Micro-batches, and a loss scale that overflows first, for every optimizer."""
     result = {}
     for name in OPTIMIZERS:
         steps = {"gradient_accumulation_steps": 2}
@@ -214,7 +217,7 @@ def test_accumulation_and_overflow(cluster: Clusters) -> None:
 
 
 class Forked(nn.Module):
-    """Uses one of two layers."""
+    """Uses one of its two layers, depending on the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +298,7 @@ def _is_muons(name: str, parameter: nn.Parameter) -> bool:
 
 
 def face_body(context: Context) -> dict[str, Any]:
-    """What the user's optimizers show, and refuse, while an engine steps them."""
+    """What the user's optimizers show and refuse while an engine steps them."""
     model = fresh()
     optimizers = muon(model)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.5) for each in optimizers]
@@ -386,7 +389,7 @@ def test_what_cannot_be_is_refused(cluster: Clusters, size: int) -> None:
 
 
 def slices_body(context: Context) -> tuple[bool, int]:
-    """One of the user's own that works by element steps slices on request, with the same values."""
+    """A user-defined optimizer that works element-wise steps slices on request, with the same values."""
 
     class Plain(torch.optim.Adamax):
         pass
@@ -418,7 +421,7 @@ def test_parameters_are_shared_out_evenly() -> None:
         for index, rank in share_out(enumerate(sizes), ranks).items():
             loads[rank] += sizes[index]
         best = max(-(-sum(sizes) // ranks), max(sizes, default=0))
-        pairs = sorted(sizes, reverse=True)[ranks - 1 : ranks + 1]  # two of these share a rank in any way
+        pairs = sorted(sizes, reverse=True)[ranks - 1 : ranks + 1]  # two of these must share a rank
         best = max(best, sum(pairs) if len(pairs) == 2 else 0)
         assert max(loads) <= 4 / 3 * best
 
@@ -451,7 +454,7 @@ def test_routes_lead_to_whole_parameters_and_back() -> None:
 
 
 def _cut(values: list[int], routes: Routes) -> list[list[int]]:
-    """What a rank sends to each."""
+    """What a rank sends to each rank."""
     flat = [value for window in routes.windows for value in values[window]]
     parts = []
     for count in routes.given:
@@ -461,7 +464,7 @@ def _cut(values: list[int], routes: Routes) -> list[list[int]]:
 
 
 class Broken(Trust):
-    """Fails where the first of its parameters is not a matrix: on some ranks."""
+    """Fails on ranks where its first parameter has more than ten elements."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if self.param_groups[0]["params"][0].numel() > 10:
@@ -492,14 +495,14 @@ def test_a_step_that_fails_on_one_rank_holds_up_no_other(cluster: Clusters) -> N
 
 
 def mixed(model: nn.Module) -> Any:
-    """Two that step themselves: matrices whole, everything else by slices."""
+    """Two optimizers that step themselves: matrices whole, and everything else by slices."""
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() != 2]
     return [torch.optim.Adafactor(matrices, lr=1e-2), torch.optim.RMSprop(others, lr=1e-3)]
 
 
 def no_room_body(context: Context, offload: Any) -> list[tuple[str, float]]:
-    """Every allocation of a step fails in turn, on rank 1: what is said, and seconds that it takes."""
+    """Let every allocation of a step fail in turn, on rank 1: the errors, and the seconds until them."""
     found: list[tuple[str, float]] = []
     said = [""]
     while not found or any(said):  # on any rank
@@ -546,7 +549,7 @@ def test_no_room_on_one_rank_holds_up_no_other(cluster: Clusters, device: str, o
 
 
 def unreadable_body(context: Context, path: str, name: str) -> str:
-    """Gradients on disk, and a disk that fails on one rank."""
+    """Gradients are on disk, which fails on one rank."""
     from zero.tiers.stored import Stored
 
     tiers = zero.Offload(optimizer="host", params="disk", gradients="disk", path=path)
@@ -619,7 +622,7 @@ def test_optimizers_that_do_not_fit_are_found(cluster: Clusters, tmp_path: Path)
 
 
 def strides_body(context: Context, path: str) -> bool:
-    """State that a step makes in other strides than the parameter's is saved in the parameter's."""
+    """State that a step makes with other strides than the parameter's is saved with the parameter's."""
 
     class Plain(Trust):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -20,8 +20,7 @@ from accelz.conformance.cluster import Context
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, rank) -> loss of that rank's micro-batch
 
-# For comparisons: kernels of GPUs that sum in any order, or with ten bits, are not chosen. On the host
-# nothing changes.
+# For comparisons, avoid GPU kernels that sum in any order, or with ten bits. On the host nothing changes.
 torch.backends.cudnn.deterministic = True
 torch.backends.cudnn.allow_tf32 = False
 torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -29,20 +28,20 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def collect_all() -> None:
-    """Collect garbage until there is none: what goes may let go of more, which the next collection finds."""
+    """Collect garbage until there is none: what goes may release more, which the next collection finds."""
     while gc.collect():
         pass
 
 
 def living(kind: type) -> int:
-    """How many objects of this kind there are once garbage is gone; in collected(), made since its begin."""
+    """How many objects of this kind remain after collecting garbage; in collected(), of those made in it."""
     collect_all()
     return sum(issubclass(type(o), kind) for o in gc.get_objects())
 
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """For bodies that collect garbage often: what is there already goes first, or is left alone then."""
+    """Make frequent garbage collection cheap in the block: collect or freeze what exists already."""
     collect_all()
     gc.freeze()
     try:
@@ -53,7 +52,7 @@ def collected() -> Iterator[None]:
 
 @dataclass
 class Run:
-    """losses: one per micro-batch. state: the final whole model (rank 0; {} elsewhere)."""
+    """What a run gave. losses: one per micro-batch. state: the final whole model (rank 0; {} elsewhere)."""
 
     losses: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -91,7 +90,7 @@ def train_zero(
 
 
 def check_order(engine: zero.Engine) -> None:
-    """All ranks have issued the same collectives in one order, as libraries with one queue need."""
+    """Check that all ranks issued the same collectives in one order, as libraries with one queue need."""
     sequences = engine._communicator.share_all(engine._communicator.sequence)
     assert len(set(sequences)) == 1, "gathers and reductions in other orders on some ranks"
 
@@ -168,7 +167,7 @@ def train_mixed_reference(
     for parameter in narrow.parameters():
         parameter.data = parameter.data.to(dtype)
     parallel = DistributedDataParallel(_Wrapped(narrow, loss), find_unused_parameters=True)
-    optimize = optimizer(model)  # steps the masters: the model as it came
+    optimize = optimizer(model)  # steps the masters, which are the original model
     run = Run()
     for step in range(steps):
         value = parallel(step, context.rank)
@@ -185,14 +184,16 @@ def train_mixed_reference(
 
 
 def _where_kernels_are(context: Context, model: nn.Module) -> nn.Module:
-    """The model on the device, whose kernels may round otherwise than the host's; the simulated one computes
-    on the host."""
+    """Move the model to the device, whose kernels may round differently from the host's.
+
+    The simulated device computes on the host, so there the model is left where it is.
+    """
     device = context.accelerator.device
     return model if device.type == "sim" else model.to(device)
 
 
 class _Wrapped(nn.Module):
-    """DDP wants the loss to come out of its forward."""
+    """A module that returns the loss, as DDP expects of a forward."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
@@ -204,13 +205,13 @@ class _Wrapped(nn.Module):
 
 
 def relative_error(got: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference of two series; infinite where one is not a number."""
+    """The largest relative difference of two series; infinite if a value is not a number."""
     assert len(got) == len(expected)
     return _worst(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(got, expected, strict=True))
 
 
 def scaled_error(got: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest difference of two series of losses, relative to the first expected one; infinite as above."""
+    """The largest difference of two series of losses, relative to the first expected; infinite as above."""
     assert len(got) == len(expected)
     return _worst(abs(a - b) for a, b in zip(got, expected, strict=True)) / abs(expected[0])
 
@@ -228,7 +229,7 @@ def state_error(got: dict[str, Any], expected: dict[str, Any]) -> float:
 
 
 def _worst(errors: Iterable[float]) -> float:
-    """The largest; `max` would pass over what is not a number."""
+    """The largest error, infinite if one is not a number: `max` would pass over these."""
     return max(math.inf if math.isnan(error) else error for error in errors)
 
 
