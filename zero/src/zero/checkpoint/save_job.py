@@ -98,7 +98,7 @@ class Job:
             raise error_of(problem)
 
     def _check_same(self, there: str) -> None:
-        """Raise unless this rank sees the directory. there: rank 0's path of it, which may be another."""
+        """Raise unless this rank sees the directory. there: rank 0's path of it, which may differ."""
         here, rank = self.publication.staging, self.exchange.rank
         if not self.storage.is_directory(here):
             raise CheckpointError(

@@ -25,7 +25,7 @@ _OURS = re.compile(
 class Staging:
     """The directory that is to become `out`.
 
-    Raises UsageError if `out` is not a name, CheckpointError if something is in the way, and OSError.
+    Raises UsageError if `out` has no name, CheckpointError if something is in the way, and OSError.
     """
 
     def __init__(self, storage: WeightStorage, out: Path, overwrite: bool) -> None:

@@ -132,7 +132,7 @@ def verify(
     memory: int = DEFAULT_MEMORY,
     progress: Progress = lambda *_: None,
 ) -> list[str]:
-    """Read every byte of a checkpoint that has a checksum. Returns one message for each damage found."""
+    """Read every byte of a checkpoint. Returns one message for each damage found."""
     workers = workers or default_workers()
     limit = chunk_bytes(memory, workers)
     total = sum(chunk.nbytes for chunk in source.everything(limit))
