@@ -4,7 +4,7 @@
     pytest --pyargs accelz.conformance --accelz-device NAME
 
 Each role's contract is a class (`MemoryContract` in `test_memory`, `FlatBufferContract` in
-`test_flat_buffers`, …) of plain pytest tests. A vendor who wants more of one subclasses it in a test file
+`test_flat_buffers`, …) of plain pytest tests. To extend a contract, a vendor subclasses it in a test file
 of their own, overrides or adds tests, and runs pytest there with the same option:
 
     from accelz.conformance.test_memory import MemoryContract
@@ -12,9 +12,9 @@ of their own, overrides or adds tests, and runs pytest there with the same optio
     class TestMemory(MemoryContract):
         def test_the_pool_is_shared(self, accelerator): ...
 
-What a backend declares and fails is a failure. What works although undeclared is a warning
-(`UndeclaredCapabilityWarning`). A test is skipped only for a capability that is not declared.
+A capability that is declared and does not work is a failure. One that works but is not declared is a warning
+(`UndeclaredCapabilityWarning`). A test is skipped only if a capability that it needs is not declared.
 """
 
 TEST_SECONDS = 120.0
-"""How long a test may take before it counts as hanging, unless another limit is given."""
+"""How many seconds a test may take before it counts as hanging, unless another limit is given."""

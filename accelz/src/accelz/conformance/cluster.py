@@ -1,7 +1,8 @@
 """Ranks for distributed tests: worker processes that are started once and run many test bodies.
 
-A body is a module-level function `body(context, **arguments)`. Every run has a hard time limit: when it
-passes, each rank prints its stack, all are killed and the test fails. A hang is a failure, not a stall.
+A body is a module-level function `body(context, **arguments)`. Every run has a hard time limit: when it is
+over, each rank still running prints its stack, all ranks are killed and the test fails. So a hang is a
+failure, and does not stall the run.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _PRELOADED = [__name__, "pytest"]
 
 @dataclass(frozen=True)
 class Context:
-    """What a body gets: the accelerator bound to this rank, and the group of all ranks."""
+    """What a body is given: the accelerator, bound for this rank, and the group of all ranks."""
 
     accelerator: Accelerator
     group: Group
@@ -60,8 +61,8 @@ class Context:
 class Outcome:
     """How a body ended on one rank. error: "Type: message"; text: the traceback.
 
-    A broken contract says all there is to say: its error is its message, and it has a method but no text.
-    Of a rank that died or hung, method is what it was in.
+    For a broken contract, error is the message of `ContractBroken`, method is set and text is empty, because
+    the message says everything. For a rank that died or hung, method is the one it was in.
     """
 
     rank: int
@@ -73,13 +74,13 @@ class Outcome:
 
 
 class ClusterError(AssertionError):
-    """A body did not return on every rank. method: whose contract broke, or "".
+    """A body did not return on every rank. method: the method whose contract broke, or "".
 
-    Where every rank broke one contract in one way, the message is that of `ContractBroken` alone.
+    If every rank broke the same contract in the same way, the message is that of `ContractBroken` alone.
     """
 
     def __init__(self, what: str, size: int, bad: list[Outcome]) -> None:
-        # Ranks hang because another one has raised, rather than the other way round.
+        # Ranks hang because another one has raised, not the other way round: blame the one that raised.
         told = sorted((o for o in bad if o.method), key=lambda o: o.status != "raised")
         self.method = told[0].method if told else ""
         ranks: dict[tuple[str, str, str], list[int]] = {}
@@ -109,9 +110,9 @@ class Cluster:
     _store: TCPStore | None = None
 
     def run(self, body: Callable[..., Any], *, limit: float = 60.0, **arguments: Any) -> list[Any]:
-        """Run `body` on every rank and return the values by rank; raises ClusterError otherwise.
+        """Run `body` on every rank and return its values by rank; raises ClusterError if a rank fails.
 
-        Once a rank has failed, the others get GRACE_SECONDS: they would only wait for it.
+        Once a rank has failed, the others get GRACE_SECONDS more, since they would only wait for it.
         """
         outcomes = self._outcomes(body, arguments, limit, GRACE_SECONDS)
         bad = [o for o in outcomes if o.status != "returned"]
@@ -120,7 +121,7 @@ class Cluster:
         return [o.value for o in outcomes]
 
     def outcomes(self, body: Callable[..., Any], *, limit: float = 60.0, **arguments: Any) -> list[Outcome]:
-        """Run `body` on every rank and say how each ended. Ranks that fail are replaced at the next run."""
+        """Run `body` on every rank and return how each ended. If any fails, the next run starts new ranks."""
         return self._outcomes(body, arguments, limit, limit)
 
     def _outcomes(
@@ -129,10 +130,10 @@ class Cluster:
         self.start()
         try:
             for _, pipe in self._workers:
-                with contextlib.suppress(BrokenPipeError):  # that rank is gone: _collect finds it
+                with contextlib.suppress(BrokenPipeError):  # that rank is gone: _collect reports it
                     pipe.send((body, arguments))
             outcomes = self._collect(limit * patience(), grace)
-        except BaseException:  # a test's own time limit: what the ranks still answer is not for the next body
+        except BaseException:  # such as a test's own time limit: late answers must not reach the next body
             self.stop()
             raise
         if any(o.status != "returned" for o in outcomes):
@@ -151,10 +152,10 @@ class Cluster:
         self._store = None
 
     def start(self) -> None:
-        """Start the ranks where they are not there; raises ClusterError for those that cannot join."""
+        """Start the ranks unless they are running; raises ClusterError if any cannot join."""
         if self._workers:
             return
-        # The store lives here, so that it outlives any rank.
+        # The store lives in this process, so that it outlives any rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = _forkserver()
         for rank in range(self.size):
@@ -205,7 +206,7 @@ class Cluster:
         return Outcome(rank, "hung", error=said, method=method)
 
     def _method(self, rank: int) -> str:
-        """What the rank was doing last."""
+        """The method of the backend that the rank was in last, or ""."""
         return str(self._notes[rank].value.decode())
 
     def _dump_stacks(self, ranks: list[int]) -> None:
@@ -236,19 +237,22 @@ class Clusters:
 
 
 def preload(*modules: str) -> None:
-    """Have the server of `_forkserver` import these too, before it starts: what bodies would import in every
-    new rank. Importing them must use no device."""
+    """Have the server of `_forkserver` import these modules too: those that bodies would import in every new
+    rank. To be called before the server starts. Importing them must not use a device."""
     _PRELOADED.extend(modules)
 
 
 def prepare() -> None:
-    """Start the server of `_forkserver` now: it imports torch while this process does something else."""
+    """Start the server of `_forkserver` now, so that it imports torch while this process works on."""
     _forkserver()
     ensure_running()
 
 
 def _forkserver() -> ForkServerContext:
-    """Processes forked from a server that has imported torch and used no device: a rank starts at once."""
+    """A context that forks processes from a server with torch imported, so that ranks start at once.
+
+    The server has used no device.
+    """
     multiprocessing.set_forkserver_preload(_PRELOADED)
     return multiprocessing.get_context("forkserver")
 
@@ -282,7 +286,7 @@ def _serve(
         return Context(unguarded(accelerator), group)
 
     outcome, context = _attempt(rank, join)
-    gc.freeze()  # bodies that collect garbage look through their own only
+    gc.freeze()  # garbage collections in bodies then look at the bodies' own objects only
     pipe.send(replace(outcome, value=None))
     while True:
         try:
@@ -292,11 +296,11 @@ def _serve(
         result, _ = _attempt(rank, lambda: body(context, **arguments))  # noqa: B023
         with contextlib.suppress(OSError):
             _send(pipe, result)
-    os._exit(0)  # no teardown: peers may be gone, and nothing here needs one
+    os._exit(0)  # without teardown: peers may be gone, and nothing here needs one
 
 
 def _meet(store: TCPStore, rank: int, size: int) -> None:
-    """Return when every rank has started: on a busy machine that may take longer than a collective may."""
+    """Return when every rank has started: on a busy machine that can exceed the timeout of a collective."""
     store.set(f"started/{rank}", "")
     store.wait([f"started/{r}" for r in range(size)], timedelta(seconds=START_SECONDS))
 

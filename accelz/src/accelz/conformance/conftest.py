@@ -1,4 +1,4 @@
-"""Guards the kit's own folder: without a device there is nothing to test."""
+"""Refuses to run the kit's tests without a device to test."""
 
 from __future__ import annotations
 

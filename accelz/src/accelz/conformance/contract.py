@@ -1,7 +1,7 @@
-"""How the kit says what is wrong: by method, with what was expected, what came, and what to do.
+"""How the kit reports what is wrong: by method, with what was expected, what came instead, and what to do.
 
-`checked()` stands before a backend's accelerator. A method that raises, or returns something else than its
-interface says, becomes a `ContractBroken` that names the method.
+`checked()` puts a guard around a backend's accelerator. A method that raises, or returns something other than
+its interface says, becomes a `ContractBroken` that names the method.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROLES: dict[str, type] = {
     "flat_buffers": FlatBufferStrategy,
     "kernels": Kernels,
 }
-"""The interface of each role, by the accelerator's attribute."""
+"""The interface of each role, by the accelerator's attribute for it."""
 
 INTERFACES: tuple[type, ...] = (Accelerator, *ROLES.values(), Stream, Event, Handle, FlatBuffer)
 
@@ -43,21 +43,21 @@ ATTRIBUTES: dict[type, dict[str, type]] = {
     Accelerator: {"name": str, "device": torch.device, "capabilities": Capabilities},
     FlatBuffer: {"data": Tensor, "nbytes": int, "materialized": bool},
 }
-"""What is read of an interface without a call, and its type."""
+"""The attributes of interfaces that are not methods, with their types."""
 
 ORDER = (
     "accelz_backend", "BackendDescriptor", "Accelerator", "Capabilities", "torch", "Event", "Stream",
     "Streams", "Memory", "Rng", "FlatBufferStrategy", "FlatBuffer", "Collectives", "Group", "Handle",
     "Kernels",
 )  # fmt: skip
-"""In which order a backend is best written: what comes later is tested with what comes before."""
+"""The best order in which to write a backend: the tests of each entry rely on the entries before it."""
 
 
 class ContractBroken(AssertionError):
     """A backend does not do what the interface says.
 
-    method: whose contract it is. expected: what the contract asks. came: what the backend did instead.
-    do: how to mend it, where the kit knows.
+    method: the method whose contract it is. expected: what the contract requires. came: what the backend did
+    instead. do: how to fix it, if the kit knows.
     """
 
     def __init__(self, method: str, expected: str, came: str = "", do: str = "") -> None:
@@ -69,11 +69,11 @@ class ContractBroken(AssertionError):
 
 
 class UndeclaredCapabilityWarning(UserWarning):
-    """The device can do something that its backend does not declare, so nobody uses it."""
+    """The device can do something that its backend does not declare, so that nobody uses it."""
 
 
 def rank_in_order(method: str) -> int:
-    """Where a method stands in ORDER; what is not in it comes last."""
+    """The position of a method in ORDER; methods that are not in it come last."""
     owner = method.partition(".")[0]
     return ORDER.index(owner) if owner in ORDER else len(ORDER)
 
@@ -89,7 +89,7 @@ def expect_close(
 ) -> None:
     """Raise ContractBroken unless `got` equals `want` within the tolerance; NaN equals NaN."""
     if got.dtype == want.dtype and torch.equal(got.detach().cpu(), want.detach().cpu()):
-        return  # most are equal, and looking for more than that takes ten times as long
+        return  # most are equal, and the full comparison takes ten times as long
     got64, want64 = got.detach().to("cpu", torch.float64), want.detach().to("cpu", torch.float64)
     if got64.shape != want64.shape:
         raise ContractBroken(method, expected, f"shape {tuple(got64.shape)}, not {tuple(want64.shape)}", do)
@@ -102,7 +102,7 @@ def expect_close(
 
 
 def expect_raises(kind: type[Exception], method: str, expected: str, call: Callable[[], Any]) -> Exception:
-    """Raise ContractBroken unless `call` raises `kind`; returns the error."""
+    """Raise ContractBroken unless `call` raises `kind`; return that error."""
     try:
         call()
     except Exception as error:
@@ -115,7 +115,7 @@ def expect_raises(kind: type[Exception], method: str, expected: str, call: Calla
 
 @contextmanager
 def named(method: str, expected: str) -> Iterator[None]:
-    """Report an exception of torch inside the block as a broken method of the backend."""
+    """Report an exception that torch raises inside the block as a broken method of the backend."""
     try:
         yield
     except ContractBroken:
@@ -125,12 +125,12 @@ def named(method: str, expected: str) -> Iterator[None]:
 
 
 def checked(accelerator: Accelerator) -> Accelerator:
-    """The accelerator behind a guard that reports broken methods by name."""
+    """Wrap the accelerator in a guard that reports broken methods by name."""
     return cast(Accelerator, _Checked(accelerator, Accelerator))
 
 
 def unguarded(role: Any) -> Any:
-    """The backend's own object behind the guard."""
+    """Return the backend's own object behind the guard."""
     return role._raw if isinstance(role, _Checked) else role
 
 
@@ -166,7 +166,7 @@ def _call(method: str, declared: types.FunctionType, bound: Any, *args: Any, **k
 
 
 class _CheckedContext:
-    """A context manager of the backend: entering and leaving it are part of the method."""
+    """A context manager that a backend's method returned: entering and leaving it is part of that method."""
 
     def __init__(self, method: str, raw: AbstractContextManager[Any]) -> None:
         self._method = method
@@ -183,7 +183,7 @@ def _guarded(method: str, call: Callable[[], Any]) -> Any:
     try:
         with progress.running(method):
             return call()
-    except ContractBroken:  # the watchdog's
+    except ContractBroken:  # raised by the watchdog
         raise
     except NotImplementedError as error:
         raise ContractBroken(

@@ -1,4 +1,4 @@
-"""Fixtures of the kit, and the rules that turn declared capabilities into failures, warnings and skips."""
+"""The kit's fixtures, and the rules by which declared capabilities make failures, warnings and skips."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from accelz.conformance.marks import declares, names
 from accelz.errors import AccelzError
 
 UNDECLARED = pytest.StashKey[str]()
-"""On a test that passed: the capability that it found to work although nobody declares it."""
+"""Set on a test that passed: the capability that it found to work although it is not declared."""
 
 
 @pytest.fixture(scope="session")
 def accelerator(request: pytest.FixtureRequest) -> Accelerator:
-    """The accelerator under test, on a device of this process, behind the guard of `checked`."""
+    """The accelerator under test, bound to this process's device, behind the guard of `checked`."""
     name = request.config.getoption("accelz_device")
     try:
         found = selection.use(name)
@@ -33,7 +33,7 @@ def accelerator(request: pytest.FixtureRequest) -> Accelerator:
     guarded = checked(found)
     guarded.bind(own_local_rank(guarded))
     gc.collect()
-    gc.freeze()  # tests that collect garbage look through their own only
+    gc.freeze()  # garbage collections in tests then look at the tests' own objects only
     return guarded
 
 
@@ -45,9 +45,9 @@ def capabilities(accelerator: Accelerator) -> Capabilities:
 
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, accelerator: Accelerator) -> Iterator[Callable[[int], Cluster]]:
-    """`cluster(size)`: that many ranks, one pool of workers per size for the whole session.
+    """`cluster(size)` gives that many ranks: one pool of workers per size for the whole session.
 
-    Skips where ranks cannot share a device and there are too few. Ranks that cannot join are tried once.
+    Skips if ranks cannot share a device and there are too few. A size whose ranks cannot join is tried once.
     """
     clusters = Clusters(request.config.getoption("accelz_device"))
     failed: dict[int, ClusterError] = {}
@@ -69,7 +69,7 @@ def cluster(request: pytest.FixtureRequest, accelerator: Accelerator) -> Iterato
 
 
 def own_local_rank(accelerator: Accelerator) -> int:
-    """The device this process takes: the last one where it must leave the others to the ranks."""
+    """The local rank of this process's device: the last one, if the others must be left to the ranks."""
     return 0 if accelerator.capabilities.shared_device else accelerator.device_count() - 1
 
 
@@ -80,7 +80,7 @@ def takes_one_device(accelerator: Accelerator) -> bool:
 
 @contextmanager
 def last_device(accelerator: Accelerator) -> Iterator[None]:
-    """On the last device inside the with block, where that is another than this process's own; else skips."""
+    """Bind the last device inside the with block; skips if this process may use no other than its own."""
     last, own = accelerator.device_count() - 1, own_local_rank(accelerator)
     if last == own or takes_one_device(accelerator):
         pytest.skip("this process has no second device")
@@ -92,7 +92,7 @@ def last_device(accelerator: Accelerator) -> Iterator[None]:
 
 
 def devices_for_ranks(accelerator: Accelerator) -> int:
-    """Devices that this process does not occupy."""
+    """The number of devices that ranks can use, because this process does not occupy them."""
     return accelerator.device_count() - (0 if accelerator.capabilities.shared_device else 1)
 
 
@@ -108,7 +108,7 @@ def _skip_without_capability(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First things first, and ranks last: what they are forked from gets ready meanwhile."""
+    """Sort tests by ORDER. Tests with ranks come last: the server they are forked from starts meanwhile."""
     items.sort(key=lambda item: rank_in_order(next(iter(names(item, "accelz_about")), "")))
 
 
@@ -119,7 +119,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
-    """Run a test that proves an undeclared capability as an attempt: success warns, failure skips."""
+    """Run a test for an undeclared capability as an attempt: on success it warns, on failure it skips."""
     attempted = _undeclared(pyfuncitem)
     try:
         result = yield

@@ -1,4 +1,4 @@
-"""What a process holds: bytes on the device by the backend's counters, and bytes of host memory."""
+"""The memory a process holds: device bytes, by the backend's counters, and bytes of host memory."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Held:
-    """device: allocated bytes. host: resident bytes of this process, 0 where the system does not tell."""
+    """device: allocated bytes. host: resident bytes of this process, 0 if the system does not tell."""
 
     device: int
     host: int
 
     @staticmethod
     def now(accelerator: Accelerator) -> Held:
-        """What is held once the device is done and everything unused has been given back."""
+        """Return what is held once the device is done and all unused memory has been given back."""
         gc.collect()
         accelerator.flush()
         accelerator.streams.synchronize()
         accelerator.memory.trim()
         allocated = accelerator.memory.stats().allocated
         if _glibc() is not None:
-            _glibc().malloc_trim(0)  # freed blocks of the host go back at once, whatever their size
+            _glibc().malloc_trim(0)  # give freed host memory back at once, whatever the size of the blocks
         return Held(allocated, _resident())
 
     def beyond(self, before: Held) -> Held:
-        """How much more this is."""
+        """Return how much more this is than `before`."""
         return Held(self.device - before.device, self.host - before.host)
 
 

@@ -23,7 +23,7 @@ def names(item: pytest.Item, marker: str) -> tuple[str, ...]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of "the device supports this dtype" as a capability."""
+    """The name of the capability "the device supports this dtype"."""
     return f"dtype {str(dtype).removeprefix('torch.')}"
 
 
@@ -35,13 +35,13 @@ def declares(capabilities: Capabilities, name: str) -> bool:
 
 
 def every_capability(capabilities: Capabilities) -> list[str]:
-    """All names in the order of the report."""
+    """The names of all capabilities, in the order of the report."""
     extra = sorted(dtype_name(d) for d in capabilities.dtypes if d not in FLOATS)
     return [*capabilities.flags(), *map(dtype_name, FLOATS), *extra]
 
 
 def over_dtypes(*dtypes: torch.dtype) -> pytest.MarkDecorator:
-    """Parametrise a test over dtypes. Floating-point ones are skipped where they are not declared."""
+    """Parametrise a test over dtypes, by default FLOATS. Undeclared floating-point ones are skipped."""
     return pytest.mark.parametrize("dtype", [_case(dtype) for dtype in dtypes or FLOATS])
 
 

@@ -1,6 +1,6 @@
-"""The pytest plugin of the kit: its options, and everything else only where `--accelz-device` is given.
+"""The kit's pytest plugin: its options, and everything else only if `--accelz-device` is given.
 
-pytest loads this in every run of an environment that has accelz, so it imports nothing heavy.
+pytest loads this in every run in an environment that has accelz, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     name = config.getoption("accelz_device")
     if name:
         _require(config, name)
-        os.environ["ACCELZ_DEVICE"] = name  # the ranks that tests start must choose the same
+        os.environ["ACCELZ_DEVICE"] = name  # the ranks that tests start must choose the same backend
         _register(config, name)
 
 
@@ -57,7 +57,7 @@ def _register(config: pytest.Config, name: str) -> None:
 
 
 def _require(config: pytest.Config, name: str) -> None:
-    """Stop where the backend is not there at all; a broken one is the kit's business."""
+    """Stop if the backend is missing or cannot be used here; a broken one is for the kit to report."""
     from accelz.discovery import Status, list_backends
 
     rows = list_backends()
@@ -74,4 +74,4 @@ def _refuse(config: pytest.Config, reason: str) -> None:
     if not target:
         raise pytest.UsageError(f"--accelz-device: {reason}")
     Path(target).write_text(json.dumps({"event": "refused", "reason": reason}) + "\n")
-    raise pytest.UsageError  # without a word: whoever reads the file says why
+    raise pytest.UsageError  # without a message: whoever reads the file says why

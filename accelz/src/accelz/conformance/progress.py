@@ -1,7 +1,7 @@
-"""Which method of the backend runs now, noted where it can be read when the method never returns.
+"""Notes which method of the backend is running, so that it is known even if the method never returns.
 
-The guard in `contract` notes every call. A note may lie in memory that another process sees: whoever ends a
-process that hangs, or finds one that crashed, reads there what it was doing.
+The guard in `contract` notes every call. The note can be kept in memory that another process sees, so that a
+process that ends a hanging one, or finds one crashed, can read what that one was doing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _note: Any = Note()
 
 
 def keep_in(note: Any) -> None:
-    """Note calls there from now on. note: a `Note`, such as a multiprocessing RawArray of c_char."""
+    """Note calls in `note` from now on: a `Note`, such as a multiprocessing RawArray of c_char."""
     global _note
     _note = note
 
 
 def keep_in_file(path: Path) -> None:
-    """Note calls in a file from now on; it outlives this process."""
+    """Note calls in a file, which outlives this process, from now on."""
     path.write_bytes(bytes(SIZE))
     with path.open("r+b") as file:
         keep_in(Note.from_buffer(mmap.mmap(file.fileno(), SIZE)))
@@ -33,7 +33,7 @@ def keep_in_file(path: Path) -> None:
 
 @contextmanager
 def running(method: str) -> Iterator[None]:
-    """The call of `method` is in progress inside the with block."""
+    """Note `method` as the running one inside the with block."""
     before = _note.value
     _note.value = method.encode()[: SIZE - 1]
     try:
@@ -43,10 +43,10 @@ def running(method: str) -> Iterator[None]:
 
 
 def now() -> str:
-    """The method that runs now in this process, "" for none."""
+    """The method that is running in this process, or ""."""
     return str(_note.value.decode())
 
 
 def read(path: Path) -> str:
-    """The method that ran last in the process that keeps its note in `path`, "" for none."""
+    """The method noted last by the process that keeps its note in `path`, or ""."""
     return path.read_bytes().partition(b"\0")[0].decode() if path.exists() else ""

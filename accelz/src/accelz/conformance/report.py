@@ -26,10 +26,10 @@ REGISTER = "register a kernel for it, or one fallback to the host for all (csrc/
 
 @dataclass(frozen=True)
 class Result:
-    """How one test ended. methods and contract: what it is about, as its marks and docstring say.
+    """How one test ended. methods and contract: what it is about, from its marks and its docstring.
 
-    Of a failure: broken is the method whose contract broke, message what was expected and what came (equal
-    for all tests that fail for one reason), detail the whole report.
+    For a failure, broken is the method whose contract broke, message is what was expected and what came (the
+    same for all tests that fail for one reason), and detail is the whole report.
     """
 
     test: str
@@ -84,7 +84,7 @@ class Report:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._target:
-            return  # whoever reads the file prints the table
+            return  # the reader of the file prints the table
         summary = self.summary()
         terminalreporter.section(f"accelz conformance: {self._device}")
         for row in summary["capabilities"]:
@@ -92,7 +92,7 @@ class Report:
             terminalreporter.line(f"{row['name']:<24} {declared:<10} {row['state']}")
 
     def summary(self) -> dict[str, Any]:
-        """Counts, capability rows and failures, of plain types."""
+        """Return counts, capability rows and failures, in plain types."""
         outcomes = Counter(r.outcome for r in self._results.values())
         return {
             "device": self._device,
@@ -105,7 +105,7 @@ class Report:
         }
 
     def _failures(self) -> list[Result]:
-        """In the order in which they are best mended."""
+        """The failures in the best order for fixing them."""
         failed = [r for r in self._results.values() if r.outcome == "failed"]
         return sorted(failed, key=lambda r: rank_in_order(r.broken))
 
@@ -114,7 +114,7 @@ class Report:
             declared = selection.use(self._device).capabilities
             every = every_capability(declared)
         except (AccelzError, AttributeError):
-            return []  # it did not load; every test says so
+            return []  # the backend did not load, as every test reports
         return [
             {"name": n, "declared": declares(declared, n), "state": self._state(n, declares(declared, n))}
             for n in every
@@ -139,7 +139,7 @@ class Report:
 
 
 def _finding(item: pytest.Item, error: BaseException, text: str) -> tuple[str, str]:
-    """The method to blame for an error of a test, and the message. text: pytest's own report of it."""
+    """Return the method to blame for a test's error, and the message. text: pytest's own report of it."""
     if isinstance(error, (ContractBroken, ClusterError)) and error.method:
         return error.method, str(error)
     if missing := MISSING_OPERATOR.search(str(error)):

@@ -1,4 +1,4 @@
-"""Runs the kit in a process of its own, so that a crash of a device library is a result like any other."""
+"""Runs the kit in a separate process, so that a crash of a device library is a result like any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accelz.errors import AccelzError, BackendNotFoundError, BackendUnavailableE
 
 NO_TESTS, USAGE = 5, 4  # pytest's exit codes
 ISOLATED = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-"""Variables: what the user's other pytest plugins do to a run is not the backend's business."""
+"""Environment variables that keep the user's other pytest plugins and options out of the run."""
 
 LOOK_SECONDS = 0.1
 START_SECONDS = 60.0
@@ -29,7 +29,7 @@ END_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How the kit's process ended. output: what it printed into a pipe. silent: it was ended for it."""
+    """How the kit's process ended. output: what it printed into a pipe. silent: ended because it was."""
 
     code: int
     output: str
@@ -46,9 +46,9 @@ def run(name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS) 
     """Run the kit on the backend `name` and return its summary, with `ok` and `exit_code` added.
 
     only: an expression for pytest's -k. show: let pytest's output through to stderr. timeout: seconds that a
-    test may take; where it cannot be interrupted, the kit's process is ended after twice as long.
-    Raises AccelzError where nothing could be run: the backend or pytest is missing, or the device cannot be
-    used here.
+    test may take; if it cannot be interrupted, the kit's process is ended after twice as long.
+    Raises AccelzError if nothing could be run: the backend or pytest is missing, no test matches, or the
+    device cannot be used here.
     """
     _require(name)
     with tempfile.TemporaryDirectory(prefix="accelz-check-") as folder:
@@ -70,8 +70,8 @@ def run(name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS) 
 def supervise(process: subprocess.Popen[str], report: Path, limit: float) -> Ended:
     """Wait for the kit's process to end.
 
-    Once nothing was written to `report` for `limit` seconds it is told to abort, so that it prints its stacks
-    (pytest turns faulthandler on), and killed if it does not.
+    If nothing has been written to `report` for `limit` seconds, the process gets a SIGABRT, so that it prints
+    its stacks (pytest turns faulthandler on), and is killed if that does not end it.
     """
     started, over = time.time() + START_SECONDS, 0.0
     while True:
@@ -98,11 +98,14 @@ def _require(name: str) -> None:
 
 
 def arguments(name: str, only: str | None, timeout: float, report: Path, notes: Path) -> list[str]:
-    """pytest's, for a run of the kit that leaves its results in two files. The other ones as for `run`."""
+    """Return pytest's arguments for a run of the kit that leaves its results in `report` and `notes`.
+
+    The other arguments as in `run`.
+    """
     options = {"device": name, "timeout": str(timeout), "report": str(report), "progress": str(notes)}
     return [
         *("-c", os.devnull, "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "accelz.conformance.plugin"),
-        "--no-summary",  # it is the caller's to print
+        "--no-summary",  # the caller prints it
         *(("-k", only) if only else ()),
         *(text for option, value in options.items() for text in (f"--accelz-{option}", value)),
         *("--pyargs", "accelz.conformance"),
@@ -115,7 +118,7 @@ def _environment() -> dict[str, str]:
 
 
 def summary(name: str, report: Path, notes: Path, ended: Ended) -> dict[str, Any]:
-    """What the files say that the kit's process has left; raises AccelzError where it refused to run."""
+    """Read the files that the kit's process has left; raises AccelzError if it refused to run."""
     events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
     if ended.code == USAGE:
         refused = next((e["reason"] for e in events if e["event"] == "refused"), None)
@@ -128,7 +131,7 @@ def summary(name: str, report: Path, notes: Path, ended: Ended) -> dict[str, Any
 
 
 def _crashed(name: str, events: list[dict[str, Any]], ended: Ended, method: str) -> dict[str, Any]:
-    """The kit's process ended inside a test: that test is the failure. method: what it was in, or ""."""
+    """Summarise a run whose process ended inside a test: that test failed. method: what it was in, or ""."""
     results = [e for e in events if e["event"] == "result"]
     test = next((e["test"] for e in reversed(events) if e["event"] == "start"), "before the first test")
     where = f"{method}: must return\n  came: " if method else ""

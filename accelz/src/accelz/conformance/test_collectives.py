@@ -1,7 +1,8 @@
 """The collectives role at 1, 2 and 4 ranks: values, places, order, groups, and ranks that fail.
 
 The functions called `…_body` run on every rank. Values are whole numbers of either sign that need all bits of
-their dtype's mantissa, and no more when they are summed: sums are exact, and a difference is always an error.
+their dtype's mantissa, while those to be summed are smaller, so that their sums need no more bits: sums are
+exact, and any difference is an error.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ FAULTS = {
     "dies": {2: "all_gather", 3: "broadcast", 4: "all_to_all"},
     "never comes": {2: "reduce_scatter", 4: "all_reduce"},
 }
-"""What the last rank does, and in which collective the others are then, by the number of ranks."""
+"""What the last rank does, and which collective the others are in then, by the number of ranks."""
 FAULT_TIMEOUTS = {"gloo": 3.0, "a library": 10.0}
-"""Seconds; the first use of a device's communication library, which is within them, takes some."""
+"""Seconds, which include the first use of a device's communication library."""
 FAULT_GRACE = 12.0
-"""Seconds after its timeout within which a collective must have given up."""
+"""Seconds after its timeout within which a collective must have failed."""
 
 CALLS: dict[str, Callable[[Collectives, Tensor, Tensor, Group], Handle]] = {
     "all_gather": lambda c, full, shard, group: c.all_gather(full, shard, group, async_op=True),
@@ -53,13 +54,13 @@ CALLS: dict[str, Callable[[Collectives, Tensor, Tensor, Group], Handle]] = {
         full, full.clone(), _each(shard, group), _each(shard, group), group, async_op=True
     ),
 }
-"""Each collective on a buffer of n elements for every rank, and one of n; broadcasts come from the last."""
+"""Each collective, on a buffer of n elements per rank and one of n. The last rank broadcasts."""
 INTEGERS = (torch.uint8, torch.int64, torch.bool)
-"""What travels besides floats: codes of 8 bits, and buffers of modules."""
+"""What is sent besides floats: 8-bit codes, and the buffers of modules."""
 
 
 def pair_size(accelerator: Accelerator) -> int:
-    """Two ranks where there is room for them."""
+    """Two ranks if there are devices for them, else one."""
     shared = accelerator.capabilities.shared_device
     return 2 if shared or devices_for_ranks(accelerator) > 1 else 1
 
@@ -83,7 +84,7 @@ class CollectivesContract:
     @over_sizes
     @over_dtypes()
     def test_all_to_all(self, cluster: Clustered, size: int, dtype: torch.dtype) -> None:
-        """Every rank gets what each sends it, in rank order; parts of any length, and of none."""
+        """Every rank gets what each rank sends it, in rank order; parts may have any length, also 0."""
         cluster(size).run(all_to_all_body, dtype=dtype)
 
     @about("Collectives.all_reduce")
@@ -96,26 +97,26 @@ class CollectivesContract:
     @about("Collectives.broadcast")
     @over_sizes
     def test_broadcast_from_each_rank(self, cluster: Clustered, size: int) -> None:
-        """Every rank can be the source, of any dtype, integers included; what surrounds the tensor stays."""
+        """Every rank can be the source, for any dtype including integers; memory around the tensor stays."""
         cluster(size).run(broadcast_body)
 
     @about("Collectives.all_reduce", "Collectives.broadcast", "Collectives.all_gather")
     @over_sizes
     def test_host_tensors(self, cluster: Clustered, size: int) -> None:
-        """A group carries host tensors too, of integers as well, in every reduction."""
+        """A group takes host tensors too, including integers, in every reduction."""
         cluster(size).run(host_body)
 
     @about("Collectives.barrier", "Group.store")
     @over_sizes
     def test_barrier_waits_for_the_last(self, cluster: Clustered, size: int) -> None:
-        """No rank leaves a barrier before the last has come; the store is shared."""
+        """No rank leaves a barrier before the last has reached it; the store is shared."""
         cluster(size).run(barrier_body)
 
     @about("Handle.wait")
     @over_sizes
     @pytest.mark.parametrize("order", ["first to last", "last to first"])
     def test_async_handles_in_any_order(self, cluster: Clustered, size: int, order: str) -> None:
-        """Several collectives under way may be waited for in any order, and twice."""
+        """Several collectives in progress may be waited for in any order, and twice."""
         cluster(size).run(handles_body, backwards=order == "last to first")
 
     @about("Handle.wait")
@@ -127,7 +128,7 @@ class CollectivesContract:
     @about(*(f"Collectives.{name}" for name in CALLS))
     @proves("async_collectives")
     def test_async_collectives_return_at_once(self, accelerator: Accelerator, cluster: Clustered) -> None:
-        """With async_op=True the call is back before the other ranks have come."""
+        """With async_op=True the call returns before the other ranks have made it."""
         for name, seconds in cluster(2).run(late_body)[0].items():
             came = f"{seconds:.2f} s, the other rank came after {LATE_SECONDS} s"
             expect(seconds < LATE_SECONDS / 2, f"Collectives.{name}", "async_op=True must not wait", came)
@@ -139,8 +140,8 @@ class CollectivesContract:
     def test_the_work_before_it_comes_first(
         self, accelerator: Accelerator, cluster: Clustered, name: str, elsewhere: bool
     ) -> None:
-        """Called inside `use`, a collective takes what the work queued there leaves in its input, and work on
-        the stream that waits, this or another one, sees what it wrote."""
+        """Called inside `use`, a collective reads its input after the work queued there, and work on the
+        stream that waits, this or another one, sees what it wrote."""
         cluster(pair_size(accelerator)).run(side_stream_body, name=name, elsewhere=elsewhere)
 
     @about("Collectives.new_group", "Group")
@@ -152,14 +153,14 @@ class CollectivesContract:
     @about("Collectives.init", "Group")
     @over_sizes
     def test_the_group_knows_its_place(self, cluster: Clustered, size: int) -> None:
-        """rank and size are right and the timeout is the one given."""
+        """rank and size are correct, and the timeout is the one given."""
         places = cluster(size).run(place_body)
         expect(places == [(r, size, 20.0) for r in range(size)], "Group", "rank, size, timeout", str(places))
 
     @about("Collectives.all_gather", "Collectives.reduce_scatter", "Collectives.all_to_all")
     @over_sizes
     def test_sizes_that_do_not_fit(self, cluster: Clustered, size: int) -> None:
-        """Buffers that do not fit the group raise CollectiveError, and the group works on."""
+        """Buffers that do not fit the group raise CollectiveError, and the group remains usable."""
         cluster(size).run(misfit_body)
 
     @about("Collectives.init", "Collectives.destroy")
@@ -167,7 +168,7 @@ class CollectivesContract:
     def test_a_process_alone(
         self, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch, environment: str
     ) -> None:
-        """Without an environment, or with torchrun's, init() joins the job, and destroy() leaves it."""
+        """Without torchrun's environment or with it, init() joins the job and destroy() leaves it."""
         for name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
         for _ in range(2):
@@ -183,12 +184,12 @@ class CollectivesContract:
     @about(*(f"Collectives.{name}" for name in CALLS), "Collectives.barrier", "Collectives.check")
     @pytest.mark.parametrize("fault", FAULTS)
     def test_a_rank_that_fails(self, accelerator: Accelerator, fault: str) -> None:
-        """Where a rank dies or stays away, the others get a CollectiveError within the timeout, no hang."""
+        """If a rank dies or stays away, the others get a CollectiveError within the timeout, not a hang."""
         shared, room = accelerator.capabilities.shared_device, devices_for_ranks(accelerator)
         sizes = [size for size in FAULTS[fault] if shared or size <= room]
         if not sizes:
             pytest.skip("shared_device is not declared, and 2 ranks need a device each")
-        with ThreadPoolExecutor(len(sizes) if shared else 1) as jobs:  # they wait for most of the time
+        with ThreadPoolExecutor(len(sizes) if shared else 1) as jobs:  # they mostly wait
             for outcomes in jobs.map(lambda size: fault_outcomes(accelerator, size, fault), sizes):
                 _expect_errors_in_time(outcomes, fault, f"Collectives.{FAULTS[fault][len(outcomes)]}")
 
@@ -198,7 +199,7 @@ class TestCollectives(CollectivesContract):
 
 
 def fault_outcomes(accelerator: Accelerator, size: int, fault: str) -> list[Outcome]:
-    """How each of `size` ranks ends where the last one fails."""
+    """Return how each of `size` ranks ends when the last one fails."""
     library = "a library" if "," in accelerator.collectives.spec else "gloo"
     timeout = FAULT_TIMEOUTS[library]
     fragile = Cluster(accelerator.name, size, timeout=timeout)
@@ -222,7 +223,7 @@ def _expect_errors_in_time(outcomes: list[Outcome], fault: str, method: str) -> 
 
 
 def _each(shard: Tensor, group: Group) -> list[int]:
-    """As many elements as a shard has, for every rank."""
+    """The counts of an all_to_all in which every rank gets as many elements as a shard has."""
     return [shard.numel()] * group.size
 
 
@@ -371,7 +372,7 @@ def dropped_body(context: Context) -> None:
 
 
 def late_body(context: Context) -> dict[str, float]:
-    """Seconds until each collective was begun; the first rank begins all before the others have come."""
+    """Return the seconds that each call took; the first rank makes all of them before the others do."""
     calls, group, device = _collectives(context), context.group, context.accelerator.device
     names = [name for name in CALLS if name != "all_to_all"]  # staged ones agree on their sizes first
     buffers = {n: (torch.ones(2 * group.size, device=device), torch.ones(2, device=device)) for n in names}
@@ -407,7 +408,7 @@ def side_stream_body(context: Context, name: str, elsewhere: bool) -> None:
         shard.fill_(context.rank + 1)
         handle = call(full, shard, context.group)
         if elsewhere:
-            long_work(accelerator, BUSY_SECONDS)  # so what is ordered behind this stream comes too late
+            long_work(accelerator, BUSY_SECONDS)  # so that what is wrongly ordered behind this stream is late
     with streams.use(waiting):
         handle.wait()
         seen = (shard if name == "reduce_scatter" else full).clone()
@@ -422,7 +423,7 @@ def side_stream_body(context: Context, name: str, elsewhere: bool) -> None:
 
 
 def _filled(name: str, n: int, size: int) -> Tensor:
-    """What a collective of `CALLS` leaves where every rank's buffers hold its number, counted from 1."""
+    """What a collective of `CALLS` gives if every rank's buffers hold the rank's number, counted from 1."""
     ranks = torch.arange(1.0, size + 1)
     if name in ("all_gather", "all_to_all"):
         return ranks.repeat_interleave(n)
@@ -474,7 +475,7 @@ def misfit_body(context: Context) -> None:
             expect_raises(CollectiveError, f"Collectives.{name}", expected, call)
     buffer, even = torch.ones(4 * size, device=device), [4] * size
     misfits = [[5] * size, [4] * (size + 1), [-4, *even] if size > 1 else [-4]]
-    if size > 1:  # what it sends itself is not what it expects
+    if size > 1:  # what a rank sends to itself is not what it expects
         own = even.copy()
         own[context.rank], own[context.rank - 1] = 3, 5
         misfits.append(own)
@@ -493,7 +494,7 @@ def misfit_body(context: Context) -> None:
 
 
 def fault_body(context: Context, fault: str, name: str) -> float:
-    """The last rank fails; the others return how many seconds behind the timeout they had their error."""
+    """The last rank fails; the others return how many seconds after the timeout they got their error."""
     calls, device = _collectives(context), context.accelerator.device
     full, shard = (torch.ones(n, device=device) for n in (1001 * context.size, 1001))
     CALLS[name](calls, full, shard, context.group).wait()
@@ -505,7 +506,7 @@ def fault_body(context: Context, fault: str, name: str) -> float:
     def call_and_meet() -> None:
         CALLS[name](calls, full, shard, context.group).wait()
         waits.append("only orders streams")
-        calls.barrier(context.group)  # where the device does not block the host, this does
+        calls.barrier(context.group)  # blocks the host even if `wait` does not
 
     expect_raises(CollectiveError, f"Collectives.{name}", f"a rank {fault}", call_and_meet)
     if waits:
@@ -542,7 +543,7 @@ def _collectives(context: Context) -> Collectives:
 
 
 def _places() -> list[tuple[int, int, bool, bool]]:
-    """(elements, offset, in place, async): every length, the variants taking turns."""
+    """(elements, offset, in place, async): every length at every offset, with the variants taking turns."""
     cases = [(n, offset) for n in LENGTHS for offset in OFFSETS]
     return [(n, offset, i % 2 == 0, i % 3 == 0) for i, (n, offset) in enumerate(cases)]
 
@@ -557,19 +558,19 @@ _STRIDE, _SHIFT = 2_654_435_761, 40_503_000_017
 
 
 def _widest(dtype: torch.dtype) -> int:
-    """All whole numbers up to this one are exact."""
+    """The whole number up to which all are exact in `dtype`."""
     if dtype.is_floating_point:
         return int(2 / torch.finfo(dtype).eps)
     return 1 if dtype is torch.bool else 1 << (8 * dtype.itemsize - 3)
 
 
 def _rows(n: int, ranks: int, dtype: torch.dtype) -> Tensor:
-    """(ranks, n): what each rank has of a reduction."""
+    """(ranks, n): each rank's input of a reduction."""
     return torch.stack([_pattern(n, rank, dtype, ranks) for rank in range(ranks)])
 
 
 def _framed(n: int, offset: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A tensor with marks around it, and the n elements at `offset` inside."""
+    """A tensor filled with marks, and the n elements at `offset` in it."""
     whole = torch.full((offset + n + 5,), MARK, dtype=dtype, device=device)
     return whole, whole[offset : offset + n]
 

@@ -96,7 +96,7 @@ class DescriptorContract:
 
     @about("BackendDescriptor.probe")
     def test_probe_repeats_itself_and_survives_a_fork(self, name: str) -> None:
-        """The probe gives one answer: twice, in a forked child, and in the parent after the fork."""
+        """The probe gives the same answer twice, in a forked child, and in the parent after the fork."""
         self._probe_and_fork(name, load=False, local_rank=0)
 
     @about("BackendDescriptor.probe", "BackendDescriptor.load")
@@ -128,7 +128,7 @@ class DescriptorContract:
 
     @about("BackendDescriptor.load")
     def test_load_gives_every_role(self, name: str, accelerator: Accelerator) -> None:
-        """load() returns an Accelerator of the backend's name with every role of its interface's type."""
+        """load() returns an Accelerator with the backend's name, each role of its interface's type."""
         expect(accelerator.name == name, "Accelerator.name", f"must be {name!r}", repr(accelerator.name))
         expect(isinstance(accelerator.device, torch.device), "Accelerator.device", "must be a torch.device")
         for attribute, interface in ROLES.items():
@@ -171,7 +171,7 @@ class DescriptorContract:
 
     @about("Accelerator.bind")
     def test_bind_makes_the_device_current(self, accelerator: Accelerator) -> None:
-        """What is made on the device type without a number lands on the device that was bound."""
+        """A tensor created on the device type without a number lands on the bound device."""
         for local_rank in _local_ranks(accelerator):
             accelerator.bind(local_rank)
             got = torch.ones(1, device=accelerator.device.type).device
@@ -181,7 +181,7 @@ class DescriptorContract:
     @about("Accelerator.bind")
     @proves("one_device_per_process")
     def test_a_process_keeps_its_device(self, accelerator: Accelerator) -> None:
-        """Where a process has one device for life, binding another one is refused or changes nothing."""
+        """If a process has one device for life, binding another one is refused or changes nothing."""
         own, count = own_local_rank(accelerator), accelerator.device_count()
         accelerator.bind(own)
         device = accelerator.device
@@ -204,7 +204,7 @@ class DescriptorContract:
     @about("Accelerator.bind", "Collectives.init")
     @proves("shared_device")
     def test_ranks_share_a_device(self, accelerator: Accelerator) -> None:
-        """One rank more than there are devices: two of them work on one, collectives included."""
+        """With one rank more than devices, two ranks work on one device, collectives included."""
         size = max(accelerator.device_count(), 1) + 1
         cluster = Cluster(accelerator.name, size)
         try:
@@ -225,7 +225,7 @@ class TestDescriptor(DescriptorContract):
 
 
 def _local_ranks(accelerator: Accelerator) -> list[int]:
-    """Local ranks to bind one after the other, this process's own the last."""
+    """Local ranks to bind one after the other, this process's own last."""
     own = own_local_rank(accelerator)
     return [own] if takes_one_device(accelerator) else [*range(accelerator.device_count()), own]
 

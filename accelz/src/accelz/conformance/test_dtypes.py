@@ -24,7 +24,7 @@ class DtypeContract:
 
     @about("Capabilities.dtypes")
     def test_further_dtypes(self, request: pytest.FixtureRequest, accelerator: Accelerator) -> None:
-        """What a backend declares beyond the usual dtypes works as well."""
+        """Declared dtypes beyond the usual ones work as well."""
         further = sorted(accelerator.capabilities.dtypes - set(FLOATS), key=str)
         if not further:
             pytest.skip("no further dtype is declared")

@@ -1,6 +1,6 @@
 """Flat buffers: parameters become views of one buffer, and its bytes come and go under them.
 
-The models here stand for what autograd saves: views, transposes, indices, recomputed forwards. A test
+The models here cover what autograd saves: views, transposes, indices, recomputed forwards. A test
 releases the buffer between forward and backward, brings it back, refills it, and compares gradients with
 those of the same model before it was flattened.
 """
@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 def slots_of(parameters: Sequence[nn.Parameter], align: int = ALIGN) -> tuple[list[Slot], int]:
-    """Slots at aligned offsets with gaps between them, and the buffer's size with a tail."""
+    """Return slots at aligned offsets with gaps between them, and the buffer's size, including a tail."""
     slots, end = [], align  # a gap in front as well
     for parameter in parameters:
         shape, stride = tuple(parameter.shape), dense_stride(parameter.data)
@@ -108,7 +108,7 @@ class FlatBufferContract:
         return buffer
 
     def refill(self, accelerator: Accelerator, buffer: FlatBuffer, values: Tensor) -> None:
-        """Bring the bytes back and write them, as a gather does."""
+        """Bring the bytes back and fill them, as a gather does."""
         buffer.materialize()
         accelerator.streams.synchronize()
         _expect_storage(buffer, "FlatBuffer.materialize")
@@ -172,7 +172,7 @@ class FlatBufferContract:
     def test_what_shares_memory_with_a_parameter_keeps_it(
         self, accelerator: Accelerator, on_device: bool
     ) -> None:
-        """A state dict taken before keeps its values: the parameter's memory is not flatten's to empty."""
+        """A state dict taken before keeps its values: flatten must not empty the parameters' memory."""
         model = Tied().to(accelerator.device if on_device else torch.device("cpu"))
         state = model.state_dict()
         expected = {name: value.cpu().clone() for name, value in state.items()}
@@ -188,7 +188,7 @@ class FlatBufferContract:
     @about("FlatBuffer.release", "FlatBuffer.materialize")
     @pytest.mark.parametrize("name", MODELS)
     def test_views_saved_by_autograd_survive(self, accelerator: Accelerator, name: str) -> None:
-        """Released between forward and backward, brought back and refilled, gradients are right."""
+        """Gradients are correct if the buffer is released after forward and refilled before backward."""
         make, sample = MODELS[name]
         torch.manual_seed(1)
         model, inputs = make(), sample()
@@ -216,7 +216,7 @@ class FlatBufferContract:
 
     @about("FlatBuffer.release")
     def test_release_drops_the_bytes(self, accelerator: Accelerator) -> None:
-        """The memory really goes, also while autograd holds views, and comes back at the next materialize."""
+        """The memory is really freed, also while autograd holds views, and comes back with materialize()."""
         layer = nn.Linear(2048, 4096, bias=False)
         buffer = self.flatten(accelerator, list(layer.parameters()))
         held = layer(torch.ones(2, 2048, device=accelerator.device))
@@ -254,7 +254,7 @@ class FlatBufferContract:
 
     @about("FlatBufferStrategy.flatten")
     def test_empty_parameters_and_buffers(self, accelerator: Accelerator) -> None:
-        """Zero-sized parameters, and a buffer of nothing but them, live through all calls."""
+        """Zero-sized parameters, and a buffer of nothing else, survive all calls."""
         parameter = nn.Parameter(torch.empty(0, 3))
         buffer = accelerator.flat_buffers.flatten([parameter], [Slot(0, (0, 3), (3, 1), 0)], 0, torch.float32)
         for call in (buffer.release, buffer.materialize, buffer.bind, buffer.release):
@@ -270,7 +270,7 @@ class FlatBufferContract:
     @about("FlatBufferStrategy.empty_like", "FlatBuffer.bind")
     @over_dtypes(torch.bfloat16, torch.float16)
     def test_a_second_buffer_in_another_dtype(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
-        """Bound to a 16-bit buffer a model computes and gets gradients in that dtype, and goes back."""
+        """A model bound to a 16-bit buffer computes and gets gradients in that dtype, and goes back."""
         torch.manual_seed(2)
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
         wide = self.flatten(accelerator, list(model.parameters()))
@@ -304,7 +304,7 @@ class FlatBufferContract:
 
     @about("FlatBufferStrategy.share")
     def test_buffers_in_common(self, accelerator: Accelerator, cluster: Callable[[int], Cluster]) -> None:
-        """All ranks get one memory, and see what each writes to its slice; or all get None."""
+        """All ranks get the same memory and see what each writes to its slice; or all get None."""
         cluster(2).run(common_body)
 
     @about("FlatBufferStrategy.flatten", "Memory.stats")
@@ -380,7 +380,7 @@ def common_body(context: Context) -> None:
     expect(common.common, where, "the buffer must say that it is common")
     expect(not private.materialized, where, "the private bytes must be given back")
     _expect_view(parameter, common, slot, where)
-    accelerator.collectives.barrier(context.group)  # nobody writes while others read
+    accelerator.collectives.barrier(context.group)  # no rank writes while others read
     common.data[12 * context.rank :][:12] = float(context.rank)
     accelerator.streams.synchronize()
     accelerator.collectives.barrier(context.group)
@@ -388,7 +388,7 @@ def common_body(context: Context) -> None:
     expect_close(parameter, want, where, "each rank must see what the others write to their slices")
     common.release()
     expect(common.materialized, "FlatBuffer.release", "must change nothing on a common buffer")
-    accelerator.collectives.barrier(context.group)  # nobody leaves either
+    accelerator.collectives.barrier(context.group)  # nor leaves
 
 
 def _on_device(model: nn.Module, accelerator: Accelerator) -> nn.Module:

@@ -25,15 +25,15 @@ SPECIAL = (float("nan"), float("inf"), -float("inf"))
 EPS32 = torch.finfo(torch.float32).eps
 BLOCKS = (32, 256, 4096)
 MANY = 300
-"""Tensors of one norm: more than a launch of a multi-tensor kernel has room for."""
+"""Tensors of one norm: more than one launch of a multi-tensor kernel takes."""
 HUGE, TAIL = (1 << 24) + 3, 1000
-"""Elements: more than 65,535 blocks of 256, and how many of the last ones are looked at."""
+"""Elements: more than 65,535 blocks of 256, and how many of the last ones are checked."""
 BUSY_SECONDS = 0.1
 over_codes = pytest.mark.parametrize("codes_dtype", LIMITS, ids=lambda d: str(d).removeprefix("torch."))
 
 
 class Guarded:
-    """`values` in the middle of a larger device tensor, at a chosen misalignment, with marks around."""
+    """`values` in the middle of a larger device tensor, at a chosen misalignment, with marks around them."""
 
     def __init__(self, values: Tensor, offset: int, device: torch.device) -> None:
         start = GUARD + offset
@@ -43,7 +43,7 @@ class Guarded:
         self._around = (slice(0, start), slice(start + values.numel(), None))
 
     def check(self, method: str, name: str) -> None:
-        """Nothing outside the view was written."""
+        """Raise ContractBroken if anything outside the view was written."""
         outside = torch.cat([self._whole[part] for part in self._around]).cpu()
         expected = f"must not write outside of {name}"
         expect_close(
@@ -53,7 +53,7 @@ class Guarded:
 
 @dataclass(frozen=True)
 class AdamCase:
-    """One call of `Kernels.adamw`: how the step is configured, and what goes into it."""
+    """One call of `Kernels.adamw`: the configuration of the step, and its inputs."""
 
     numel: int = 1023
     offset: int = 0
@@ -227,7 +227,7 @@ class KernelContract:
     @about("Kernels.adamw")
     @pytest.mark.parametrize("case", ADAM_CASES.values(), ids=ADAM_CASES.keys())
     def test_adamw(self, accelerator: Accelerator, case: AdamCase) -> None:
-        """A step equals float64 within fp32 rounding, in place, within its range, gradient untouched."""
+        """A step equals float64 within fp32 rounding, in place, within its range; the gradient is kept."""
         if {case.grad_dtype, case.weights_dtype} - {None} <= accelerator.capabilities.dtypes:
             self.check_adamw(accelerator, case)
         else:
@@ -288,7 +288,7 @@ class KernelContract:
     @about("Kernels.sgd", "Kernels.lion")
     @pytest.mark.parametrize("case", MOMENTUM_CASES.values(), ids=MOMENTUM_CASES.keys())
     def test_one_moment(self, accelerator: Accelerator, case: SgdCase | LionCase) -> None:
-        """A step equals float64 within fp32 rounding, with a scale, with weights in 16 bits, and skipped."""
+        """A step equals float64 within fp32 rounding, also scaled, with weights in 16 bits, and skipped."""
         if not {case.grad_dtype, torch.bfloat16} <= accelerator.capabilities.dtypes:
             pytest.skip(f"not declared: {case.grad_dtype} or bfloat16")
         other = next(iter({torch.float16} & accelerator.capabilities.dtypes), torch.bfloat16)
@@ -334,7 +334,7 @@ class KernelContract:
     @about("Kernels.adamw", "Kernels.sgd", "Kernels.lion", "Kernels.scale_cast")
     @pytest.mark.parametrize("name", SCALAR_CALLS)
     def test_scalars_are_only_read(self, accelerator: Accelerator, name: str) -> None:
-        """step, grad_scale, skip and scale keep their values: the caller uses them again."""
+        """step, grad_scale, skip and scale keep their values, because the caller uses them again."""
         scalars = {n: _scalar(v, accelerator.device) for n, v in (("step", 3), ("scale", 0.5), ("skip", 0))}
         tensors = [torch.ones(1023, device=accelerator.device) for _ in range(4)]
         for _ in range(2):
@@ -347,7 +347,7 @@ class KernelContract:
     @pytest.mark.parametrize("numel", SIZES)
     @over_dtypes()
     def test_norm(self, accelerator: Accelerator, numel: int, dtype: torch.dtype) -> None:
-        """The sum of squares equals float64 within fp32 accumulation; finite values are finite."""
+        """The sum of squares equals float64 within fp32 accumulation; finite values do not set the flag."""
         where = "Kernels.norm_and_nonfinite"
         for offset in OFFSETS:
             host = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
@@ -358,7 +358,7 @@ class KernelContract:
 
     @about("Kernels.norm_and_nonfinite")
     def test_norm_over_several_tensors(self, accelerator: Accelerator) -> None:
-        """Several tensors of several dtypes, empty ones among them, count as one."""
+        """Several tensors of several dtypes, including empty ones, count as one."""
         dtypes = [d for d in (*GRADIENTS, torch.float32) if d in accelerator.capabilities.dtypes]
         hosts = [torch.randn(n).to(d) for n, d in zip((1025, 7, 0, 333), dtypes, strict=False)]
         got = accelerator.kernels.norm_and_nonfinite([h.to(accelerator.device) for h in hosts])
@@ -369,7 +369,7 @@ class KernelContract:
 
     @about("Kernels.norm_and_nonfinite")
     def test_norm_over_many_tensors(self, accelerator: Accelerator) -> None:
-        """None of many tensors is left out, of the sum or of the search for what is not finite."""
+        """None of many tensors is left out of the sum or of the search for nonfinite values."""
         where, host = "Kernels.norm_and_nonfinite", torch.ones(7 * MANY)
         for last, want in ((2.0, [7.0 * MANY + 3, 0.0]), (SPECIAL[0], [SPECIAL[0], 1.0])):
             host[-1] = last
@@ -433,8 +433,8 @@ class KernelContract:
     @about("Kernels.scale_cast")
     @over_dtypes(*GRADIENTS)
     def test_scale_cast_overflows_to_infinity(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
-        """What is too large for output's dtype is infinite, and NaN and infinities stay: who looks for an
-        overflow must find it behind any cast."""
+        """Values too large for output's dtype become infinite, and NaN and infinities stay: an overflow is
+        found behind any cast."""
         for source_dtype in [d for d in GRADIENTS if d in accelerator.capabilities.dtypes]:
             large = torch.finfo(source_dtype).max
             host = torch.tensor([*SPECIAL, large, -large, 1.0], dtype=source_dtype)
@@ -449,7 +449,7 @@ class KernelContract:
     @about("Kernels.accumulate")
     @over_dtypes(*GRADIENTS)
     def test_accumulate_overflows_to_infinity(self, accelerator: Accelerator, dtype: torch.dtype) -> None:
-        """Sums that are too large are infinite, and NaN and infinities stay, of either summand."""
+        """Sums that are too large become infinite, and NaN and infinities of either summand stay."""
         large = torch.finfo(dtype).max
         host = torch.tensor([*SPECIAL, 1.0, 1.0, 1.0, large, -large, SPECIAL[1]], dtype=dtype)
         addend = torch.tensor([1.0, 1.0, 1.0, *SPECIAL, large, -large, SPECIAL[2]], dtype=dtype)
@@ -520,7 +520,7 @@ class KernelContract:
     def test_quantised_nonfinite_blocks_are_nan(
         self, accelerator: Accelerator, codes_dtype: torch.dtype, special: float
     ) -> None:
-        """A NaN or an infinity makes its block, and no other, NaN: scale and what comes back."""
+        """A NaN or an infinity makes its block, and no other, NaN: the scale and the dequantised values."""
         for place in (0, 255, 256, 600, 999):
             host = torch.ones(1000)
             host[place] = special
@@ -539,7 +539,7 @@ class KernelContract:
     def test_quantise_of_very_small_and_very_large_values(
         self, accelerator: Accelerator, codes_dtype: torch.dtype
     ) -> None:
-        """Zeros come back as zeros, denormals as next to nothing, the largest values finite."""
+        """Zeros come back as zeros, denormals as almost nothing, and the largest values finite."""
         smallest = SMALLEST_SCALE * LIMITS[codes_dtype]
         for peak, tolerance in ((0.0, 0.0), (1e-44, smallest), (1e-37, smallest), (1e-30, 0), (3e38, 0)):
             host = torch.linspace(-1, 1, 64) * peak
@@ -572,7 +572,7 @@ class KernelContract:
 
     @about("Kernels.quantise")
     def test_quantise_refuses_what_does_not_fit(self, accelerator: Accelerator) -> None:
-        """Blocks that are no power of two in range, other dtypes and wrong sizes are ValueErrors."""
+        """Blocks that are not a power of two in range, other dtypes and wrong sizes raise ValueError."""
         device, kernels = accelerator.device, accelerator.kernels
         values, scales = torch.ones(100, device=device), torch.ones(2, device=device)
         codes = torch.zeros(100, dtype=torch.int8, device=device)
@@ -598,7 +598,7 @@ class KernelContract:
     @needs("streams")
     @pytest.mark.parametrize("name", NAMES)
     def test_it_is_queued_on_the_current_stream(self, accelerator: Accelerator, name: str) -> None:
-        """Inside `use`, a kernel comes behind the work that is queued there, and before what comes later."""
+        """Inside `use`, a kernel runs after the work queued there before it, and before later work."""
         values, side = torch.zeros(1024, device=accelerator.device), accelerator.streams.new()
         written_by(name, accelerator.kernels, values)  # whatever a first use costs
         accelerator.streams.synchronize()
@@ -616,7 +616,7 @@ class KernelContract:
     @about(*(f"Kernels.{name}" for name in NAMES))
     @pytest.mark.parametrize("name", NAMES)
     def test_no_element_is_too_far_away(self, accelerator: Accelerator, name: str) -> None:
-        """Of more elements than a grid of 65,535 blocks of 256 has, the last ones are done as well."""
+        """With more elements than a grid of 65,535 blocks of 256 has, the last ones are processed too."""
         values = torch.zeros(HUGE, device=accelerator.device)
         values[-TAIL:] = 1.0
         written = written_by(name, accelerator.kernels, values)[-TAIL:]
@@ -629,9 +629,9 @@ class TestKernels(KernelContract):
 
 
 def written_by(name: str, kernels: Kernels, values: Tensor) -> Tensor:
-    """What a kernel makes of `values`, flat fp32, of which a block of quantised ones has one value and zeros.
+    """Return what a kernel computes from `values` (flat fp32): shape (values.numel(),), or (2,) for the norm.
 
-    Shape (values.numel(),); of the norm (2,).
+    For the kernels of quantised values, a block holds one value and zeros.
     """
     one = torch.ones((), device=values.device)
     if name == "norm_and_nonfinite":
@@ -669,7 +669,7 @@ def _ceil(numerator: int, denominator: int) -> int:
 
 @cache
 def _uneven(numel: int) -> Tensor:
-    """Random values whose size changes from block to block, with a stretch of zeros."""
+    """Random values whose magnitude changes from block to block, with a stretch of zeros."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     values *= 2.0 ** (torch.arange(numel) // 100 % 7 - 3)
     values[512:1023] = 0
@@ -690,7 +690,7 @@ def _every_code(dtype: torch.dtype) -> Tensor:
 
 
 def _expect_quantised(codes: Tensor, scales: Tensor, values: Tensor, block: int, where: str) -> None:
-    """Every value is as near to its code as the interface says, in float64."""
+    """Check in float64 that every code is as near to its value as the interface says."""
     scale = scales.cpu().double().repeat_interleave(block)[: values.numel()]
     exact, came = values.double(), codes.cpu().double() * scale
     half_steps = 0.501 * scale
@@ -703,7 +703,7 @@ def _expect_quantised(codes: Tensor, scales: Tensor, values: Tensor, block: int,
 def _round_trip(
     accelerator: Accelerator, host: Tensor, codes_dtype: torch.dtype, block: int
 ) -> tuple[Tensor, Tensor]:
-    """Scales of `host` and what comes back in fp32."""
+    """Quantise `host`; return the scales and the dequantised values in fp32."""
     device, kernels = accelerator.device, accelerator.kernels
     codes = torch.zeros(len(host), dtype=codes_dtype, device=device)
     scales = torch.zeros(_ceil(len(host), block), device=device)

@@ -1,9 +1,9 @@
-"""Nothing leaks: an operation of any role, done again and again, leaves the memory counters where they were.
+"""Nothing leaks: repeating an operation of any role leaves the memory counters where they were.
 
-What an operation may keep for the next call is there after the warm-up. After that, exact counters of a
-device must not move by a byte. Where counters are not exact, and on the host, whose page-locked buffers and
-staging copies are in no device's counters, many calls add up to more than what moves by itself: those that
-handle memory handle `nbytes` each, and the others are made often.
+Whatever an operation may keep for its next call exists after the warm-up. From then on, exact counters of a
+device must not move by a byte. Inexact counters move by themselves, and so does the memory of the host, whose
+page-locked buffers and staging copies are in no device's counters. There, a leak has to add up to more than
+this noise: operations that handle memory handle `nbytes` each, and the others are called often.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ WARM_UP = 2
 CALLS_WITH_MEMORY = 16
 CALLS_WITHOUT = 256
 SETTLE_SECONDS = 2.0
-"""A library's thread may drop its last buffer a moment after the wait for it has returned."""
+"""Time for a library's thread to drop its last buffer, which may be a moment after the wait has returned."""
 
 
 @dataclass(frozen=True)
 class Leaks:
-    """Repeats operations and compares what is held before and after. nbytes: what one of them handles.
+    """Repeats operations and compares the memory held before and after. nbytes: what one of them handles.
 
-    noise: bytes that the host, and the device where its counters are not exact, may hold more for reasons of
-    their own. anywhere(grown): whether that, or what others do at the same time, has kept something.
+    noise: bytes by which host memory, and device memory if its counters are not exact, may grow for other
+    reasons. anywhere(grown): whether anything was kept here or by others that do the same at the same time.
     """
 
     accelerator: Accelerator
@@ -50,7 +50,7 @@ class Leaks:
     anywhere: Callable[[str], bool] = bool
 
     def check(self, method: str, operation: Callable[[], object], calls: int = CALLS_WITH_MEMORY) -> None:
-        """Raise ContractBroken where `calls` calls keep memory on the device or on the host."""
+        """Raise ContractBroken if `calls` calls keep memory on the device or on the host."""
         for _ in range(WARM_UP):
             operation()
         for patience in (0.0, 0.0, SETTLE_SECONDS):
@@ -60,8 +60,10 @@ class Leaks:
         expect(not grown, method, "must not keep memory", grown, "let go of what is done with")
 
     def _round(self, operation: Callable[[], object], calls: int, patience: float) -> str:
-        """What `calls` calls have kept, in words; "" for nothing that counts. What leaks does so in every
-        round; a pool that grew to what a busy machine makes it need has grown once."""
+        """Say what `calls` calls have kept, or "" if nothing that counts.
+
+        A leak shows in every round, whereas a pool that a busy machine has made grow has grown once.
+        """
         before = Held.now(self.accelerator)
         for _ in range(calls):
             operation()
@@ -71,7 +73,7 @@ class Leaks:
         return grown
 
     def _grown(self, before: Held, calls: int) -> str:
-        """What is held beyond `before`, in words; "" for nothing that counts."""
+        """Say what is held beyond `before`, or "" if nothing that counts."""
         more = Held.now(self.accelerator).beyond(before)
         bounds = {
             "device": 0 if self.accelerator.capabilities.exact_memory else self.noise,
@@ -81,7 +83,7 @@ class Leaks:
         return f"{', '.join(found)} after {calls} calls" if found else ""
 
     def block(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`nbytes` on the device, written to."""
+        """Allocate `nbytes` on the device and write to them."""
         size = self.nbytes // dtype.itemsize
         return torch.full((size,), 1, dtype=dtype, device=self.accelerator.device)
 
@@ -107,7 +109,7 @@ class LeakContract:
 
     @about("Memory.empty_host")
     def test_host_memory_comes_back(self, leaks: Leaks) -> None:
-        """A host tensor that was copied to the device is given back, or used for the next one."""
+        """A host tensor that was copied to the device is given back, or reused for the next one."""
 
         def operation() -> None:
             host = leaks.accelerator.memory.empty_host((leaks.nbytes // 4,), torch.float32)
@@ -119,7 +121,7 @@ class LeakContract:
 
     @about("Streams.keep_alive")
     def test_what_was_kept_alive(self, leaks: Leaks) -> None:
-        """Memory that was kept for a stream is free once the stream is done."""
+        """Memory kept for a stream is free once the stream is done."""
         streams = leaks.accelerator.streams
         side = streams.new()
 
@@ -153,7 +155,7 @@ class LeakContract:
 
     @about("Rng.seed", "Rng.get_state", "Rng.set_state")
     def test_states_of_generators(self, leaks: Leaks) -> None:
-        """Seeding, and states that are saved and put back, keep no memory."""
+        """Seeding, and saving and restoring states, keep no memory."""
         rng = leaks.accelerator.rng
         leaks.check("Rng.seed", lambda: rng.seed(7), CALLS_WITHOUT)
         leaks.check("Rng.get_state", rng.get_state, CALLS_WITHOUT)
@@ -162,7 +164,7 @@ class LeakContract:
 
     @about("FlatBuffer.release", "FlatBuffer.materialize", "FlatBuffer.bind")
     def test_a_buffer_that_comes_and_goes(self, leaks: Leaks) -> None:
-        """Materialized, written, bound and released again and again, a buffer leaves nothing behind."""
+        """A buffer that is materialized, written, bound and released repeatedly leaves nothing behind."""
         buffer = self.flatten(leaks)
         leaks.accelerator.streams.synchronize()
         buffer.release()
@@ -183,7 +185,7 @@ class LeakContract:
 
     @about("FlatBufferStrategy.empty_like")
     def test_forgotten_buffers(self, leaks: Leaks) -> None:
-        """A further buffer that was used and forgotten is gone."""
+        """A buffer of another dtype that was used and forgotten is gone."""
         first = self.flatten(leaks)
 
         def operation() -> None:
@@ -201,7 +203,7 @@ class LeakContract:
 
     @about("Kernels.adamw", "Kernels.norm_and_nonfinite", "Kernels.scale_cast", "Kernels.accumulate")
     def test_scratch_memory(self, leaks: Leaks) -> None:
-        """Kernels keep no scratch memory beyond what they use again."""
+        """Kernels keep no scratch memory except what they reuse."""
         kernels, blocks = leaks.accelerator.kernels, [leaks.block() for _ in range(4)]
         for name, call in KERNEL_CALLS.items():
             leaks.check(f"Kernels.{name}", lambda call=call: call(kernels, *blocks))  # type: ignore[misc]
@@ -235,7 +237,7 @@ def collectives_body(context: Context) -> None:
     accelerator = checked(context.accelerator)
 
     def on_any_rank(grown: str) -> bool:
-        """Ranks make the same number of calls."""
+        """Return whether memory has grown on any rank, so that all ranks make the same number of calls."""
         told = torch.tensor([float(bool(grown))])
         accelerator.collectives.all_reduce(told, context.group, "max")
         return bool(told)

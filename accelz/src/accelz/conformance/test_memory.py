@@ -17,22 +17,22 @@ from accelz.memory import MemoryStats
 
 MIB = 1 << 20
 MOST_TAKEN = 8 << 30
-"""Bytes: a simulated device has its memory from the host."""
+"""Bytes at most that a test fills a device with: a simulated device takes its memory from the host."""
 
 
 class MemoryContract:
-    """nbytes: what the tests allocate; well above an allocator's granularity, and what moves by itself."""
+    """nbytes: what the tests allocate, well above an allocator's granularity and the counters' own noise."""
 
     nbytes = 24 * MIB
 
     def allocate(self, accelerator: Accelerator) -> Tensor:
-        """`nbytes` on the device, written to, so that a counter of resident bytes sees them."""
+        """Allocate and write `nbytes` on the device, so that a counter of resident bytes sees them."""
         block = torch.full((self.nbytes,), 1, dtype=torch.uint8, device=accelerator.device)
         accelerator.streams.synchronize()
         return block
 
     def settled(self, accelerator: Accelerator) -> MemoryStats:
-        """Counters with nothing left to free."""
+        """Return the counters once nothing is left to free."""
         gc.collect()
         accelerator.streams.synchronize()
         accelerator.memory.trim()
@@ -51,7 +51,7 @@ class MemoryContract:
 
     @about("Memory.stats")
     def test_allocated_follows_an_allocation(self, accelerator: Accelerator) -> None:
-        """allocated grows by what is allocated and written, and falls when that is freed."""
+        """allocated grows by the bytes that are allocated and written, and falls when they are freed."""
         before = self.settled(accelerator).allocated
         block = self.allocate(accelerator)
         grown = accelerator.memory.stats().allocated - before
@@ -78,7 +78,7 @@ class MemoryContract:
     @about("Memory.stats")
     @needs("exact_memory")
     def test_free_falls_with_an_allocation(self, accelerator: Accelerator) -> None:
-        """What is allocated is not free: `free` falls by it, `capacity` stays."""
+        """Allocated bytes are not free: `free` falls by them, and `capacity` stays."""
         before = self.settled(accelerator)
         block = self.allocate(accelerator)
         after = accelerator.memory.stats()
@@ -91,15 +91,15 @@ class MemoryContract:
 
     @about("Memory.stats")
     def test_counters_are_those_of_the_bound_device(self, accelerator: Accelerator) -> None:
-        """After bind() of another device, counters follow what is allocated there."""
+        """After bind() to another device, the counters follow allocations there."""
         with last_device(accelerator):
             self.test_allocated_follows_an_allocation(accelerator)
 
     @about("Memory.stats")
     @needs("exact_memory")
     def test_what_is_free_can_be_allocated(self, accelerator: Accelerator) -> None:
-        """An allocation of nine tenths of `free` finds room, on a device that counts single bytes: others
-        have blocks, which may be apart, and processes beside this one."""
+        """Nine tenths of `free` can be allocated, on a device that counts single bytes: others have blocks,
+        which may be apart, and other processes."""
         free = self.settled(accelerator).free
         if accelerator.capabilities.memory_granularity > 1 or free > MOST_TAKEN:
             pytest.skip(f"asked for only where single bytes count and at most {MOST_TAKEN} are free")
@@ -110,7 +110,7 @@ class MemoryContract:
     @about("Memory")
     @needs("exact_memory")
     def test_running_out_is_an_error_of_its_kind(self, accelerator: Accelerator) -> None:
-        """More than the device has is torch.OutOfMemoryError; after it, the device works as before."""
+        """Asking for more than the device has raises torch.OutOfMemoryError; then it works as before."""
         wanted = 2 * self.settled(accelerator).capacity
 
         def ask() -> None:
@@ -122,7 +122,7 @@ class MemoryContract:
     @about("Memory")
     @needs("exact_memory", "storage_resize")
     def test_a_storage_that_finds_no_room_stays_as_it_is(self, accelerator: Accelerator) -> None:
-        """A storage that cannot grow is torch.OutOfMemoryError too, and keeps what it has."""
+        """A storage that cannot grow raises torch.OutOfMemoryError too, and keeps its contents."""
         wanted = 2 * self.settled(accelerator).capacity
         values = torch.arange(1000.0, device=accelerator.device)
         storage = values.untyped_storage()
@@ -139,12 +139,12 @@ class MemoryContract:
 
     @about("Memory.reset_peak", "Memory.stats")
     def test_peak_and_its_reset(self, accelerator: Accelerator) -> None:
-        """peak remembers a freed block until reset_peak(), and starts again from what is allocated."""
+        """peak remembers a freed block until reset_peak(), and restarts from what is allocated."""
         before = self.settled(accelerator)
         accelerator.memory.reset_peak()
         block = self.allocate(accelerator)
         if not accelerator.capabilities.exact_memory:
-            accelerator.memory.stats()  # who samples must have looked
+            accelerator.memory.stats()  # a backend that finds its peak by sampling must have sampled it
         del block
         after = self.settled(accelerator)
         grown = after.peak - before.allocated
@@ -160,7 +160,7 @@ class MemoryContract:
 
     @about("Memory.trim")
     def test_trim_keeps_live_data(self, accelerator: Accelerator) -> None:
-        """trim() gives back what is unused and nothing else."""
+        """trim() gives back unused memory and nothing else."""
         live = torch.arange(1000.0, device=accelerator.device)
         del_me = self.allocate(accelerator)
         del del_me
@@ -173,7 +173,7 @@ class MemoryContract:
     def test_host_memory_round_trip(
         self, accelerator: Accelerator, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        """A host tensor of the asked shape and dtype carries values to the device and back."""
+        """A host tensor of the requested shape and dtype carries values to the device and back."""
         host = accelerator.memory.empty_host(shape, dtype)
         back = accelerator.memory.empty_host(shape, dtype)
         came = f"{tuple(host.shape)} {host.dtype} on {host.device}"
@@ -197,7 +197,7 @@ class MemoryContract:
     @about("Memory.empty_host")
     @needs("pinned_host_memory", "asynchronous")
     def test_copies_from_pinned_memory_keep_their_order(self, accelerator: Accelerator) -> None:
-        """Asynchronous copies on one stream happen in order, each with the value of its time."""
+        """Asynchronous copies on one stream happen in order, each with its own values."""
         hosts = [accelerator.memory.empty_host((MIB,), torch.float32).fill_(i) for i in range(4)]
         target = torch.empty(MIB, device=accelerator.device)
         copies = []

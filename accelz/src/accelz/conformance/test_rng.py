@@ -1,4 +1,4 @@
-"""The RNG role: the device's default generator, seeded, saved and put back."""
+"""The RNG role: the device's default generator, seeded, saved and restored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelz.conformance.marks import about
 
 class RngContract:
     def draw(self, accelerator: Accelerator) -> Tensor:
-        """Numbers from the device's default generator, normal and dropout."""
+        """Draw numbers from the device's default generator, by randn and dropout."""
         values = torch.randn(1001, device=accelerator.device)
         return torch.dropout(values, 0.5, train=True).cpu()
 
@@ -42,7 +42,7 @@ class RngContract:
 
     @about("Rng.get_state", "Rng.set_state")
     def test_a_state_comes_back(self, accelerator: Accelerator) -> None:
-        """A saved state, put back, gives the same numbers again, whatever happened in between."""
+        """A saved state, restored, gives the same numbers again, whatever happened in between."""
         accelerator.rng.seed(3)
         self.draw(accelerator)
         state = accelerator.rng.get_state()
@@ -69,7 +69,7 @@ class RngContract:
 
     @about("Rng.seed", "Rng.get_state", "Rng.set_state")
     def test_the_generator_is_that_of_the_bound_device(self, accelerator: Accelerator) -> None:
-        """After bind() of another device, seeds and states are those of its generator."""
+        """After bind() to another device, seeds and states are those of its generator."""
         with last_device(accelerator):
             self.test_a_seed_repeats_and_seeds_differ(accelerator)
             self.test_a_state_comes_back(accelerator)

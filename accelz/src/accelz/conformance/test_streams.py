@@ -25,7 +25,7 @@ class StreamsContract:
 
     @about("Streams.current", "Stream.record", "Event.done", "Event.synchronize", "Stream.wait")
     def test_the_interface_holds_everywhere(self, accelerator: Accelerator) -> None:
-        """Streams and events can be made, waited for and asked on any device."""
+        """Streams and events can be created, waited for and queried on any device."""
         streams = accelerator.streams
         current = streams.current()
         event = current.record()
@@ -37,7 +37,7 @@ class StreamsContract:
 
     @about("Streams.use")
     def test_work_inside_use_is_done_right(self, accelerator: Accelerator) -> None:
-        """What is queued inside `use` is done right, also after an exception has left it."""
+        """Work queued inside `use` is done correctly, also after an exception has left it."""
         streams = accelerator.streams
         side = streams.new()
         with pytest.raises(ZeroDivisionError), streams.use(side):
@@ -50,7 +50,7 @@ class StreamsContract:
 
     @about("Streams.keep_alive")
     def test_keep_alive_is_harmless(self, accelerator: Accelerator) -> None:
-        """A tensor handed to keep_alive() stays what it is."""
+        """keep_alive() does not change the tensor."""
         values = torch.arange(100.0, device=accelerator.device)
         accelerator.streams.keep_alive(values, accelerator.streams.new())
         expect_close(values, torch.arange(100.0), "Streams.keep_alive", "must not change the tensor")
@@ -63,7 +63,7 @@ class StreamsContract:
             expected = f"must be between 0 and {limit} s, which passed on the host"
             expect(0 < seconds <= limit * 1.1 + 0.01, "Event.seconds_since", expected, f"{seconds} s")
             if seconds > limit / 3:
-                return  # on a busy host the device's share may be small, but not each time
+                return  # on a busy host the device's share of the time may be small, but not in every round
         expected = f"must be most of the {limit} s that the work between the events took, in seconds"
         expect(False, "Event.seconds_since", expected, f"{seconds} s, and as little {ROUNDS} times")
 
@@ -80,7 +80,7 @@ class StreamsContract:
     @about("Capabilities.asynchronous", "Event.done")
     @proves("asynchronous")
     def test_operations_return_before_they_are_done(self, accelerator: Accelerator) -> None:
-        """On an asynchronous device the host is back before the work it queued is finished."""
+        """On an asynchronous device, operations return before the work they queued is finished."""
         long_work(accelerator, LONG_SECONDS)
         event = accelerator.streams.current().record()
         pending = not event.done()
@@ -90,7 +90,7 @@ class StreamsContract:
     @about("Event.done")
     @needs("streams")
     def test_an_event_is_not_done_before_its_work(self, accelerator: Accelerator) -> None:
-        """While the work before it still runs on a stream of its own, an event is not done."""
+        """An event on a side stream is not done while the work before it is running."""
         event = _event_behind_long_work(accelerator, accelerator.streams.new())
         pending = not event.done()
         accelerator.streams.synchronize()
@@ -99,7 +99,7 @@ class StreamsContract:
     @about("Event.synchronize")
     @needs("streams")
     def test_an_event_is_waited_for(self, accelerator: Accelerator) -> None:
-        """synchronize() holds the host until the work before the event is done, on any stream."""
+        """synchronize() blocks the host until the work before the event is done, on any stream."""
         event = _event_behind_long_work(accelerator, accelerator.streams.new())
         event.synchronize()
         done = event.done()
@@ -109,7 +109,7 @@ class StreamsContract:
     @about("Stream.record")
     @needs("streams")
     def test_a_stream_that_is_not_in_use_records(self, accelerator: Accelerator) -> None:
-        """An event comes behind the work of the stream that records it, whichever is in use."""
+        """An event is behind the work of the stream that records it, whichever stream is in use."""
         side = accelerator.streams.new()
         with accelerator.streams.use(side):
             long_work(accelerator, LONG_SECONDS / 3)
@@ -121,7 +121,7 @@ class StreamsContract:
     @about("Streams.current")
     @needs("streams")
     def test_current_is_the_stream_in_use(self, accelerator: Accelerator) -> None:
-        """Inside `use`, an event of current() comes behind what was queued there."""
+        """Inside `use`, an event of current() is behind the work queued there."""
         streams = accelerator.streams
         with streams.use(streams.new()):
             long_work(accelerator, LONG_SECONDS / 3)
@@ -136,7 +136,7 @@ class StreamsContract:
     @pytest.mark.parametrize("inside", [False, True], ids=["from the first stream", "from another use"])
     @pytest.mark.parametrize("raises", [False, True], ids=["left", "left with an error"])
     def test_use_puts_the_stream_back(self, accelerator: Accelerator, inside: bool, raises: bool) -> None:
-        """Operations after `use`, however it was left, are queued where they were before."""
+        """After `use`, however it was left, operations are queued on the stream that was in use before."""
         streams = accelerator.streams
         side = streams.new()
         with streams.use(streams.new()) if inside else contextlib.nullcontext():
@@ -177,7 +177,7 @@ class StreamsContract:
     @about("Stream.wait", "Stream.record")
     @needs("streams")
     def test_an_event_orders_two_streams(self, accelerator: Accelerator) -> None:
-        """Work behind wait(event) sees everything that was queued before the event."""
+        """Work after wait(event) sees everything that was queued before the event."""
         streams = accelerator.streams
         producer, consumer = streams.new(), streams.new()
         for round_ in range(ROUNDS):
@@ -198,7 +198,7 @@ class StreamsContract:
     @about("Stream.wait")
     @needs("streams")
     def test_wait_does_not_block_the_host(self, accelerator: Accelerator) -> None:
-        """The host is back from wait(event) while the work before the event still runs."""
+        """wait(event) returns while the work before the event is still running."""
         streams = accelerator.streams
         event = _event_behind_long_work(accelerator, streams.new())
         streams.new().wait(event)
@@ -210,7 +210,7 @@ class StreamsContract:
     @needs("streams", "pinned_host_memory")
     @pytest.mark.parametrize("back", [False, True], ids=["to the device", "to the host"])
     def test_copies_of_page_locked_memory_do_not_block(self, accelerator: Accelerator, back: bool) -> None:
-        """A copy with non_blocking=True waits in its stream's queue, and the host goes on."""
+        """A copy with non_blocking=True waits in its stream's queue and does not block the host."""
         streams, side = accelerator.streams, accelerator.streams.new()
         host = accelerator.memory.empty_host((1 << 20,), torch.float32).fill_(1.0)
         values = torch.full((1 << 20,), 2.0, device=accelerator.device)
@@ -230,18 +230,18 @@ class StreamsContract:
     @about("Streams.keep_alive")
     @needs("streams")
     def test_keep_alive_protects_freed_memory(self, accelerator: Accelerator) -> None:
-        """Memory freed while another stream still has to read it is not given away before that."""
+        """Memory freed while another stream still has to read it is not reused before that."""
         _part_with_what_is_read(accelerator, lambda values: None)
 
     @about("Streams.keep_alive")
     @needs("streams", "storage_resize")
     def test_keep_alive_protects_bytes_that_a_resize_drops(self, accelerator: Accelerator) -> None:
-        """Bytes that a resize drops while another stream has to read them are not given away before that."""
+        """Bytes that a resize drops while another stream has to read them are not reused before that."""
         _part_with_what_is_read(accelerator, lambda values: values.untyped_storage().resize_(0))
 
 
 def _timed_long_work(accelerator: Accelerator) -> tuple[float, float]:
-    """Seconds of some work on a stream of its own: by its events, and on the host's clock."""
+    """Return the seconds that some work on a side stream takes, by its events and by the host's clock."""
     streams, side = accelerator.streams, accelerator.streams.new()
     with streams.use(side):
         long_work(accelerator, 0.0)  # whatever a first use costs
@@ -262,7 +262,7 @@ def _event_behind_long_work(accelerator: Accelerator, stream: Stream) -> Event:
 
 
 def _part_with_what_is_read(accelerator: Accelerator, drop: Callable[[Tensor], object]) -> None:
-    """Part with a tensor that another stream still has to read: `drop` it, then the last reference goes."""
+    """Give up a tensor that another stream still has to read: `drop` its memory, then its last reference."""
     streams = accelerator.streams
     side = streams.new()
     for round_ in range(ROUNDS):

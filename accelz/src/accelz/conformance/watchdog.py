@@ -1,7 +1,7 @@
-"""Ends a test that hangs, and blames the method of the backend that does not come back.
+"""Ends a test that hangs, and blames the method of the backend that does not return.
 
 A signal interrupts what Python can interrupt, and the run goes on. A call that hangs inside a library has to
-be ended from outside: `runner` ends the process that says nothing for twice as long.
+be ended from outside: `runner` ends a process that reports nothing for twice as long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accelz.conformance import progress
 from accelz.conformance.contract import ContractBroken
 
 AGAIN_SECONDS = 1.0
-"""A handler's error that somebody has caught is raised again."""
+"""The interval at which the error is raised again, in case somebody has caught it."""
 
 
 class Watchdog:

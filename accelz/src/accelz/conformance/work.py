@@ -1,4 +1,4 @@
-"""Work that keeps a device busy for a given time, to see what comes before and after it."""
+"""Work that keeps a device busy for a given time, for tests of what happens before and after it."""
 
 from __future__ import annotations
 
