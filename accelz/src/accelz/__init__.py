@@ -1,9 +1,10 @@
 """accelz: what a sharded-training engine needs from a device, and nothing else.
 
     import accelz
-    acc = accelz.current()      # ACCELZ_DEVICE, else the best backend that is there
+    acc = accelz.current()      # the backend named by ACCELZ_DEVICE, else the best one available
 
-Importing this package imports neither torch nor a backend; both come with the first name that needs them.
+Importing this package imports neither torch nor a backend; both are imported with the first name that needs
+them.
 """
 
 from importlib import import_module
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from accelz.selection import current, host_kernels, use
     from accelz.streams import Event, NullStreams, Stream, Streams
 
-_HOME = {  # where each public name lives; imported at its first use
+_HOME = {  # the module of each public name, imported when the name is first used
     "Accelerator": "accelerator",
     "Capabilities": "capabilities",
     "Collectives": "collectives",

@@ -14,7 +14,7 @@ from accelz.streams import Streams
 
 
 class Accelerator:
-    """What a backend's `load()` returns. Subclass it where `bind`, `device_count` or `flush` differ.
+    """What a backend's `load()` returns. Subclass it to change `bind`, `device_count` or `flush`.
 
     name: the backend's name. device: where this process's tensors live.
     """
@@ -42,18 +42,18 @@ class Accelerator:
         self.kernels = kernels
 
     def device_count(self) -> int:
-        """Devices of this type that the process can see."""
+        """The number of devices of this type that the process can see."""
         return 1
 
     def bind(self, local_rank: int) -> None:
-        """Make this process use the device for `local_rank` (its rank on this node) and set `device`.
+        """Make this process use the device for `local_rank` (its rank on this node), and set `device` to it.
 
-        It becomes the current device: a tensor of `device.type` without a number lands there, and counters,
-        streams and random numbers are that device's.
+        It becomes the current device: tensors created on `device.type` without an index go there, and
+        counters, streams and random numbers are that device's.
         """
 
     def flush(self) -> None:
-        """Start the recorded work of a lazy-graph device. Nothing to do elsewhere."""
+        """Start the recorded work of a lazy-graph device. Does nothing on other devices."""
 
     def __repr__(self) -> str:
         return f"Accelerator(name={self.name!r}, device={str(self.device)!r})"

@@ -1,4 +1,4 @@
-"""What a device can do: declared by its backend here, proved by the conformance kit."""
+"""What a device can do: declared here by its backend, proved by the conformance kit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class Capabilities:
     """Facts about a device that an engine or a test may ask for.
 
     asynchronous: operations return before the device has finished them.
-    streams: several ordered queues exist, and events order them; otherwise null objects serve.
+    streams: the device has several ordered queues, with events to order them; otherwise null objects serve.
     pinned_host_memory: `memory.empty_host` returns page-locked memory for asynchronous copies.
     storage_resize: a storage can be shrunk to 0 bytes and grown again in place, under live views.
     host_data_assignment: a device Parameter's `.data` may be set to a host tensor and back.
     async_collectives: a collective called with async_op=True may return before it is complete.
     lazy_graph: operations are recorded and run at `Accelerator.flush()`.
-    exact_memory: `memory.stats()` counts this process's device bytes, and nobody else's.
-    memory_granularity: bytes, at least 1, that an allocation may count for beyond what was asked for. Above 1
-    the device's allocator hands out blocks of certain sizes, which fragment.
+    exact_memory: `memory.stats()` counts the device bytes of this process and of no other.
+    memory_granularity: bytes, at least 1, by which an allocation may count for more than was asked for. Above
+    1, the device's allocator hands out blocks of certain sizes, which fragment.
     one_device_per_process: a process cannot use a second device of this type.
-    shared_device: several ranks may work on one device at a time, collectives between them included.
-    dtypes: floating-point types that kernels, matrix products and collectives support.
+    shared_device: several ranks may use one device at the same time, also for collectives between them.
+    dtypes: the floating-point types that kernels, matrix products and collectives support.
     """
 
     asynchronous: bool = False

@@ -31,7 +31,7 @@ app = typer.Typer(
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
 WIDTH = 110
 UNLIMITED = 10_000
-"""Columns where nobody looks at them: what is piped is cut nowhere."""
+"""Columns when stdout is not a terminal: piped output is never cut."""
 MOST_SECONDS = 1e6
 STYLES = {
     "available": "green",
@@ -45,7 +45,7 @@ STYLES = {
 
 
 def clean(command: Callable[..., None]) -> Callable[..., None]:
-    """Print an error of accelz as one message and leave with code 2."""
+    """Print an AccelzError as one message and exit with code 2."""
 
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ def clean(command: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """What backends print while they are asked goes to stderr: stdout is the answer's."""
+    """Send to stderr what backends print while they are asked: stdout is for the answer alone."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -91,7 +91,7 @@ def list_(as_json: AsJson = False) -> None:
 
 
 def choose(rows: list[BackendRow]) -> tuple[str | None, str]:
-    """The backend that a process started now would run on, or None, and the reason."""
+    """Return the backend that a process started now would run on, or None, and the reason."""
     wanted = os.environ.get("ACCELZ_DEVICE", "").strip()
     if not wanted:
         best = discovery.best(rows)
@@ -142,7 +142,7 @@ def check(
 
     if not 1 <= timeout <= MOST_SECONDS:
         raise AccelzError(f"--timeout is {timeout:g}; it must be from 1 to {MOST_SECONDS:g} seconds")
-    patience()  # the ranks' own complaint would be lost in a report
+    patience()  # raises here if invalid: the ranks' own error would be lost in a report
     summary = run(name, only, show=not as_json, timeout=timeout)
     if as_json:
         _print_json(summary)
@@ -179,7 +179,7 @@ def bench(
             if ranks == 1
             else between_ranks.alone(accelerator.name, elements, rounds)
         )
-    if not as_json:  # at once: ranks may fail yet
+    if not as_json:  # before the collectives, whose ranks may still fail
         console.print(_bandwidth_table(kernels))
     with quiet_stdout():
         collectives = between_ranks.measure(accelerator.name, ranks, rounds) if ranks > 1 else []
@@ -323,7 +323,7 @@ def _capability_table(summary: dict[str, Any]) -> Table:
 
 
 def _remark(row: dict[str, Any], failures: list[dict[str, Any]]) -> str:
-    """The tests that a capability failed."""
+    """The tests in which a capability failed."""
     if row["state"] != "failed":
         return ""
     tests = [_test(f) for f in failures if row["name"] in (*f["proves"], *f["needs"])]
@@ -331,7 +331,7 @@ def _remark(row: dict[str, Any], failures: list[dict[str, Any]]) -> str:
 
 
 def _grouped(failures: list[dict[str, Any]]) -> list[str]:
-    """One text per distinct message, with the tests that it failed."""
+    """Return one text per distinct message, with the tests that failed with it."""
     tests: dict[str, list[str]] = {}
     for failure in failures:
         tests.setdefault(failure["message"], []).append(_test(failure))

@@ -1,8 +1,8 @@
 """The collectives role: process groups, and collectives on flat buffers over torch.distributed.
 
-The default implementation serves every device whose communication library is registered with
-torch.distributed; a backend overrides only what differs. A group also carries host tensors (over gloo),
-so an engine can exchange small control data without touching the device.
+The default implementation works for every device whose communication library is registered with
+torch.distributed; a backend overrides only what differs. A group also takes host tensors (over gloo), so
+an engine can exchange small control data without touching the device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Group:
     """Ranks that communicate with each other.
 
-    rank: this process's place in the group. size: how many ranks. store: a key-value store that all of
-    them reach, for control data; it works while a collective hangs. timeout: seconds after which a
+    rank: this process's rank in the group. size: the number of ranks. store: a key-value store that all of
+    them can reach, for control data; it works even while a collective hangs. timeout: seconds after which a
     collective fails.
     """
 
@@ -46,14 +46,14 @@ class Group:
 
 
 class Handle(ABC):
-    """A collective under way."""
+    """A collective in progress."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Order the current stream (on a synchronous device: the host) behind the collective.
+        """Make the current stream (on a synchronous device: the host) wait for the collective.
 
-        May be called again, and by several threads: each returns behind the collective. Raises
-        CollectiveError when the collective failed or its timeout passed.
+        May be called repeatedly and from several threads; each call waits for the collective. Raises
+        CollectiveError if the collective failed or timed out.
         """
 
 
@@ -73,14 +73,14 @@ class _Done(Handle):
 
 
 DONE: Handle = _Done()
-"""The handle of a collective that was complete when it returned."""
+"""The handle of a collective that was complete when its call returned."""
 
 
 class Collectives:
     """Collectives of one device type.
 
-    A collective comes behind the work that is queued on the current stream, whichever that is, and writes to
-    its output only: the input of all_gather, reduce_scatter and all_to_all stays as it is.
+    A collective runs after the work already queued on the current stream, whichever stream that is. It writes
+    to its output only: the inputs of all_gather, reduce_scatter and all_to_all are left unchanged.
 
     spec: the torch.distributed backend for each device type, e.g. "cpu:gloo" or "cpu:gloo,cuda:nccl".
     """
@@ -97,9 +97,9 @@ class Collectives:
     ) -> Group:
         """Join the job and return the group of all its ranks.
 
-        With a store, rank and world_size say where this process stands. Without, the environment that
-        torchrun sets is used; without that the process is a job of one rank. A default process group
-        that is already initialised is taken as it is. timeout in seconds.
+        With a store, rank and world_size give this process's place in the job. Without one, the environment
+        variables set by torchrun are used; if they are missing too, the process is a job of one rank. A
+        default process group that is already initialised is used as it is. timeout in seconds.
         """
         if not dist.is_initialized():
             limit = timedelta(seconds=timeout)
@@ -117,14 +117,14 @@ class Collectives:
     def _init_process_group(self, limit: timedelta, place: dict[str, Any]) -> None:
         try:
             dist.init_process_group(self.spec, timeout=limit, **place)
-        except (AssertionError, AttributeError) as error:  # how torch refuses a library that it does not know
+        except (AssertionError, AttributeError) as error:  # raised by torch for a library it does not know
             raise CollectiveError(
                 f"torch.distributed cannot use {self.spec!r}: {error}. Register the device's communication "
                 "library with torch.distributed.Backend.register_backend first"
             ) from error
 
     def new_group(self, ranks: Sequence[int] | None, timeout: float) -> Group | None:
-        """A further group over `ranks` of the job (None: all). Every rank of the job must call this.
+        """Create another group of the job's `ranks` (None: all). Every rank of the job must call this.
 
         Returns None on ranks that are not members. timeout in seconds.
         """
@@ -137,7 +137,7 @@ class Collectives:
     def all_gather(self, output: Tensor, shard: Tensor, group: Group, async_op: bool = False) -> Handle:
         """Concatenate every rank's `shard` (n elements) into `output` (n × size elements), in rank order.
 
-        `shard` may be this rank's slice of `output`: then nothing is copied locally.
+        `shard` may be this rank's slice of `output`; nothing is then copied locally.
         """
         _check_sizes("all_gather", output, shard, group)
         _check_there(output, shard)
@@ -162,10 +162,11 @@ class Collectives:
         group: Group,
         async_op: bool = False,
     ) -> Handle:
-        """Send each rank its part of `parts`, and put what the ranks send into `output`, in rank order.
+        """Send each rank its part of `parts`, and receive the other ranks' parts in `output`, in rank order.
 
-        received[r], sent[r]: elements that rank r sends to this one, and this one to rank r; none may be.
-        With `async_op`, too, it may return only when all ranks have come, where they have to agree on sizes.
+        received[r], sent[r]: the number of elements that rank r sends to this rank, and this rank to rank r;
+        0 is allowed. Even with `async_op`, it may return only when all ranks have made the call, in backends
+        where they first have to agree on sizes.
         """
         _check_counts(output, received, "received", group)
         _check_counts(parts, sent, "sent", group)
@@ -189,11 +190,11 @@ class Collectives:
         return _handle(lambda: self._start_broadcast(tensor, source, group), (tensor,), async_op)
 
     def check(self, group: Group) -> None:
-        """Raise CollectiveError if a collective of the group has failed without anybody being told.
+        """Raise CollectiveError if a collective of the group has failed and no call has reported it yet.
 
-        Where a library works beside the host, `wait` orders streams and may be over long before the
-        collective is. After `streams.synchronize()` this knows of everything before. The default is for
-        libraries whose `wait` raises.
+        Where a library runs asynchronously to the host, `wait` only orders streams and may return long before
+        the collective is over. Called after `streams.synchronize()`, this method knows of every collective
+        issued before. The default does nothing, for libraries whose `wait` raises.
         """
 
     def barrier(self, group: Group) -> None:
@@ -207,10 +208,10 @@ class Collectives:
             dist.destroy_process_group()
 
     def _group_spec(self) -> str:
-        """The spec of further groups."""
+        """The torch.distributed backend of the groups that `new_group` makes."""
         return self.spec
 
-    # What a backend overrides: each begins one collective and returns torch's handle of it.
+    # What a backend overrides: each method starts one collective and returns torch's handle for it.
 
     def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
         return cast(dist.Work, _all_gather(output, shard, group=group.process_group, async_op=True))

@@ -13,18 +13,18 @@ from accelz.accelerator import Accelerator
 
 
 def describe(name: str | None) -> dict[str, Any]:
-    """Facts about the backend `name`, or the one that is chosen without it. Raises AccelzError."""
+    """Facts about the backend `name`, or about the one chosen by default. Raises AccelzError."""
     return facts(named(name))
 
 
 def named(name: str | None) -> Accelerator:
-    """The accelerator of the backend `name`, or the one that is chosen without it. Raises AccelzError."""
+    """The accelerator of the backend `name`, or the one chosen by default. Raises AccelzError."""
     return selection.current() if name is None else selection.load_named(name, os.environ)
 
 
 def facts(accelerator: Accelerator) -> dict[str, Any]:
     """Name, device, capabilities, dtypes, memory (None: unknown until `bind`) and its granularity in
-    bytes, who implements what.
+    bytes, and who implements each kernel and role.
     """
     return {
         "name": accelerator.name,
@@ -43,9 +43,9 @@ def facts(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _memory(accelerator: Accelerator) -> dict[str, int] | None:
-    """None where counters are those of a device that a process has taken with `bind`.
+    """The memory counters, or None if they can be read only after `bind` has taken a device.
 
-    Taking one to look at it would fail while a job has it, and stop a job that is about to start.
+    Taking a device just to look at it would fail while a job uses it, and keep a job from starting on it.
     """
     try:
         return asdict(accelerator.memory.stats())

@@ -1,7 +1,7 @@
-"""Finding backends: entry points of the group `accelz.backends`, one by one, each in its own try.
+"""Finding backends: reads the entry points of the group `accelz.backends`, each in its own try.
 
-A backend that cannot be imported, speaks another API version, repeats a name or has a probe that raises
-becomes a row with its reason. It never becomes somebody else's crash.
+A backend that cannot be imported, was written for another API version, repeats a name or has a probe that
+raises becomes a row with the reason. It never makes anything else crash.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class BackendRow:
 
 
 def list_backends(environ: Mapping[str, str] | None = None) -> list[BackendRow]:
-    """Every installed backend with its state, best first (priority, then name).
+    """List every installed backend with its state, best first (by priority, then name).
 
-    environ: where ACCELZ_DISABLE is read from; the process environment by default. Never raises for a
-    backend's sake.
+    environ: where ACCELZ_DISABLE is read from; the process environment by default. Never raises because of a
+    backend.
     """
     disabled = disabled_names(os.environ if environ is None else environ)
     rows = [inspect(entry, disabled) for entry in installed()]
@@ -53,13 +53,13 @@ def list_backends(environ: Mapping[str, str] | None = None) -> list[BackendRow]:
 
 
 def best(rows: Iterable[BackendRow]) -> BackendRow | None:
-    """The backend that is taken where none is asked for: the first available one of priority 0 or more."""
+    """The backend to use when none is asked for: the first available one with priority 0 or more."""
     fit = (r for r in rows if r.status is Status.AVAILABLE and r.priority is not None and r.priority >= 0)
     return next(fit, None)
 
 
 def installed(name: str | None = None) -> list[EntryPoint]:
-    """Entry points of all backends, or of those called `name`, in a fixed order. Imports none of them."""
+    """Return the entry points of all backends, or of those called `name`, in a fixed order. Imports none."""
     found = entry_points(group=ENTRY_POINT_GROUP)
     return sorted(
         (e for e in found if name is None or e.name == name), key=lambda e: (e.name, _distribution(e))
@@ -67,12 +67,12 @@ def installed(name: str | None = None) -> list[EntryPoint]:
 
 
 def disabled_names(environ: Mapping[str, str]) -> frozenset[str]:
-    """Names in ACCELZ_DISABLE (a comma list)."""
+    """The names in ACCELZ_DISABLE, a comma-separated list."""
     return frozenset(n.strip() for n in environ.get("ACCELZ_DISABLE", "").split(",") if n.strip())
 
 
 def inspect(entry: EntryPoint, disabled: Iterable[str] = ()) -> BackendRow:
-    """Load one backend's descriptor and ask its probe."""
+    """Load one backend's descriptor and call its probe."""
     if entry.name in disabled:
         return _row(entry, Status.DISABLED, "switched off by ACCELZ_DISABLE")
     try:
@@ -88,10 +88,10 @@ def inspect(entry: EntryPoint, disabled: Iterable[str] = ()) -> BackendRow:
 
 
 def read_descriptor(entry: EntryPoint) -> BackendDescriptor:
-    """Import a backend's plugin and return its descriptor, checked.
+    """Import a backend's plugin and return its validated descriptor.
 
-    Each plugin gets a manager of its own, so none can disturb another's registration.
-    Raises BackendError (or whatever the plugin's import raises).
+    Each plugin gets its own plugin manager, so that none can disturb another's registration.
+    Raises BackendError (or whatever importing the plugin raises).
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(hooks)

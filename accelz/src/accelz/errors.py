@@ -1,4 +1,4 @@
-"""What can go wrong between a user, accelz and a backend. Every message says what to do about it."""
+"""Errors between a user, accelz and a backend. Every message says what to do about it."""
 
 
 class AccelzError(RuntimeError):

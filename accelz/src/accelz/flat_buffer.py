@@ -2,17 +2,17 @@
 
 Glossary
 --------
-slot        where one parameter sits: offset (elements), shape, strides.
-released    the buffer's bytes are dropped; every view stays a tensor of its shape, with nothing behind it.
-materialized the bytes are back (their content undefined until written), under the same views.
+slot        where one parameter lies in the buffer: offset (elements), shape, strides.
+released    the buffer's bytes are dropped; every view keeps its shape, with no memory behind it.
+materialized the bytes are back (content undefined until written), under the same views.
 bound       the parameters' `.data` are this buffer's views (several buffers may serve the same
-            parameters in different dtypes; one at a time is bound).
-common      the ranks of a node see the same bytes, which are there as long as the buffer is: what one
-            rank writes is everybody's.
+            parameters in different dtypes; only one is bound at a time).
+common      the ranks of a node see the same bytes, which exist as long as the buffer does: what one rank
+            writes, all of them read.
 
-How parameters *become* views differs by device, and is the strategy: `StorageSwap` where a device
-Parameter may be given host storage, `CopyAndShrink` where it cannot. Neither needs the model twice, and
-both keep every Parameter object, its hooks, ties, `requires_grad` and (dense) strides.
+How parameters *become* views depends on the device and is the strategy's business: `StorageSwap` where a
+device Parameter may be given host storage, `CopyAndShrink` where it may not. Neither needs memory for the
+model twice, and both keep every Parameter object, its hooks, ties, `requires_grad` and (dense) strides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a parameter sits in its flat buffer. offset in elements; stride as in `Tensor.stride()`."""
+    """Where a parameter lies in its flat buffer. offset in elements; stride as in `Tensor.stride()`."""
 
     offset: int
     shape: tuple[int, ...]
@@ -61,8 +61,8 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class FlatBuffer:
     """A one-dimensional buffer and the parameters that live in it.
 
-    data: the buffer, shape (numel,). Its storage belongs to it alone. common: whether all ranks of a node
-    see its bytes; such a buffer is always materialized, and releasing it changes nothing.
+    data: the buffer, shape (numel,), which has its storage to itself. common: whether all ranks of a node see
+    its bytes; such a buffer is always materialized, and releasing it has no effect.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class FlatBuffer:
         self.slots = tuple(slots)
         self.nbytes = data.numel() * data.element_size()
         self._storage = data.untyped_storage()
-        # Views are made once, while the bytes are there: as_strided refuses an emptied storage.
+        # Views are made once, while the bytes exist: as_strided refuses an emptied storage.
         self.views = tuple(data.as_strided(s.shape, s.stride, s.offset) for s in slots)
 
     @property
@@ -91,7 +91,7 @@ class FlatBuffer:
             self._storage.resize_(self.nbytes)
 
     def release(self) -> None:
-        """Drop the bytes. Views, also those autograd has saved, stay valid for the next materialize()."""
+        """Drop the bytes. Views, including those saved by autograd, are valid again after materialize()."""
         if self.nbytes and not self.common:
             self._storage.resize_(0)
 
@@ -104,8 +104,8 @@ class FlatBuffer:
 def rebind(parameter: nn.Parameter, value: Tensor) -> None:
     """Give `parameter` the tensor `value` as its data, keeping its identity, hooks and attributes.
 
-    Where the two tensors' types cannot be exchanged through `.data` (a host Parameter moving to a device
-    that torch treats as foreign), the Parameter's innards are swapped; that needs a leaf no graph holds.
+    Where `.data` does not accept a tensor of the other type (a host Parameter moving to a device that torch
+    treats as foreign), the Parameter's innards are swapped; this requires a leaf that no graph holds.
     """
     if parameter.device.type == value.device.type:
         parameter.data = value
@@ -117,10 +117,10 @@ def rebind(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def unshare(parameters: Iterable[nn.Parameter]) -> None:
-    """Move to the host whatever shares a device storage with another of `parameters`.
+    """Move to the host those of `parameters` that share a device storage with each other.
 
-    Flattened one buffer after another, they would otherwise keep all of that storage beside the buffers
-    until the last of them has left it.
+    While they are flattened one buffer at a time, they would otherwise keep that whole storage alive beside
+    the buffers until the last of them has left it.
     """
     sharing: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -139,7 +139,7 @@ def _swap_innards(parameter: nn.Parameter, value: Tensor) -> None:
     hooks = parameter._backward_hooks
     accumulated = parameter._post_accumulate_grad_hooks
     torch.utils.swap_tensors(parameter, twin)
-    # Hooks belong to the innards: without this they would stay behind with the twin.
+    # Hooks belong to the innards and would otherwise stay behind with the twin.
     parameter._backward_hooks = hooks
     parameter._post_accumulate_grad_hooks = accumulated
 
@@ -154,24 +154,24 @@ class FlatBufferStrategy(ABC):
     def flatten(
         self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], numel: int, dtype: torch.dtype
     ) -> FlatBuffer:
-        """Move `parameters` (on the host or the device, any dtype) into a new buffer and bind them.
+        """Move `parameters` (on the host or the device, any dtype) into a new buffer and bind them to it.
 
-        numel: elements of the buffer; what no slot covers is zero. Values are kept, cast to `dtype`.
+        numel: elements of the buffer; those that no slot covers are zero. Values are kept, cast to `dtype`.
         """
 
     def share(self, buffer: FlatBuffer, group: Group) -> FlatBuffer | None:
-        """Put `buffer` into memory that all ranks of a node see, on every node of `group`, or return None.
+        """Move `buffer` into memory that all ranks of a node see, on every node of `group`, or return None.
 
         buffer: bound, with equal values on every rank; on success its own bytes are given back. Returns a
-        bound, common buffer of the same slots. Collective: every rank calls it and gets the same answer.
-        A rank then writes nowhere but to its own slice, at times when no other rank reads. An all-gather of
-        the buffer from its slices is complete as soon as every rank has come to it and what the ranks of
-        other nodes own has been written, which changes nothing where values have not changed.
+        bound, common buffer with the same slots. Collective: every rank calls it and gets the same answer.
+        From then on a rank writes only to its own slice, and only while no other rank reads. An all-gather of
+        the buffer from its slices is complete as soon as every rank has reached it and the slices owned by
+        the ranks of other nodes have been written; where values have not changed, that write changes nothing.
         """
         return None
 
     def empty_like(self, buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
-        """A released, unbound buffer for the same parameters and slots in another dtype."""
+        """Return a released, unbound buffer for the same parameters and slots in another dtype."""
         data = torch.empty(buffer.data.numel(), dtype=dtype, device=self.device)
         other = FlatBuffer(data, buffer.parameters, buffer.slots)
         other.release()
@@ -181,9 +181,9 @@ class FlatBufferStrategy(ABC):
 class StorageSwap(FlatBufferStrategy):
     """For devices whose Parameters may be given host storage (cpu, cuda, xpu).
 
-    Device peak while flattening: on a device the parameters wait on the host, so nothing but the buffer;
-    on the host each parameter's memory is given back as soon as it has been copied, and the buffer's
-    pages come into being as they are written: the parameters once, plus one.
+    Peak while flattening: on a device, the buffer alone, because the parameters wait on the host. On the
+    host, the parameters once plus one parameter, because each one's memory is given back as soon as it has
+    been copied, and the buffer's pages are allocated as they are written.
     """
 
     def flatten(
@@ -203,10 +203,10 @@ class StorageSwap(FlatBufferStrategy):
 class CopyAndShrink(FlatBufferStrategy):
     """For devices whose Parameters cannot be given host storage (hpu, most PrivateUse1 devices).
 
-    Each parameter is copied to the host and shrunk to nothing; the buffer is put together on the host and
-    moved over in one piece. Device peak: the buffer alone. A storage goes with the last tensor that has it:
-    one that a state dict shares, say, stays as it is, and one that holds parameters of this buffer only is
-    gone before the buffer comes.
+    Each parameter is copied to the host and shrunk to 0 elements; the buffer is put together on the host and
+    moved to the device in one piece. Device peak: the buffer alone. A storage is freed with the last tensor
+    that uses it: one that a state dict shares, say, stays as it is, and one that holds parameters of this
+    buffer only is freed before the buffer is allocated.
     """
 
     def flatten(

@@ -1,9 +1,9 @@
 """gloo collectives in lanes, so that ranks that disagree get an error instead of a crash.
 
-When two ranks of a gloo group meet in collectives of different sizes, gloo's transport thread throws and
-the process is gone. Here every (operation, bytes) of a group has a gloo context of its own, made at first
-use; ranks that issue different collectives wait in different lanes, and each gets a CollectiveError when
-the group's timeout passes.
+When two ranks of a gloo group meet in collectives of different sizes, gloo's transport thread throws and the
+process dies. Here every (operation, bytes) of a group has a gloo context of its own, a lane, made at first
+use. Ranks that issue different collectives then wait in different lanes, and each gets a CollectiveError when
+the group's timeout has passed.
 
 For backends whose collectives run on host tensors: a CPU, or a device whose data is staged through the host.
 """
@@ -30,13 +30,13 @@ from accelz.errors import CollectiveError
 from accelz.polled_store import PolledStore
 
 SPARE_DESCRIPTORS = 16
-"""What a lane takes for a moment, and the rest of the process."""
+"""File descriptors left for what opening a lane takes for a moment, and for the rest of the process."""
 
 
 class Lanes:
     """The gloo contexts of one group of ranks.
 
-    store: reached by all of them. timeout: seconds, of each collective. Several threads may ask for lanes.
+    store: one that all of them can reach. timeout: of each collective, in seconds. Thread-safe.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
@@ -48,7 +48,7 @@ class Lanes:
         self._opening: dict[tuple[str, int], Lock] = {}
 
     def lane(self, operation: str, nbytes: int) -> Any:
-        """The context for an operation on buffers of this size. At first use every rank must ask for it."""
+        """Return the context for an operation on so many bytes. At first use every rank must call this."""
         key = (operation, nbytes)
         if key not in self._lanes:
             with self._opening.setdefault(key, Lock()):
@@ -62,7 +62,7 @@ class Lanes:
 
 
 def _check_descriptors(ranks: int, lanes: int) -> None:
-    """Raise CollectiveError where a lane of so many ranks has no descriptors: gloo would end all."""
+    """Raise CollectiveError if descriptors do not suffice for another lane: gloo would end the process."""
     limit, folder = resource.getrlimit(resource.RLIMIT_NOFILE)[0], "/proc/self/fd"
     if limit == resource.RLIM_INFINITY or not os.path.isdir(folder):
         return
@@ -78,7 +78,7 @@ def _check_descriptors(ranks: int, lanes: int) -> None:
 class GlooLanes(Collectives):
     """The default collectives, with lanes for those whose size depends on the caller's path.
 
-    An asynchronous all_to_all returns when all ranks have come to it: they agree on its sizes first.
+    An all_to_all, even asynchronous, returns only when all ranks have reached it: they first agree on sizes.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class GlooLanes(Collectives):
     ) -> dist.Work:
         there, here, item = output.view(torch.uint8), parts.view(torch.uint8), output.element_size()
         to, by = [n * item for n in sent], [n * item for n in received]
-        self._agree(to, by, group)  # ranks send unequal bytes: one lane for all
+        self._agree(to, by, group)  # ranks send different numbers of bytes, so all sizes use one lane
         work: dist.Work = self._lane("all_to_all", 0, group).alltoall_base(there, here, by, to)
         return work
 
@@ -129,7 +129,7 @@ class GlooLanes(Collectives):
         return work
 
     def _agree(self, sent: Sequence[int], received: Sequence[int], group: Group) -> None:
-        """Raise, on every rank, unless each expects the bytes that the others send. Waits for all of them."""
+        """Raise, on every rank, unless each expects what the others send. Waits for all of them."""
         mine = torch.tensor([*sent, *received], device="cpu")
         every = mine.new_empty(group.size, 2, group.size)
         self._lane("all_gather", every.nbytes, group)._allgather_base(every.view(-1), mine).wait()
@@ -145,7 +145,7 @@ class GlooLanes(Collectives):
         process_group = group.process_group
         with self._lanes_lock:
             if not self._lanes:
-                # A lane's thread that drops its last tensor while the interpreter goes down aborts all.
+                # A lane's thread that drops its last tensor during interpreter shutdown aborts the process.
                 atexit.register(self._close_lanes)
             if process_group not in self._lanes:
                 store = PrefixStore(unused_key(group, "accelz/lanes"), group.store)
@@ -155,8 +155,8 @@ class GlooLanes(Collectives):
 
 
 def unused_key(group: Group, purpose: str) -> str:
-    """A prefix in the group's store that nothing has used: not for another object of this process, not in an
-    earlier job. Every rank has to ask, as often and in the same order.
+    """Return a prefix in the group's store that nothing has used yet, whether for another object of this
+    process or in an earlier job. Every rank must call this, equally often and in the same order.
     """
     name = f"{purpose}/{group.process_group.group_name}"
     turn = group.store.add(f"{name}/asked by {group.rank}", 1)
@@ -165,8 +165,10 @@ def unused_key(group: Group, purpose: str) -> str:
 
 @cache
 def _registered() -> str:
-    """The name under which torch makes gloo groups that share the process's transport thread. Groups of
-    torch's own have a thread each, which wakes a hundred times a second as long as the group is there."""
+    """Register gloo groups that share the process's transport thread with torch, and return their name.
+
+    torch's own gloo groups have a thread each, which wakes a hundred times a second while the group exists.
+    """
     name = "accelz_gloo"
     dist.Backend.register_backend(name, _make_group, extended_api=True, devices=["cpu"])
     return name
@@ -186,7 +188,10 @@ def _options(timeout: timedelta) -> Any:
 
 @cache
 def _devices() -> tuple[Any, ...]:
-    """One transport thread for all lanes and groups. Interfaces are chosen as for torch's gloo groups."""
+    """The gloo devices of all lanes and groups, which thereby share one transport thread.
+
+    Interfaces are chosen as for torch's gloo groups.
+    """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not names:
         return (dist.ProcessGroupGloo.create_default_device(),)

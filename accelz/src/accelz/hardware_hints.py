@@ -1,6 +1,7 @@
-"""Devices that leave a trace in the file system although no backend for them is installed.
+"""Traces in the file system of devices for which no backend is installed.
 
-Only a hint for a warning: nothing is imported or opened, and a backend's own probe always decides.
+They are only hints for a warning: no device library is imported and no device opened, and the decision is
+always the backend's own probe's.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ class Hint:
     backend: str
     distribution: str
     pattern: str  # a glob below the root directory
-    content: str = ""  # text the matched file must hold; "" means that existing is enough
+    content: str = ""  # text the matched file must contain; "" if it only has to exist
 
 
 HINTS = (
@@ -26,7 +27,7 @@ HINTS = (
 
 
 def missing_backends(installed: set[str], root: Path = Path("/")) -> list[Hint]:
-    """Hints of devices that seem to be there and whose backend is not among `installed`."""
+    """Return the hints of devices that seem to be present and whose backend is not among `installed`."""
     found: dict[str, Hint] = {}
     for hint in HINTS:
         if hint.backend not in installed and hint.backend not in found and _present(hint, root):

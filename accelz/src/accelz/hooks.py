@@ -1,6 +1,6 @@
-"""The pluggy side of accelz: one hook, answered by every backend with a descriptor.
+"""The pluggy side of accelz: one hook, which every backend answers with a descriptor.
 
-pluggy serves registration only. Training calls plain methods of the `Accelerator` a descriptor loads.
+pluggy serves registration only. Training calls plain methods of the `Accelerator` that a descriptor loads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PROJECT = "accelz"
 ENTRY_POINT_GROUP = "accelz.backends"
 API_VERSION = 1
-"""Version of the interface in this accelz. A backend declares the one it was written for."""
+"""Version of this accelz's interface. A backend declares the version it was written for."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -35,13 +35,13 @@ class Probe:
 class BackendDescriptor:
     """What a backend says about itself before any device library is imported.
 
-    name: the value of ACCELZ_DEVICE that selects it; equals the entry point's name.
+    name: the value of ACCELZ_DEVICE that selects it; must equal the entry point's name.
     api_version: the `accelz.API_VERSION` the backend was written for.
-    priority: the highest available backend wins when ACCELZ_DEVICE is unset (cpu has 0, devices 100). One
-        below 0, a simulation say, never wins: it is used where it is asked for.
+    priority: when ACCELZ_DEVICE is unset, the available backend with the highest one wins (cpu has 0, devices
+        100). A backend with a priority below 0, such as a simulation, is used only when asked for.
     probe: cheap, repeatable, safe before and after fork; imports the device library only if it must.
     load: builds the accelerator; called once per process, after the choice is made.
-    host: its device is host memory, and its kernels work on what other devices keep there.
+    host: the backend's device is host memory, and its kernels work on what other devices keep there.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Collectives staged through the host, for a device without a communication library.
 
-Copy out, gloo, copy back: right on any device, and as slow as its copies. Host tensors travel as they are.
+Copy out, gloo, copy back: correct on any device, and as slow as its copies. Host tensors are not copied.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accelz.gloo_lanes import GlooLanes
 
 
 class StagedWork(dist.Work):
-    """gloo's work on a host copy. Its result reaches the device at the first `wait`."""
+    """gloo's work on a host copy. The first `wait` copies the result to the device."""
 
     def __init__(self, inner: dist.Work, host: Tensor, target: Tensor) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class StagedWork(dist.Work):
         self._lock = Lock()
 
     def wait(self, timeout: Any = None) -> bool:
-        with self._lock:  # a second thread must not return before the copy, nor copy over what came later
+        with self._lock:  # a second thread must not return before the copy, nor overwrite newer values
             if self._staged is not None:
                 self._inner.wait()
                 host, target = self._staged
@@ -62,7 +62,7 @@ class HostStaged(GlooLanes):
 
 
 def _staged(target: Tensor, start: Callable[[Tensor], dist.Work], filled: bool) -> dist.Work:
-    """filled: whether the collective reads what is in `target`."""
+    """Start a collective on a host copy of `target`. filled: whether it reads what is in `target`."""
     if target.device.type == "cpu":
         return start(target)
     host = target.cpu() if filled else target.new_empty(target.shape, device="cpu")

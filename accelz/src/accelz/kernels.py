@@ -1,6 +1,6 @@
 """The named flat-buffer operations, each with a plain torch reference that works on any device.
 
-A backend subclasses `Kernels` and overrides what it has something better for. The conformance kit checks
+A backend subclasses `Kernels` and overrides the operations it can do better. The conformance kit checks
 every operation against float64.
 """
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 class Kernels:
-    """One-dimensional tensors of one device in, in-place results out; nothing waits for the device.
+    """Operations on one-dimensional tensors of one device, with results in place; none waits for the device.
 
-    What is not said to be updated or written stays as it is, scalars on the device included.
+    Arguments that are not said to be updated or written stay unchanged, including scalars on the device.
 
-    chunk: elements that the references work on at a time, which bounds their scratch memory.
+    chunk: the number of elements the references work on at a time, which bounds their scratch memory.
     """
 
     chunk = 1 << 20
@@ -47,9 +47,9 @@ class Kernels:
         master, exp_avg, exp_avg_sq: (n,) fp32, updated in place (the reference takes fp64 as well). grad:
         (n,) fp32, bf16 or fp16, read only and never widened as a whole. step: 0-dim fp32, the number of
         this step, counted from 1.
-        grad_scale: 0-dim fp32 that the gradient is multiplied by (averaging, unscaling, clipping).
-        skip: 0-dim fp32; 1 leaves everything unchanged. weights: (n,) 16-bit copy of master, written (with
-        skip, they hold that copy already and need not be).
+        grad_scale: 0-dim fp32 by which the gradient is multiplied (averaging, unscaling, clipping).
+        skip: 0-dim fp32; 1 leaves everything unchanged. weights: (n,) 16-bit copy of master, written (on a
+        skipped step they hold that copy already and need not be written).
         decoupled: weight decay as in AdamW (Loshchilov & Hutter, 2019); False adds it to the gradient,
         as in Adam (Kingma & Ba, 2015).
         """
@@ -132,9 +132,9 @@ class Kernels:
                 weights[part].copy_(old)
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Sum of squares of all elements, and whether any is NaN or infinite, in one pass.
+        """Compute the sum of squares of all elements, and whether any is NaN or infinite, in one pass.
 
-        tensors: flat, any floating dtype, one device, at least one. Returns (2,) fp32: the sum
+        tensors: at least one, flat, any floating dtype, on one device. Returns (2,) fp32: the sum
         (accumulated in fp32) and 1.0 or 0.0. Squares that overflow fp32 count as infinite.
         """
         total = torch.zeros((), dtype=torch.float32, device=tensors[0].device)
@@ -157,7 +157,7 @@ class Kernels:
         total.add_(addend)
 
     def quantise(self, output: Tensor, scales: Tensor, source: Tensor, block: int) -> None:
-        """Symmetric block-wise quantisation: `block` elements share one scale; for gathers in 8 bits.
+        """Quantise symmetrically and block-wise: `block` elements share one scale. For gathers in 8 bits.
 
         output: (n,) int8 or float8_e4m3fn. scales: (ceil(n / block),) fp32. source: (n,), any floating
         dtype. block: a power of two from 32 to 4096; the last one may be shorter. As in Dettmers et al., 2022
@@ -167,8 +167,8 @@ class Kernels:
         Error after `dequantise` to fp32, in int8: at most 0.501 scale. In float8: at most 1.001 times the
         larger of |source| / 16 and scale / 1024. A block whose scale would be below 2**-126, the smallest
         normal fp32, becomes 0 with scale 0. A block with a NaN or an infinity becomes 0 with scale NaN, so
-        that `dequantise` gives NaN for all of it.
-        Raises ValueError where dtypes, sizes or the block do not fit.
+        that `dequantise` gives NaN for all of its elements.
+        Raises ValueError if dtypes, sizes or the block do not fit.
         """
         check_blocks(output, scales, source, block)
         for part, rows in self._blocks(source.numel(), block):
@@ -183,8 +183,8 @@ class Kernels:
     def dequantise(self, output: Tensor, source: Tensor, scales: Tensor, block: int) -> None:
         """output = source × the scale of its block in fp32, rounded once to output's dtype.
 
-        output: (n,), any floating dtype. source, scales, block: as `quantise` wrote them.
-        Raises ValueError where dtypes, sizes or the block do not fit.
+        output: (n,), any floating dtype. source, scales, block: as in `quantise`, which wrote them.
+        Raises ValueError if dtypes, sizes or the block do not fit.
         """
         check_blocks(source, scales, output, block)
         for part, rows in self._blocks(source.numel(), block):
@@ -192,7 +192,7 @@ class Kernels:
             output[part].copy_((codes * scales[rows].unsqueeze(1)).flatten())
 
     def origin(self, name: str) -> str:
-        """Who implements the operation `name`: "torch reference" or the overriding class."""
+        """Return who implements the operation `name`: "torch reference" or the overriding class."""
         for cls in type(self).__mro__:
             if name in vars(cls):
                 return "torch reference" if cls is Kernels else f"{cls.__module__}.{cls.__qualname__}"
@@ -203,7 +203,7 @@ class Kernels:
             yield slice(start, min(start + self.chunk, numel))
 
     def _blocks(self, numel: int, block: int) -> Iterator[tuple[slice, slice]]:
-        """Elements and their scales, whole blocks first; a shorter last block comes alone."""
+        """Yield slices of elements and of their scales: whole blocks, then a shorter last one alone."""
         whole = numel // block * block
         step = max(self.chunk // block, 1) * block
         for start in range(0, whole, step):
@@ -217,7 +217,7 @@ NAMES = ("adamw", "sgd", "lion", "norm_and_nonfinite", "scale_cast", "accumulate
 """Every kernel, by the name of its method."""
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The dtypes of quantised values, and the value that a block's largest element gets."""
+"""The dtypes of quantised values, each with the value that a block's largest element is mapped to."""
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Scales below the smallest normal fp32 become 0: their reciprocals overflow, and devices may flush them."""
@@ -226,7 +226,7 @@ MIN_BLOCK, MAX_BLOCK = 32, 4096
 
 
 def check_blocks(codes: Tensor, scales: Tensor, values: Tensor, block: int) -> None:
-    """Raise ValueError unless codes, scales and values fit together as `Kernels.quantise` says."""
+    """Raise ValueError unless codes, scales and values fit together as `Kernels.quantise` describes."""
     if not MIN_BLOCK <= block <= MAX_BLOCK or block & (block - 1):
         raise ValueError(f"expected a block of {MIN_BLOCK} to {MAX_BLOCK}, a power of two, got {block}")
     if codes.dtype not in LIMITS or scales.dtype is not torch.float32 or not values.is_floating_point():
@@ -244,14 +244,14 @@ def check_blocks(codes: Tensor, scales: Tensor, values: Tensor, block: int) -> N
 
 
 def _gradient(grad: Tensor, master: Tensor, scale: Tensor | None, maximize: bool) -> Tensor:
-    """What the step goes against, in the master's precision."""
+    """The gradient to descend along, scaled and signed, in the master's precision."""
     g = grad.to(master.dtype)
     g = g if scale is None else g * scale
     return g.neg() if maximize else g
 
 
 def _write(results: Sequence[tuple[Tensor, Tensor]], skip: Tensor | None) -> None:
-    """(target, new value) each, unless `skip` is 1."""
+    """Write each new value of the (target, new value) pairs to its target, unless `skip` is 1."""
     for target, value in results:
         target.copy_(value if skip is None else torch.where(skip.bool(), target, value))
 

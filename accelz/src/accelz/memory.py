@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Bytes of the current device.
+    """Memory of the current device, in bytes.
 
-    allocated: in use now, what a stream still works with (`Streams.keep_alive`) included where the
-    allocator tells. peak: the most since start or `reset_peak()`. capacity: what this process may use at all.
-    free: what can still be allocated.
+    allocated: in use now, including memory a stream still works with (`Streams.keep_alive`) if the allocator
+    reports it. peak: the most that was allocated since the start or `reset_peak()`. capacity: all that this
+    process may use. free: what can still be allocated.
     """
 
     allocated: int
@@ -26,25 +26,27 @@ class MemoryStats:
 
 
 class Memory(ABC):
-    """An allocation for which the device has no room raises torch.OutOfMemoryError, whatever asked for it (a
-    new tensor, a storage that grows), and changes nothing: an engine makes room and tries again.
+    """Device memory: counters and trimming; and host memory that the device copies to and from.
+
+    An allocation that the device has no room for raises torch.OutOfMemoryError, whatever caused it (a new
+    tensor, a storage that grows), and changes nothing, so that an engine can make room and try again.
     """
 
     @abstractmethod
     def stats(self) -> MemoryStats:
-        """Counters now, in bytes."""
+        """Return the current counters, in bytes."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Make `stats().peak` start again from what is allocated now."""
+        """Restart `stats().peak` from what is allocated now."""
 
     def trim(self) -> None:  # noqa: B027 (optional: most devices with a cache override it)
-        """Give cached, unused memory back. Nothing to do where nothing is cached."""
+        """Give cached, unused memory back. The default does nothing, for devices without a cache."""
 
     def empty_host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised host tensor.
+        """Return an uninitialised host tensor.
 
-        Page-locked where the device declares pinned_host_memory: copies to and from it with
-        `non_blocking=True` are queued behind the stream's work, and the host goes on.
+        It is page-locked if the device declares pinned_host_memory: copies to and from it with
+        `non_blocking=True` are queued behind the stream's work, and do not block the host.
         """
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")

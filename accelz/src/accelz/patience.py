@@ -1,4 +1,4 @@
-"""ACCELZ_PATIENCE: a factor to the time limits of what ranks do, for devices that are slow or shared."""
+"""ACCELZ_PATIENCE: a factor by which time limits on ranks are multiplied, for slow or shared devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST = 1000.0
 
 
 def patience() -> float:
-    """The factor; 1 where the variable is not set. Raises AccelzError where it is no positive number."""
+    """Return the factor; 1 if the variable is not set. Raises AccelzError unless it is in (0, MOST]."""
     text = os.environ.get(PATIENCE, "1")
     try:
         factor = float(text)

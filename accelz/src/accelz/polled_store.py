@@ -1,9 +1,9 @@
-"""Waiting for keys of a store, so that other threads can use it meanwhile.
+"""Waiting for keys of a store without blocking it for other threads.
 
-A TCPStore has one connection, and it is blocked while somebody waits for a key: two threads that wait for
+A TCPStore has one connection, which is blocked while a thread waits for a key: two threads that wait for
 each other's counterparts, in opposite order on two ranks, would never be answered. A connection for each
-(`Store.clone`) takes descriptors and, where names cannot be looked up, seconds. So keys are asked for again
-and again. (And a wait that runs out writes a warning of c10d's for each try.)
+thread (`Store.clone`) takes descriptors and, where names cannot be looked up, seconds. So this module polls
+the keys. (It does not poll with short waits, because c10d logs a warning for each wait that times out.)
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 SHORTEST, LONGEST = 0.0005, 0.25
-"""Seconds between two questions."""
+"""Bounds of the seconds between two polls."""
 
 PAUSE = 0.02
-"""And of the time that has been waited: little is lost, and many ranks that wait for long ask little."""
+"""The pause, as a fraction of the time waited so far: short waits end promptly, long ones poll rarely."""
 
 
 def wait_for(store: Store, keys: Sequence[str], timeout: float) -> None:
-    """Return when all keys are there; raises DistStoreError after `timeout` seconds."""
+    """Return when all keys are set; raises DistStoreError after `timeout` seconds."""
     begun = time.monotonic()
     while not store.check(list(keys)):
         waited = time.monotonic() - begun
@@ -34,7 +34,7 @@ def wait_for(store: Store, keys: Sequence[str], timeout: float) -> None:
 
 
 class PolledStore(Store):
-    """Another store's keys for a library that waits for them. Keep it for as long as the library has it."""
+    """Another store for a library that waits for keys: it polls. Keep it as long as the library has it."""
 
     def __init__(self, store: Store, timeout: float) -> None:
         super().__init__()

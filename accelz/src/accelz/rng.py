@@ -10,12 +10,12 @@ from torch import Tensor
 class Rng(ABC):
     @abstractmethod
     def seed(self, seed: int) -> None:
-        """Seed the device's default generator. Seeds below 2**32 that differ give different numbers."""
+        """Seed the device's default generator. Different seeds below 2**32 give different numbers."""
 
     @abstractmethod
     def get_state(self) -> Tensor:
-        """The generator's state, a uint8 tensor on the host."""
+        """Return the generator's state, a uint8 tensor on the host."""
 
     @abstractmethod
     def set_state(self, state: Tensor) -> None:
-        """Put the generator back into a state from `get_state()`."""
+        """Restore a state of the generator that `get_state()` returned."""

@@ -1,7 +1,7 @@
 """`accelz new`: writes a backend package that installs, is discovered, and says what to implement next.
 
-The templates are files below `templates/`, one folder for each part of a package; `$word` in them is a
-value of `_values`. A line that is nothing but a `$word` without a value is left out.
+The templates are the files below `templates/`, with one folder for each part of a package. A `$word` in them
+stands for a value of `_values`; a line that consists of a `$word` whose value is empty is left out.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from accelz.errors import AccelzError
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".tmpl"
 RESERVED = frozenset({"cpu", "cuda", "hpu", "sim", "xpu", "zero"})
-"""Names whose distribution, accelz-NAME, is a first-party one."""
+"""Names whose distribution, accelz-NAME, is a first-party package."""
 
 
 class ScaffoldError(AccelzError):
-    """A package cannot be written; nothing has been."""
+    """A package cannot be written, and nothing has been written."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """What `accelz new` is asked for.
+    """The package that `accelz new` is asked for.
 
-    name: of the backend, a lower-case identifier. torch_device: whether `torch.get_device_module` serves the
-    device, so that roles need not be written. device_type: torch's name of it; None is the name where
-    torch_device is set, and elsewhere a stand-in on the host. library: the module that makes it a device of
-    torch, with torch_device only. collectives: what its communication library is called in
-    torch.distributed; None stages collectives through the host.
+    name: the backend's name, a lower-case identifier. torch_device: whether `torch.get_device_module` serves
+    the device, so that no roles need be written. device_type: torch's name for the device; None means `name`
+    if torch_device is set, else a stand-in on the host. library: the module that makes it a device of torch,
+    only with torch_device. collectives: the name of its communication library in torch.distributed; None
+    stages collectives through the host.
     """
 
     name: str
@@ -54,8 +54,8 @@ class Package:
 def write(package: Package, out: Path) -> Path:
     """Write the package to the new folder `out`/accelz_NAME and return that folder.
 
-    Raises ScaffoldError, with nothing written, for a name that cannot be had, options that do not fit
-    together, and a folder that is there already or cannot be made.
+    Raises ScaffoldError, with nothing written, if the name cannot be used, if options do not fit together, or
+    if the folder exists already or cannot be made.
     """
     _check_names(package)
     target = out / package.module

@@ -23,9 +23,9 @@ _selected: Accelerator | None = None
 def current() -> Accelerator:
     """The process's accelerator, chosen at the first call.
 
-    ACCELZ_DEVICE=name loads that backend alone. Unset, the available backend of the highest priority
-    wins. Raises BackendNotFoundError, BackendUnavailableError or BackendError with what is installed,
-    what is available and what to install.
+    With ACCELZ_DEVICE=name only that backend is loaded; if it is unset, the available backend with the
+    highest priority wins. Raises BackendNotFoundError, BackendUnavailableError or BackendError, saying what
+    is installed, what is available and what to install.
     """
     if _selected is not None:
         return _selected
@@ -34,9 +34,9 @@ def current() -> Accelerator:
 
 
 def use(name: str) -> Accelerator:
-    """Select the backend `name` in code; the same as ACCELZ_DEVICE=name.
+    """Select the backend `name` in code, like ACCELZ_DEVICE=name.
 
-    Raises SelectionError once the process runs on another accelerator, or when ACCELZ_DEVICE names
+    Raises SelectionError if the process already runs on another accelerator, or if ACCELZ_DEVICE names
     another one.
     """
     with _lock:
@@ -52,10 +52,10 @@ def use(name: str) -> Accelerator:
 
 
 def host_kernels() -> Kernels:
-    """Kernels for tensors in host memory, for state that a device keeps there.
+    """Return kernels for tensors in host memory, for state that a device keeps there.
 
-    The current accelerator's where its device is the host; else those of the best available backend that
-    says `host=True`; torch's references where there is none.
+    They are the current accelerator's if its device is the host, else those of the best available backend
+    that declares `host=True`, else the torch references.
     """
     accelerator = current()
     if accelerator.device.type == HOST.type:
@@ -72,7 +72,7 @@ def _host_kernels() -> Kernels:
 
 
 def load_named(name: str, environ: Mapping[str, str]) -> Accelerator:
-    """Load the backend `name` and no other. The process's choice is not touched."""
+    """Load the backend `name` and no other, without changing the process's choice."""
     if name in discovery.disabled_names(environ):
         raise BackendUnavailableError(
             f"backend {name!r} is switched off by ACCELZ_DISABLE; take it out of the list to use it"
@@ -109,7 +109,7 @@ def _load(row: BackendRow) -> Accelerator:
     assert row.descriptor is not None
     try:
         accelerator = row.descriptor.load()
-    except (Exception, SystemExit) as error:  # nobody's library ends the user's process
+    except (Exception, SystemExit) as error:  # no library may end the user's process
         raise BackendError(
             f"backend {row.name!r} ({row.distribution}) failed to load: {type(error).__name__}: {error}. "
             "Set ACCELZ_DEVICE to another backend, or ACCELZ_DISABLE to skip this one"
@@ -147,7 +147,7 @@ def _warn_missing(rows: list[BackendRow]) -> None:
 
 
 def _warn_broken(rows: list[BackendRow]) -> None:
-    """On one machine of several this may be the only sign that its ranks take another device."""
+    """Warn of broken backends. On one of several machines this may be the only sign of a different device."""
     for row in rows:
         if row.status is Status.BROKEN:
             warnings.warn(

@@ -1,4 +1,4 @@
-"""The streams role. A synchronous device gets null objects, so that an engine has one code path."""
+"""The streams role. A synchronous device gets null objects, so that an engine needs only one code path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Event(ABC):
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
-        """Device time between two recorded events, in seconds; waits for both."""
+        """Return the device time between two recorded events, in seconds; waits for both."""
 
 
 class Stream(ABC):
@@ -31,35 +31,35 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self) -> Event:
-        """An event behind everything queued so far."""
+        """Return an event that is passed once everything queued so far is done."""
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let later work of this stream start only after `event`.
+        """Make later work on this stream start only after `event`.
 
-        The host does not block on a stream whose work is done later.
+        Does not block the host if this stream's work runs asynchronously.
         """
 
 
 class Streams(ABC):
     @abstractmethod
     def current(self) -> Stream:
-        """The stream that operations are queued on now: inside `use`, the one in use."""
+        """Return the stream that operations are queued on now: inside `use`, the one in use."""
 
     @abstractmethod
     def new(self, priority: int = 0) -> Stream:
-        """A further stream; a lower number is served first where the device knows priorities."""
+        """Create a stream. On devices with priorities, lower numbers are served first."""
 
     @abstractmethod
     def use(self, stream: Stream) -> AbstractContextManager[None]:
         """Queue operations on `stream` inside the with block.
 
-        Leaving it, with an error too, puts the stream back that was in use before.
+        Leaving the block, also with an exception, restores the stream that was in use before.
         """
 
     @abstractmethod
     def keep_alive(self, tensor: Tensor, stream: Stream) -> None:
-        """Do not reuse `tensor`'s memory, once freed, before the work queued on `stream` so far is done."""
+        """Do not reuse `tensor`'s memory, once freed, until the work now queued on `stream` is done."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -67,7 +67,7 @@ class Streams(ABC):
 
 
 class NullEvent(Event):
-    """An event on a synchronous device: passed as soon as it is made."""
+    """An event on a synchronous device: it has passed as soon as it is made."""
 
     def __init__(self) -> None:
         self._time = time.perf_counter()

@@ -6,8 +6,8 @@
 
         return TorchAccelerator("foo", collectives=Collectives("cpu:gloo,foo:fccl"))
 
-Every role is derived from functions of the device module that torch's own devices share. Pass a role of your
-own where the device differs, and the capabilities that the device really has.
+Every role is derived from functions of the device module that torch's own devices share. Pass your own role
+where the device differs, and pass the capabilities that the device really has.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ TORCH_DEVICE = Capabilities(
     shared_device=False,
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
 )
-"""What a device of torch's own usually has. `dataclasses.replace` what differs."""
+"""What a device built into torch usually has. Use `dataclasses.replace` for what differs."""
 
 
 class TorchAccelerator(Accelerator):
-    """A device type of torch with roles derived from its module.
+    """A device type of torch, with roles derived from its device module.
 
     name: the backend's name. collectives: built with the device's communication library, such as
-    `Collectives("cpu:gloo,cuda:nccl")`. device_type: torch's name of the device, `name` by default.
-    flat_buffers: by default StorageSwap where a device Parameter takes host data, else CopyAndShrink.
-    Nothing touches a device before `bind`. Raises BackendError where the module lacks what a derived role
-    needs, naming it.
+    `Collectives("cpu:gloo,cuda:nccl")`. device_type: torch's name for the device, `name` by default.
+    flat_buffers: by default StorageSwap if a device Parameter may be given host data, else CopyAndShrink.
+    Nothing touches a device before `bind`. Raises BackendError if the module lacks what a derived role needs,
+    and says what is missing.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class TorchAccelerator(Accelerator):
         return int(self.module.device_count())
 
     def bind(self, local_rank: int) -> None:
-        """Take device `local_rank`; where the process sees a single device, that one.
+        """Take the device `local_rank`, or the only device if the process sees a single one.
 
-        Raises BackendUnavailableError where there is no device, and for a local rank without one of its own
-        unless ranks may share.
+        Raises BackendUnavailableError if there is no device, or none for this local rank, unless ranks may
+        share devices.
         """
         count = self.device_count()
         if not count or (local_rank >= count > 1 and not self.capabilities.shared_device):
@@ -99,11 +99,11 @@ class TorchAccelerator(Accelerator):
         self.module.set_device(index)
         self.device = torch.device(self.device.type, index)
         self.flat_buffers.device = self.device
-        self.streams.synchronize()  # the first use of a device takes seconds: now, and not within a timeout
+        self.streams.synchronize()  # the first use of a device takes seconds: now, outside any timeout
 
 
 class TorchMemory(Memory):
-    """The device's caching allocator. pinned: whether host memory is to be page-locked."""
+    """The device's caching allocator. pinned: whether to page-lock host memory."""
 
     NEEDS: tuple[str, ...] = ("memory_allocated", "max_memory_allocated", "memory_reserved", "mem_get_info",
                               "reset_peak_memory_stats", "empty_cache")  # fmt: skip
@@ -120,7 +120,7 @@ class TorchMemory(Memory):
         return MemoryStats(allocated, peak, int(capacity), min(free, int(capacity)))
 
     def _counters(self) -> tuple[int, int, int]:
-        """Bytes in use, the most that were, and those that the allocator keeps."""
+        """Return the bytes in use, their peak, and the bytes that the allocator has reserved."""
         names = ("memory_allocated", "max_memory_allocated", "memory_reserved")
         allocated, peak, reserved = (int(getattr(self._module, name)()) for name in names)
         return allocated, peak, reserved
@@ -136,10 +136,10 @@ class TorchMemory(Memory):
 
 
 class ActiveMemory(TorchMemory):
-    """As `TorchMemory`, in one reading of the allocator's counters.
+    """`TorchMemory` that also counts freed memory a stream still works with, and reads the counters once.
 
-    What was freed while a stream still works with it is no longer *allocated* in torch's terms, but *active*:
-    it cannot be had for anything else, so here it counts. kind: the device's type.
+    In torch's terms such memory is no longer *allocated* but still *active*: it cannot be used for anything
+    else, so it counts here. kind: the device's type.
     """
 
     NEEDS = ("memory_stats_as_nested_dict", "mem_get_info", "reset_peak_memory_stats", "empty_cache")
@@ -156,7 +156,7 @@ class ActiveMemory(TorchMemory):
         return int(active["current"]), int(active["peak"]), int(reserved["current"])
 
     def reset_peak(self) -> None:
-        with suppress(torch.OutOfMemoryError):  # who allocates finds out which streams are done by now
+        with suppress(torch.OutOfMemoryError):  # makes the allocator ask which streams are done
             torch.empty(1, dtype=torch.uint8, device=self._device)
         super().reset_peak()
 

@@ -1,1 +1,1 @@
-"""How fast a backend is: its kernels and copies, and its collectives, against a copy on the device."""
+"""How fast a backend is: its kernels, copies and collectives, compared with a copy on the device."""

@@ -1,4 +1,4 @@
-"""Collectives of a backend between ranks of this machine."""
+"""Measures a backend's collectives between ranks on this machine."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MEGABYTE = 1_000_000
 SIZES = (1 * MEGABYTE, 8 * MEGABYTE, 64 * MEGABYTE)
 """Bytes of the whole buffer, in bf16."""
 TURN_BYTES, MOST = 64 * MEGABYTE, 16
-"""Small ones are repeated until a turn moves this much, so often at most."""
+"""Small collectives are repeated until a turn moves this many bytes, but at most so many times."""
 SECONDS = 300.0
 
 
 def measure(name: str, ranks: int, rounds: int, sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
-    """Medians over rounds, each as long as its slowest rank, on `ranks` ranks that are started for it.
+    """Measure collectives on `ranks` ranks, started for it: medians over rounds, each by its slowest rank.
 
-    of_copy: of the time that a rank's copy of the whole buffer takes. Raises AccelzError where a rank fails.
+    of_copy: the time as a multiple of a rank's copy of the whole buffer. Raises AccelzError if a rank fails.
     """
     cluster = Cluster(name, ranks)
     try:
@@ -38,8 +38,10 @@ def measure(name: str, ranks: int, rounds: int, sizes: tuple[int, ...] = SIZES) 
 
 
 def alone(name: str, elements: int, rounds: int) -> list[dict[str, Any]]:
-    """`bench.measure.measure` in a process that has ended when this returns: ranks that come next find a
-    device free that only one process can have. Raises AccelzError where it cannot be measured.
+    """Run `bench.measure.measure` in a process that has ended when this returns.
+
+    Ranks that come next then find the device free, even if only one process can have it. Raises AccelzError
+    if it cannot be measured.
     """
     cluster = Cluster(name, 1, threads=torch.get_num_threads())
     try:
@@ -60,7 +62,7 @@ def alone_body(context: Context, elements: int, rounds: int) -> list[dict[str, A
 def body(
     context: Context, sizes: tuple[int, ...], rounds: int
 ) -> dict[tuple[str, int], list[tuple[float, float]]]:
-    """Seconds of each collective and of a copy, by operation and bytes, round by round."""
+    """Return the seconds of each collective and of a copy, for each round, by operation and bytes."""
     return {
         (operation, nbytes): [
             _turn(context, calls, max(1, min(MOST, TURN_BYTES // nbytes))) for _ in range(rounds)
@@ -71,7 +73,7 @@ def body(
 
 
 def _calls(context: Context, nbytes: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """The collective, and a copy of as much; both done once."""
+    """Return each collective with a copy of as many bytes, by operation; all collectives have run once."""
     accelerator, group = context.accelerator, context.group
     numel = nbytes // torch.bfloat16.itemsize // group.size * group.size
     full = torch.zeros(numel, dtype=torch.bfloat16, device=accelerator.device)
@@ -96,7 +98,7 @@ def _turn(
 
 
 def _seconds(context: Context, call: Callable[[], Any], repeats: int) -> float:
-    """Of one call, from a barrier on."""
+    """Device seconds per call, measured from a barrier on."""
     stream = context.accelerator.streams.current()
     context.accelerator.streams.synchronize()
     context.accelerator.collectives.barrier(context.group)

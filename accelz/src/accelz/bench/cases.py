@@ -1,4 +1,4 @@
-"""Kernels on flat buffers, and copies within the device and to and from the host, as calls to be timed."""
+"""The calls to be timed: kernels on flat buffers, and copies within the device and to and from the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "
 
 
 class Case(NamedTuple):
-    """A call of an operation. traffic: bytes per element that it has to read and write."""
+    """A call to be timed. traffic: bytes per element that it has to read and write."""
 
     operation: str
     dtypes: str
@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 def cases(accelerator: Accelerator, elements: int) -> Iterator[Case]:
-    """Of buffers of `elements` elements; the copy on the device first."""
+    """Yield the cases, on buffers of `elements` elements; the copy on the device comes first."""
 
     def empty(dtype: torch.dtype) -> Tensor:
         return torch.empty(elements, dtype=dtype, device=accelerator.device)
@@ -63,14 +63,14 @@ def cases(accelerator: Accelerator, elements: int) -> Iterator[Case]:
 
 
 def _copy_case(accelerator: Accelerator, elements: int) -> Case:
-    """As many bytes as an AdamW step moves."""
+    """A copy that moves as many bytes as an AdamW step."""
     source = torch.ones(14 * elements, dtype=torch.uint8, device=accelerator.device)
     target = torch.zeros_like(source)
     return Case(COPY, "bytes", 28, lambda: target.copy_(source))
 
 
 def _host_cases(accelerator: Accelerator, elements: int) -> Iterator[Case]:
-    """Host memory as the backend gives it, page-locked where it says so."""
+    """Copies to and from host memory as the backend allocates it, page-locked if it declares that."""
     near = torch.ones(elements, device=accelerator.device)
     away = accelerator.memory.empty_host((elements,), torch.float32).fill_(1.0)
     yield Case("host to device", "fp32", 4, lambda: near.copy_(away, non_blocking=True))
@@ -96,7 +96,7 @@ def _adamw_case(accelerator: Accelerator, master: Tensor, grad: Tensor, weights:
 def _one_moment_cases(
     accelerator: Accelerator, master: Tensor, grad: Tensor, weights: Tensor
 ) -> Iterator[Case]:
-    """What the optimizers of one moment move: that, and the master, there and back."""
+    """The optimizers with one moment: they read and write the moment and the master."""
     moment, kernels = torch.zeros_like(master), accelerator.kernels
     name = f"{_name(grad.dtype)} gradient, {_name(weights.dtype)} weights"
     momentum = partial(kernels.sgd, master, grad, moment, weights=weights, lr=1e-3, momentum=0.9)
@@ -108,7 +108,7 @@ def _one_moment_cases(
 def _quantise_cases(
     accelerator: Accelerator, source: Tensor, empty: Callable[[torch.dtype], Tensor]
 ) -> Iterator[Case]:
-    """3 bytes per element and a scale per block."""
+    """Quantisation from bf16 and back: 3 bytes per element, and a scale per block."""
     kernels, traffic = accelerator.kernels, 3 + 4 / BLOCK
     scales = torch.empty(-(-source.numel() // BLOCK), device=source.device)
     back = torch.empty_like(source)

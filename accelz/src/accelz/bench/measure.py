@@ -1,4 +1,4 @@
-"""One process on the device: how long calls take there, and to start."""
+"""Measures in one process how long calls take on the device, and how long the host takes to start them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAUNCHES = 200
 
 
 class DeviceBench:
-    """All cases with buffers of `elements` elements, made and called once."""
+    """All cases on buffers of `elements` elements, allocated and called once."""
 
     def __init__(self, accelerator: Accelerator, elements: int) -> None:
         self._accelerator = accelerator
@@ -29,16 +29,16 @@ class DeviceBench:
         accelerator.streams.synchronize()
 
     def origin(self, case: Case) -> str:
-        """Who implements it."""
+        """Return who implements the operation of a case."""
         known = case.operation in kernels.NAMES
         return self._accelerator.kernels.origin(case.operation) if known else "torch"
 
     def round(self, repeats: int) -> list[float]:
-        """Device seconds per call, by case, taken one after another."""
+        """Return the device seconds per call of each case, measured one after another."""
         return [self._device_seconds(case.call, repeats) for case in self.cases]
 
     def launches(self) -> list[float]:
-        """Host seconds to start a call on few elements, by case."""
+        """Return the host seconds to start a call of each case, on few elements."""
         return [self._host_seconds(case.call) for case in self._small]
 
     def _device_seconds(self, call: Callable[[], object], repeats: int) -> float:
@@ -61,7 +61,7 @@ class DeviceBench:
 
 @dataclass(frozen=True)
 class Described:
-    """A case without its call, which cannot leave its process."""
+    """A case without its call, which cannot be sent to another process."""
 
     operation: str
     dtypes: str
@@ -76,8 +76,11 @@ class Described:
 def rows(
     described: list[Described], elements: int, rounds: list[list[float]], launches: list[float]
 ) -> list[dict[str, Any]]:
-    """Medians over rounds. bytes: of a call. of_copy: of the bandwidth of a copy on the device in the same
-    round. launch: host seconds."""
+    """Return medians over rounds, a row per case.
+
+    bytes: per call. of_copy: the bandwidth as a fraction of that of a copy on the device in the same round.
+    launch: host seconds.
+    """
     copy = next(index for index, case in enumerate(described) if case.operation == COPY)
     rates = [[elements * c.traffic / s for c, s in zip(described, r, strict=True)] for r in rounds]
     return [
@@ -96,7 +99,7 @@ def rows(
 
 
 def measure(accelerator: Accelerator, elements: int, rounds: int, repeats: int = 3) -> list[dict[str, Any]]:
-    """`rows` of this process's device. Raises AccelzError where it has no room for the buffers."""
+    """Measure this process's device and return its `rows`. Raises AccelzError if the buffers do not fit."""
     accelerator.bind(0)
     try:
         bench = DeviceBench(accelerator, elements)
