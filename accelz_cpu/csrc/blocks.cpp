@@ -8,9 +8,9 @@ namespace accelz {
 namespace {
 
 constexpr size_t SMALLEST = size_t(1) << 14;  // bytes
-constexpr uint64_t TRIM_EVERY = 256;          // blocks give back what none of these many collectives needed
+constexpr uint64_t TRIM_EVERY = 256;          // collectives; then blocks give back what none of them has needed
 
-// Steps of about an eighth, so that sizes that differ little share a block.
+// Rounds up in steps of about an eighth, so that similar sizes can use the same block.
 size_t rounded_up(size_t bytes) {
     size_t step = SMALLEST;
     while (step * 16 <= bytes) step *= 2;

@@ -1,4 +1,4 @@
-// The blocks that a rank publishes its parts in.
+// The blocks in which a rank publishes its parts.
 #pragma once
 
 #include <cstddef>
@@ -14,18 +14,18 @@ namespace accelz {
 
 class Blocks {
    public:
-    // consumed(stream): up to which collective all other ranks have read what this one published.
+    // consumed(stream): the last collective up to which all other ranks have read what this one published.
     Blocks(Mailbox &mailbox, std::function<uint64_t(int)> consumed);
 
-    // A block of at least `bytes` for one collective. Throws std::runtime_error where memory is short.
+    // Returns a block of at least `bytes` for one collective. Throws std::runtime_error if memory is short.
     //
-    // The smallest free block that is large enough; else the largest free one gives way to a larger one; else
-    // there is one block more. So there are as many as collectives have been under way at once.
+    // It is the smallest free block that is large enough; else the largest free one is replaced by a larger one;
+    // else a block is added. So there are as many blocks as collectives have been in progress at once.
     uint32_t acquire(size_t bytes, int stream, uint64_t number);
 
     char *data(uint32_t block) const { return blocks_[block].segment->data(); }
 
-    // Bytes that have memory behind them.
+    // Bytes that are backed by memory.
     size_t bytes() const;
 
    private:

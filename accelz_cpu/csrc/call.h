@@ -1,4 +1,4 @@
-// What a collective is: the part that all ranks must agree on.
+// The description of a collective that all ranks must agree on.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace accelz {
 constexpr int STREAMS = 2;  // movements and reductions: two sequences that do not wait for each other
 
 struct Call {
-    uint64_t count = 0;  // elements, as in accelz_start; of an all-to-all each rank has its own
+    uint64_t count = 0;  // elements, as in accelz_start; for an all-to-all each rank has its own
     int32_t source = 0;  // broadcasts only
     uint8_t op = 0, reduce = 0, dtype = 0;
     bool common = false;  // an all-gather in memory that all ranks have in common: nothing is copied

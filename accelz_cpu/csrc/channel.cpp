@@ -21,14 +21,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t PIECE = size_t(1) << 18;  // bytes that a thread works on at a time
-constexpr size_t STREAM_FROM = size_t(4) << 20;  // bytes: longer copies would drive out of the cache what is needed
-constexpr uint64_t MANY = 16;              // collectives of a stream, all under way
-constexpr double LOOK_SECONDS = 0.005;     // between looks at whether the others still live
+constexpr size_t STREAM_FROM = size_t(4) << 20;  // bytes: longer copies bypass the cache, to keep what it holds
+constexpr uint64_t MANY = 16;              // collectives of a stream in progress
+constexpr double LOOK_SECONDS = 0.005;     // between checks of whether the others still live
 constexpr auto PAUSE = std::chrono::microseconds(5);
 constexpr auto SPIN = std::chrono::microseconds(100);
 constexpr auto SPIN_WHEN_CROWDED = std::chrono::microseconds(2);
 
-// Another rank's failure: it has told everyone already.
+// Another rank's failure, which that rank has told all others already.
 struct GaveUp : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -42,7 +42,7 @@ Mailbox &make_mailbox(Segment &segment, int rank, int size) {
     return mailbox;
 }
 
-// Waiting in place is fast only where nobody needs the processor.
+// Spinning is fast only if nobody else needs the processor.
 Clock::duration spin_time(int ranks) {
     cpu_set_t processors;
     const bool known = sched_getaffinity(0, sizeof(processors), &processors) == 0;
@@ -51,7 +51,7 @@ Clock::duration spin_time(int ranks) {
 
 size_t bytes_of(const Call &call, uint64_t elements) { return size_t(elements) * element_size(call.dtype); }
 
-// Of the first `count`.
+// The sum of the first `count` values.
 uint64_t sum(const std::vector<uint64_t> &values, int count) {
     return std::accumulate(values.begin(), values.begin() + count, uint64_t(0));
 }
@@ -62,7 +62,7 @@ void pause() {
 #endif
 }
 
-// second: another output, for which the source is not read again, or null.
+// second: another output, written without reading the source again; or null.
 void copy(char *output, const char *source, size_t bytes, int threads, char *second = nullptr) {
     if (output == source) output = std::exchange(second, nullptr);
     if (!output) return;
@@ -152,7 +152,7 @@ void Channel::leave(double linger) {
 
 // ---- publishing ----
 
-// Only where a rank runs ahead of the others by a whole ring of collectives does it have to wait for them.
+// A rank has to wait for the others here only if it is ahead of them by a whole ring of collectives.
 void Channel::make_room(std::unique_lock<std::mutex> &lock, const Request &request, int threads) {
     const int stream = request.call.stream();
     const auto deadline = Clock::now() + std::chrono::duration<double>(request.timeout);
@@ -190,7 +190,7 @@ void Channel::publish(const Request &request, uint64_t number, int threads) {
     ring_others();
 }
 
-// Without this rank's own slice or parcel.
+// The bytes this rank publishes: without its own slice or parcel.
 size_t Channel::published_bytes(const Request &request) const {
     const Call &call = request.call;
     if (size_ == 1 || call.common || (call.op == ACCELZ_BROADCAST && call.source != rank_)) return 0;
@@ -199,10 +199,10 @@ size_t Channel::published_bytes(const Request &request) const {
     return call.bytes() * (call.op == ACCELZ_REDUCE_SCATTER ? size_t(size_ - 1) : 1);
 }
 
-// What a rank sends to each comes before the parcels, in whole cache lines.
+// Before the parcels a block holds the number of elements for each rank, padded to whole cache lines.
 size_t Channel::head_bytes() const { return (sizeof(uint64_t) * size_t(size_) + 63) / 64 * 64; }
 
-// The parcels for the others go to them, unless `to` is null, and this rank's own to its place in the output.
+// Copies the parcels for the others to `to`, unless that is null, and this rank's own to its place in the output.
 void Channel::copy_parcels(const Request &request, char *to, int threads) const {
     const Call &call = request.call;
     const size_t before = bytes_of(call, sum(request.sent, rank_));
@@ -216,7 +216,7 @@ void Channel::copy_parcels(const Request &request, char *to, int threads) const 
     copy(request.output + bytes_of(call, sum(request.received, rank_)), request.input + before, own, threads);
 }
 
-// The shard goes to the others, unless `to` is null, and to its own place in the output: it is read once.
+// Copies the shard to `to`, unless that is null, and to its own place in the output, reading it once.
 void Channel::copy_shard(const Request &request, char *to, int threads) const {
     if (request.call.common) return;
     const size_t bytes = request.call.bytes();
@@ -224,7 +224,7 @@ void Channel::copy_shard(const Request &request, char *to, int threads) const {
     copy(own, request.input, bytes, threads, to);
 }
 
-// What others need of a reduce-scatter is all but this rank's own slice.
+// Copies what others need: of a reduce-scatter, all but this rank's own slice.
 void Channel::copy_part(const Request &request, char *to, int threads) const {
     const size_t bytes = request.call.bytes();
     if (request.call.op != ACCELZ_REDUCE_SCATTER) return copy(to, request.input, bytes, threads);
@@ -241,7 +241,7 @@ void Channel::wait_for_all(const Request &request, uint64_t number) {
     const auto deadline = began + std::chrono::duration<double>(request.timeout);
     for (bool patient = false;;) {
         const uint32_t bell = mine_.bell.load();
-        // First who is gone, then who has posted: a rank may do both in between.
+        // Look for ranks that are gone before looking for posts: a rank may post and then go in between.
         const Peer *gone = patient ? find_gone(call.stream(), number) : nullptr;
         if (all_posted(call, number)) return;
         check_others();
@@ -254,7 +254,7 @@ void Channel::wait_for_all(const Request &request, uint64_t number) {
         else if (now - began < PAUSE)
             pause();
         else
-            sched_yield();  // whoever is waited for may need this very processor
+            sched_yield();  // the rank that is waited for may need this very processor
     }
 }
 
@@ -333,7 +333,7 @@ void Channel::collect_parcels(const Request &request, uint64_t number, int threa
         if (came != expected)
             throw std::runtime_error(text(place(call.stream(), number), ", ", call.words(size_), ": rank ", r, " sends ",
                                           came, " elements to rank ", rank_, ", which expects ", expected));
-        sent[size_t(r)] = 0;  // it has left out its own
+        sent[size_t(r)] = 0;  // rank r has left out its own parcel
         const char *const parcel = block + head_bytes() + bytes_of(call, sum(sent, rank_));
         copy(request.output + bytes_of(call, sum(request.received, r)), parcel, bytes_of(call, came), threads);
     }
@@ -344,7 +344,7 @@ void Channel::collect_sum(const Request &request, uint64_t number, int threads) 
     std::vector<const char *> parts;
     for (int r = 0; r < size_; r++) {
         const char *part = r == rank_ ? request.input : data_of(r, call.stream(), number);
-        // Rank r has left its own slice out of its block.
+        // Rank r has left out its own slice from its block.
         const int slice = call.op == ACCELZ_ALL_REDUCE ? 0 : r < rank_ ? rank_ - 1 : rank_;
         parts.push_back(part + call.bytes() * size_t(slice));
     }
@@ -365,16 +365,16 @@ const char *Channel::data_of(int rank, int stream, uint64_t number) {
 
 // ---- bookkeeping ----
 
-// Whether the caller has to finish a collective: of several threads one does, and the others return when it has.
+// Whether the caller has to finish a collective: one of several threads does, and the others return after it has.
 bool Channel::claim(int stream, uint64_t number, Request &request) {
     std::unique_lock<std::mutex> lock(mutex_);
     Ticket &mine = tickets_[stream][number % RING];
-    // Consumed first: the place may have gone to another collective meanwhile.
+    // Check `consumed` first: another collective may have taken the place in the ring meanwhile.
     const auto complete = [&] { return number <= mine_.consumed[stream].load() || mine.state == DONE; };
     const bool taken = !complete() && mine.state == FINISHING;
     settled_.wait(lock, [&] { return complete() || mine.state != FINISHING; });
     if (complete()) return false;
-    if (taken) check_usable();  // the thread that was waited for has failed
+    if (taken) check_usable();  // the other thread has failed
     mine.state = FINISHING;
     request = mine.request;
     return true;
@@ -396,8 +396,8 @@ void Channel::consume(int stream, uint64_t number) {
     mine_.consumed[stream].store(done, std::memory_order_release);
 }
 
-// A handle that is kept but never waited for would hold up the blocks of all ranks. Once many collectives are
-// under way, the oldest are completed here as far as that is possible without waiting.
+// A handle that is kept but never waited for would keep the blocks of all ranks in use. So when many collectives are
+// in progress, the oldest are completed here, as far as that is possible without waiting.
 void Channel::complete_forgotten(int stream, int threads) {
     while (next_[stream] - mine_.consumed[stream].load() > MANY) {
         const uint64_t oldest = mine_.consumed[stream].load() + 1;
@@ -449,7 +449,7 @@ void Channel::check_usable() const {
     check_others();
 }
 
-// Run body; where it fails, the other ranks learn that this one has given up, and why.
+// Run body; if it fails, tell the other ranks that this one has given up, and why.
 template <class Body>
 auto Channel::or_fail(Body &&body) -> decltype(body()) {
     try {

@@ -1,12 +1,12 @@
 // Collectives through shared memory, from one rank's side.
 //
-// A rank that starts a collective copies its part into a block of its own and posts a note in its mailbox; it
-// waits for nobody. When it finishes the collective it waits for the others' notes and reads their blocks. A
-// block is free again once every other rank has consumed what was in it. No step of a rank depends on another
-// rank's finishing anything, so collectives may be finished in any order. Of threads that finish the same one the
-// first does, and the others wait for it.
+// A rank that starts a collective copies its part into one of its blocks and posts a note in its mailbox, without
+// waiting for other ranks. When it finishes the collective, it waits for the others' notes and reads their blocks.
+// A block is free again once every other rank has consumed its contents. No step of a rank depends on another
+// rank's finishing anything, so collectives may be finished in any order. If several threads finish the same
+// collective, the first one does the work, and the others wait for it.
 //
-// Sums are made by the rank that needs them, over all ranks' parts in rank order.
+// Sums are computed by the rank that needs them, over all ranks' parts in rank order.
 #pragma once
 
 #include <atomic>
@@ -31,7 +31,7 @@ struct Request {
     char *output = nullptr;
     const char *input = nullptr;
     double timeout = 0;  // seconds
-    std::vector<uint64_t> received, sent;  // elements by rank, of an all-to-all
+    std::vector<uint64_t> received, sent;  // all-to-all only: elements by rank
 };
 
 // Functions throw std::runtime_error; a failed collective ends the group, and the other ranks are told.
@@ -93,11 +93,11 @@ class Channel {
     const int rank_, size_;
     Segment own_;
     Mailbox &mine_;
-    std::vector<std::unique_ptr<Peer>> peers_;  // by rank; none at this rank's own place
+    std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null at this rank's own place
     std::chrono::steady_clock::duration spin_;
     std::atomic<bool> gave_up_{false};
-    mutable std::mutex mutex_;  // guards what follows
-    std::condition_variable settled_;  // a finisher has come to its end
+    mutable std::mutex mutex_;  // guards the members below
+    std::condition_variable settled_;  // a thread has finished a collective, or failed to
     Blocks blocks_;
     Ticket tickets_[STREAMS][RING];
     uint64_t next_[STREAMS] = {1, 1};

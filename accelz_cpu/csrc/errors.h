@@ -9,7 +9,7 @@ namespace accelz {
 
 void set_error(const std::string &reason);
 
-// The parts, one after another.
+// The parts, joined.
 template <class... Parts>
 std::string text(const Parts &...parts) {
     std::ostringstream stream;
@@ -17,7 +17,7 @@ std::string text(const Parts &...parts) {
     return stream.str();
 }
 
-// Run body; on an exception keep its reason and return `failure`.
+// Run body; on an exception, keep its message and return `failure`.
 template <class Result, class Body>
 Result guarded(Result failure, Body &&body) {
     try {

@@ -5,7 +5,7 @@
 
 namespace accelz {
 
-// Optimizer steps, with everything that is the same for all elements computed beforehand.
+// Arguments of optimizer steps, with everything that is the same for all elements computed beforehand.
 struct Step {
     float *master;
     const void *grad;
@@ -17,7 +17,7 @@ struct Step {
 struct AdamStep : Step {
     float *exp_avg, *exp_avg_sq;
     bool decoupled;
-    float decay;             // decoupled: what master is multiplied by; else what of it joins the gradient
+    float decay;             // decoupled: the factor on master; else the share of master added to the gradient
     float weight1;           // 1 - beta1
     float beta2, weight2;    // weight2: 1 - beta2
     float step_size;         // lr / (1 - beta1 ** step)
@@ -28,7 +28,7 @@ struct AdamStep : Step {
 struct SgdStep : Step {
     float *momentum_buffer;  // null: no momentum
     bool nesterov;
-    float decay;             // what of master joins the gradient
+    float decay;             // the share of master added to the gradient
     float momentum, lr;
 };
 
@@ -48,15 +48,15 @@ struct IsaKernels {
     void (*scale_cast)(void *output, int output_dtype, const void *source, int source_dtype, float scale,
                        size_t numel);
     void (*accumulate)(void *total, int total_dtype, const void *addend, int addend_dtype, size_t numel);
-    // Whole blocks, but for the last.
+    // Whole blocks, except for the last.
     void (*quantise)(void *codes, int codes_dtype, float *scales, const void *source, int source_dtype, size_t numel,
                      size_t block);
     void (*dequantise)(void *output, int output_dtype, const void *codes, int codes_dtype, const float *scales,
                        size_t numel, size_t block);
-    // output[i] = inputs[0][i] op inputs[1][i] op …, in this order; 16-bit values are added up in fp32.
+    // output[i] = inputs[0][i] op inputs[1][i] op …, in this order; 16-bit values are added in fp32.
     // output may be one of the inputs. max and min keep NaN.
     void (*reduce)(void *output, const void *const *inputs, int count, int dtype, int op, size_t numel);
-    // A copy that goes past the cache: for data that nobody reads soon. second: another output, or null.
+    // A copy that bypasses the cache, for data that is not read soon. second: another output, or null.
     void (*stream)(void *output, const void *source, size_t bytes, void *second);
 };
 

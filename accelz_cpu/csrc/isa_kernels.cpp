@@ -1,9 +1,9 @@
 // The inner loops, compiled once per instruction set (ACCELZ_ISA names it, the compiler's flags choose it).
 //
-// Loops are plain, over tiles that stay in the first-level cache, and are vectorised by the compiler. No
-// operation is fused or reordered (-ffp-contract=off), so every instruction set gives the same bits.
-// Nothing here may instantiate an inline function of the standard library: the linker could keep this
-// copy, with instructions that other processors lack, for the whole library.
+// Loops are plain, over tiles that stay in the L1 cache, and are vectorised by the compiler. No operation is
+// fused or reordered (-ffp-contract=off), so every instruction set gives the same bits. Nothing here may
+// instantiate an inline function of the standard library: the linker could keep this copy, with instructions
+// that other processors lack, for the whole library.
 
 #include <stddef.h>
 #include <stdint.h>
@@ -19,11 +19,11 @@ namespace accelz {
 namespace ACCELZ_ISA {
 namespace {
 
-constexpr size_t TILE = 128;       // elements: scratch of 512 bytes, and short turns between the streams of memory
+constexpr size_t TILE = 128;       // elements: scratch of 512 bytes, and frequent turns between the streams of memory
 constexpr size_t AHEAD = 4 * TILE;  // optimizer steps read and write in up to five places, too many for hardware prefetch
 constexpr size_t LINE = 64;        // bytes
-constexpr size_t LANES = 64;       // sums that a norm is added up in, on every instruction set
-constexpr size_t NORM_BLOCK = 4096;  // elements whose squares are added up in fp32 before they join a double
+constexpr size_t LANES = 64;       // partial sums of a norm, on every instruction set
+constexpr size_t NORM_BLOCK = 4096;  // elements whose squares are added in fp32 before they join a double
 
 struct bf16 { uint16_t bits; };
 struct fp16 { uint16_t bits; };
@@ -60,14 +60,14 @@ inline float widened(fp16 value) {
 inline fp16 rounded_to_fp16(float value) {
     const uint32_t bits = bit_cast<uint32_t>(value), sign = (bits >> 16) & 0x8000u, rest = bits & 0x7fffffffu;
     const uint32_t even = (rest - ((127 - 15) << 23) + 0xfffu + ((rest >> 13) & 1u)) >> 13;
-    // Next to 0.5 one unit in the last place of fp32 is the smallest fp16: the addition rounds.
+    // Next to 0.5, one unit in the last place of fp32 is the smallest fp16, so the addition rounds.
     const uint32_t subnormal = bit_cast<uint32_t>(bit_cast<float>(rest) + 0.5f) - 0x3f000000u;
     const uint32_t special = rest > 0x7f800000u ? 0x7e00u | ((rest >> 13) & 0x3ffu) : 0x7c00u;
     const uint32_t small = rest < 0x38800000u ? subnormal : even;
     return {uint16_t(sign | (rest >= 0x47800000u ? special : small))};
 }
 
-// widen: n values as fp32, in `scratch` or, where they are fp32 already, where they stand.
+// widen: n values as fp32, in `scratch` or, if they are fp32 already, where they are.
 inline const float *widen(const float *source, float *, size_t) { return source; }
 
 inline const float *widen(const bf16 *__restrict source, float *__restrict scratch, size_t n) {
@@ -139,7 +139,7 @@ inline void adam_tile(const AdamStep &s, float *__restrict w, const float *__res
     }
 }
 
-// Without decay even an infinite weight adds nothing to the gradient.
+// Without decay, not even an infinite weight may add anything to the gradient.
 template <bool decays>
 inline void sgd_tile(const SgdStep &s, float *__restrict w, const float *__restrict grad, size_t n) {
     const float factor = s.grad_factor, decay = s.decay, lr = s.lr;
@@ -180,7 +180,7 @@ inline void prefetch_tile(const T *from) {
     for (size_t i = 0; i < TILE; i += LINE / sizeof(T)) __builtin_prefetch(from + i);
 }
 
-// Walk over the shard: tile(s, master, gradient in fp32, moments…, n) for every tile, then its weights.
+// Walk over the shard: for every tile call tile(s, master, gradient in fp32, moments…, n), then write its weights.
 template <class AnyStep, class Grad, class Tile, class... Moments>
 void step_range(const AnyStep &s, const Grad *grad, size_t begin, size_t end, Tile tile, Moments... moments) {
     alignas(64) float scratch[TILE];
@@ -318,7 +318,7 @@ struct e4m3 { uint8_t bits; };  // no infinities: 0x7f is NaN, the largest value
 inline float largest(s8) { return 127.0f; }
 inline float largest(e4m3) { return 448.0f; }
 
-// Adding 1.5 * 2^23 leaves no bits below 1: rounds to the nearest, ties to even, and the lowest byte is the integer.
+// Adding 1.5 * 2^23 leaves no bits below 1: this rounds to the nearest, ties to even, and the low byte is the integer.
 inline s8 coded(float value, s8) { return {uint8_t(bit_cast<uint32_t>(value + 0x1.8p23f))}; }
 
 // Below 2^-6 codes are multiples of 2^-9; above, the upper bits of an fp32 with an exponent bias of 7.
@@ -338,7 +338,7 @@ inline float decoded(e4m3 code) {
     return bit_cast<float>(sign | (rest == 0x7fu ? 0x7fc00000u : rest < 8 ? subnormal : normal));
 }
 
-// As bits, which order sizes and put what is not finite on top.
+// As bits, which order absolute values and put nonfinite ones on top.
 inline uint32_t largest_size(const float *values, size_t n) {
     uint32_t most = 0;
     for (size_t i = 0; i < n; i++) {
@@ -348,7 +348,7 @@ inline uint32_t largest_size(const float *values, size_t n) {
     return most;
 }
 
-// Returns the scale: NaN for a block that is not finite, 0 for one too small to have a reciprocal.
+// Returns the scale: NaN for a block with nonfinite values, 0 for one so small that it has no reciprocal.
 template <class Code>
 float quantised_block(Code *__restrict codes, const float *__restrict values, size_t n) {
     const uint32_t most = largest_size(values, n);
@@ -426,7 +426,7 @@ inline const T *widen(const T *source, T *, size_t) { return source; }
 template <class T>
 inline void narrow(T *output, const T *values, size_t n) { __builtin_memcpy(output, values, n * sizeof(T)); }
 
-// Sum: in what values of a type are added up.
+// Sum: the type in which values of a type are added.
 template <class T> struct Wide { using type = T; };
 template <> struct Wide<bf16> { using type = float; };
 template <> struct Wide<fp16> { using type = float; };
@@ -495,7 +495,7 @@ inline void stream_line(char *to, Line line) { _mm_stream_si128((Line *)to, line
 void stream(void *output, const void *source, size_t bytes, void *second) {
 #if defined(__SSE2__)
     constexpr size_t STEP = sizeof(Line);
-    if (second && ((uintptr_t)output ^ (uintptr_t)second) % STEP) {  // lines of one are no lines of the other
+    if (second && ((uintptr_t)output ^ (uintptr_t)second) % STEP) {  // the outputs are not aligned alike
         stream(second, source, bytes, nullptr);
         second = nullptr;
     }
@@ -516,7 +516,7 @@ void stream(void *output, const void *source, size_t bytes, void *second) {
     } else {
         for (size_t i = head; i < end; i += STEP) stream_line(to + i, load_line(from + i));
     }
-    _mm_sfence();  // or the data could become visible after the note that it is there
+    _mm_sfence();  // or the data could become visible after the note that announces it
 #else
     __builtin_memcpy(output, source, bytes);
     if (second) __builtin_memcpy(second, source, bytes);

@@ -1,4 +1,4 @@
-// The kernels of the C interface: arguments prepared once, loops handed to the pool in pieces.
+// The kernels of the C interface: they prepare arguments once and hand loops to the pool in pieces.
 //
 // Pieces have a fixed size, so results do not depend on the number of threads.
 
@@ -68,7 +68,7 @@ accelz::LionStep prepared(const accelz_lion_arguments &a) {
     return s;
 }
 
-// The step, or with `skip` no more than the weights.
+// The step, or with `skip` only the weights.
 template <class Arguments, class AnyStep>
 void run_step(const Arguments &arguments, void (*kernel)(const AnyStep &, size_t, size_t), int threads) {
     const accelz_step_arguments &a = arguments.common;

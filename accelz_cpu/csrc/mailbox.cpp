@@ -11,7 +11,7 @@ namespace accelz {
 
 void ring(Mailbox &mailbox) {
     mailbox.bell.fetch_add(1);
-    // Sequentially consistent on both sides: either the sleeper is seen here, or it sees the new bell.
+    // Both sides are sequentially consistent: either the sleeper is seen here, or it sees the new bell.
     if (mailbox.sleepers.load() == 0) return;
     syscall(SYS_futex, &mailbox.bell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }

@@ -1,7 +1,7 @@
-// What the ranks of a group see of each other: one mailbox per rank, in a segment of that rank.
+// What the ranks of a group see of each other: one mailbox per rank, in a segment that the rank owns.
 //
 // Only a mailbox's owner writes to it, except for the bell, which others ring. An entry of the ring of posts is
-// written in full before its number; who reads the number reads the rest behind it.
+// written in full before its number; a reader reads the number first and then the rest.
 #pragma once
 
 #include <atomic>
@@ -12,23 +12,23 @@
 
 namespace accelz {
 
-constexpr uint64_t RING = 128;                 // collectives of a stream that can be under way
+constexpr uint64_t RING = 128;                 // collectives of a stream that can be in progress
 constexpr uint32_t BLOCKS = STREAMS * RING;    // one for each of them
-constexpr size_t SMALL = 448;                  // bytes that a note carries itself
-constexpr uint64_t MAGIC = 0x616363656c7a0002;  // changes with what follows
+constexpr size_t SMALL = 448;                  // bytes of data that a note itself can carry
+constexpr uint64_t MAGIC = 0x616363656c7a0002;  // changes with the layout below
 
-// One collective, as a rank announces it.
+// A rank's note of one collective.
 struct alignas(64) Post {
-    std::atomic<uint64_t> number;  // place in its stream, from 1; 0: never used
+    std::atomic<uint64_t> number;  // its place in the stream, from 1; 0: never used
     Call call;
     uint64_t bytes;                // of the owner's data
-    uint32_t block;                // where they are, as an index into blocks
-    // Data of up to SMALL bytes. Who has a mailbox mapped can read them even when the owner has just ended: ranks
-    // may leave after a barrier without looking back.
+    uint32_t block;                // where the data are, as an index into blocks
+    // Data of up to SMALL bytes. Ranks that have the mailbox mapped can read them even if the owner has just ended,
+    // so ranks may leave after a barrier without waiting for anyone.
     alignas(64) char small[SMALL];
 };
 
-// A segment that others read data from. generation grows when another segment takes the place.
+// A segment that others read data from. generation grows when the segment is replaced.
 struct BlockEntry {
     int32_t descriptor;
     uint32_t generation;
@@ -39,12 +39,12 @@ struct Mailbox {
     uint64_t magic;
     int32_t rank, size;
     std::atomic<uint32_t> failed;   // no further collective: `reason` says why
-    std::atomic<uint32_t> leaving;  // nothing will be posted any more
+    std::atomic<uint32_t> leaving;  // nothing more will be posted
     char reason[1024];
-    alignas(64) std::atomic<uint32_t> bell;  // a futex: changes when another rank has done something
-    std::atomic<uint32_t> sleepers;          // threads of the owner that wait for the bell
+    alignas(64) std::atomic<uint32_t> bell;  // a futex that changes when another rank has done something
+    std::atomic<uint32_t> sleepers;          // the owner's threads that are waiting for the bell
     alignas(64) std::atomic<uint64_t> posted[STREAMS];
-    alignas(64) std::atomic<uint64_t> consumed[STREAMS];  // collectives whose data this rank needs no more
+    alignas(64) std::atomic<uint64_t> consumed[STREAMS];  // up to which collective this rank needs no data any more
     BlockEntry blocks[BLOCKS];
     Post posts[STREAMS][RING];
 };

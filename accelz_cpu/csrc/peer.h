@@ -11,7 +11,7 @@
 
 namespace accelz {
 
-// Another process, by a handle that is not fooled by zombies or reused numbers.
+// Another process, through a handle that zombies and reused process ids do not fool.
 class Process {
    public:
     explicit Process(int64_t id);
@@ -35,13 +35,13 @@ class Peer {
     Mailbox &mailbox() const { return *mailbox_; }
     int64_t process() const { return process_.id(); }
 
-    // Its note of a collective, or nullptr while there is none.
+    // The rank's note of a collective, or nullptr while there is none.
     const Post *post(int stream, uint64_t number) const;
 
-    // What it published for a collective that it has posted. Throws std::runtime_error.
+    // What the rank has published for a collective that it has posted. Throws std::runtime_error.
     const char *data(const Post &post);
 
-    // Whether it will post nothing any more. Asks the kernel.
+    // Whether the rank will post nothing more. Asks the kernel.
     bool gone() const { return mailbox_->leaving.load() || process_.ended(); }
 
     bool failed() const { return mailbox_->failed.load(std::memory_order_acquire); }

@@ -41,7 +41,7 @@ class Pool {
         wake_.notify_all();
         loop.work();
         std::unique_lock<std::mutex> lock(mutex_);
-        loop_ = nullptr;  // who wakes up only now finds nothing to do, and is not waited for
+        loop_ = nullptr;  // a worker that wakes up only now finds nothing to do, and is not waited for
         done_.wait(lock, [&] { return active_ == 0; });
     }
 
@@ -50,7 +50,7 @@ class Pool {
         try {
             for (; threads_ < helpers; threads_++) start();
         } catch (const std::system_error &) {
-            // no more threads to be had: those that are there do it
+            // no more threads can be started: those that exist do the work
         }
         return std::min(helpers, threads_);
     }
@@ -58,7 +58,7 @@ class Pool {
     void start() {
         sigset_t all, before;
         sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are the interpreter's
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the interpreter's threads
         struct Restore {
             sigset_t &mask;
             ~Restore() { pthread_sigmask(SIG_SETMASK, &mask, nullptr); }
@@ -91,7 +91,7 @@ class Pool {
     int wanted_ = 0, active_ = 0, threads_ = 0;
 };
 
-// Never destroyed: workers may outlive static destructors. A forked child has none of the threads, and
+// Never destroyed, because workers may outlive static destructors. A forked child has none of the threads and
 // perhaps locked mutexes, so it gets a new pool.
 Pool *&pool() {
     static Pool *instance = [] {

@@ -6,11 +6,11 @@
 
 namespace accelz {
 
-// Call body(context, i) for every i below tasks, on at most `threads` threads, the caller among them.
+// Call body(context, i) for every i below tasks, on at most `threads` threads, including the caller.
 //
 // Workers start when they are first needed, take over the caller's floating-point environment (rounding,
-// flushing of subnormals) for the loop, and start anew in a forked child. While one thread runs a loop,
-// loops of others run on their callers alone.
+// flushing of subnormals) for the loop, and are started anew in a forked child. While one thread runs a loop,
+// the loops of other threads run on their callers alone.
 void run_tasks(size_t tasks, int threads, void (*body)(void *context, size_t task), void *context);
 
 template <class Body>

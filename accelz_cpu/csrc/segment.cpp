@@ -17,7 +17,7 @@
 namespace accelz {
 namespace {
 
-// Segments of this process by descriptor. The mutex is held whenever there is a descriptor that is not among them.
+// This process's segments by descriptor. The mutex is held whenever a descriptor exists that is not in the map.
 struct Registry {
     std::mutex mutex;
     std::map<int, std::weak_ptr<Mapping>> segments;
@@ -35,7 +35,7 @@ void forget_in_child() {
 
 Registry &registry() {
     static Registry *instance = [] {
-        Registry *made = new Registry;  // channels may be closed by static destructors
+        Registry *made = new Registry;  // never destroyed, because static destructors may close channels
         pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); }, forget_in_child);
         return made;
     }();
@@ -67,7 +67,7 @@ Segment::Segment(size_t capacity) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     descriptor_ = memfd_create("accelz", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (descriptor_ < 0) throw failed("create", capacity);
-    // The size is sealed: nobody can cut off pages that another process is about to read.
+    // The size is sealed, so that nobody can cut off pages that another process is about to read.
     const bool sized = fchmod(descriptor_, 0600) == 0 && ftruncate(descriptor_, off_t(capacity)) == 0 &&
                        fcntl(descriptor_, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
     if (sized) mapping_ = map(descriptor_, capacity, PROT_READ | PROT_WRITE);

@@ -1,9 +1,9 @@
-// Shared memory without a name: it lives as long as a process has it mapped or open, and no longer.
+// Shared memory without a name, which lives only as long as a process has it mapped or open.
 //
 // A segment is an anonymous file (memfd). Another process of the same user opens it through the owner's
 // entry in /proc, so there is nothing to unlink, nothing that a killed process could leave behind, and no
-// limit but the machine's memory (the size of /dev/shm does not matter). Neither pages nor descriptors reach forked
-// children.
+// limit except the machine's memory (the size of /dev/shm does not matter). Forked children get neither its pages
+// nor its descriptors.
 #pragma once
 
 #include <sys/types.h>
@@ -27,17 +27,17 @@ struct Mapping {
 // A segment that this process owns, mapped for reading and writing.
 class Segment {
    public:
-    // Address space of `capacity` bytes. Throws std::runtime_error.
+    // Reserves address space for `capacity` bytes. Throws std::runtime_error.
     explicit Segment(size_t capacity);
     ~Segment();
     Segment(const Segment &) = delete;
     Segment &operator=(const Segment &) = delete;
 
-    // Make sure that the first `bytes` bytes have memory behind them: later accesses cannot fail. Throws
-    // std::runtime_error where there is not enough.
+    // Back the first `bytes` bytes with memory, so that later accesses cannot fail. Throws std::runtime_error if
+    // there is not enough.
     void reserve(size_t bytes);
 
-    // Give back what lies behind the first `bytes` bytes, from all processes that have it mapped.
+    // Give back the memory after the first `bytes` bytes, in all processes that have it mapped.
     void trim(size_t bytes);
 
     char *data() const { return mapping_->data; }
@@ -51,7 +51,7 @@ class Segment {
     std::shared_ptr<Mapping> mapping_;
 };
 
-// Map a segment of any process of this host. One of this very process is not mapped a second time. Throws
+// Map a segment of any process on this host. A segment of this same process is not mapped a second time. Throws
 // std::runtime_error.
 std::shared_ptr<Mapping> map_segment(pid_t owner, int descriptor, size_t capacity, bool writable);
 

@@ -1,4 +1,4 @@
-// The least of a test framework: checks that stop the program, tests that register themselves.
+// A minimal test framework: checks that stop the program, and tests that register themselves.
 #pragma once
 
 #include <cstdio>

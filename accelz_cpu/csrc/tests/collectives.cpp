@@ -1,5 +1,5 @@
-// Collectives with the ranks as threads of one process: they share mappings, so that the thread sanitizer sees
-// both sides of everything that is published and read. And with ranks as processes, which may be killed.
+// Collectives between ranks that are threads of one process, which share mappings, so that the thread sanitizer
+// sees both sides of everything that is published and read; and between processes, which may be killed.
 
 #include <fcntl.h>
 #include <signal.h>
@@ -104,7 +104,7 @@ void reduce(const Rank &r, size_t n) {
     for (size_t i = 0; i < n; i++) CHECK(values[i] == sum_at(i, r.size));
 }
 
-// How many elements go from one rank to another: to some none.
+// How many elements go from one rank to another; for some it is 0.
 uint64_t parcel(size_t n, int from, int to) { return uint64_t(n) * uint64_t((from + 2 * to) % 3); }
 
 void exchange(const Rank &r, size_t n) {
@@ -151,7 +151,7 @@ TEST(large_messages_on_several_threads) {
     on_threads(
         2,
         [](const Rank &r) {
-            // The last two are long enough to go past the cache; at the last one ranks' places differ in alignment.
+            // The last two are long enough to bypass the cache; in the last one, ranks' places differ in alignment.
             for (size_t n : {size_t(300'000), size_t(1'200'000), size_t(1'100'001)}) {
                 gather(r, n);
                 scatter(r, n);

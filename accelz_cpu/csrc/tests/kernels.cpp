@@ -1,4 +1,4 @@
-// Kernels on every instruction set and several threads: the same bits everywhere.
+// Kernels give the same bits on every instruction set and with any number of threads.
 
 #include <unistd.h>
 #include <sys/wait.h>

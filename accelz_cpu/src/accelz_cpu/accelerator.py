@@ -1,4 +1,4 @@
-"""The CPU as an accelerator: the native library where it is there, plain torch and gloo where not."""
+"""The CPU as an accelerator: with the native library if it is there, else with plain torch and gloo."""
 
 from __future__ import annotations
 

@@ -20,27 +20,27 @@ from accelz_cpu.transport import Transport
 SUM, MAX, MIN = range(3)
 _ALL_GATHER, _BROADCAST, _REDUCE_SCATTER, _ALL_REDUCE = range(4)
 LINGER_SECONDS = 10.0
-"""How long a rank that leaves waits for others to read what it has published."""
+"""How long a leaving rank waits for the others to read what it has published."""
 
 
 class Channel(Transport):
-    """A collective publishes this rank's part without waiting for the others; its handle waits for theirs."""
+    """Collectives that publish this rank's part without waiting; their handles wait for the others' parts."""
 
     def __init__(self, library: CDLL, rank: int, size: int) -> None:
         self._library = library
         self._process = os.getpid()
-        self._lock = RLock()  # handles are dropped anywhere
+        self._lock = RLock()  # reentrant, because handles may be dropped anywhere
         self._calls = 0
         self._native: int | None = library.accelz_channel_create(rank, size)
         if self._native is None:
             raise RuntimeError(last_error(library))
 
     def descriptor(self) -> int:
-        """Of the file that the other ranks map to see this one."""
+        """The descriptor of the file that the other ranks map to see this one."""
         return int(self._library.accelz_channel_descriptor(self._open()))
 
     def connect(self, processes: list[int], descriptors: list[int]) -> None:
-        """Map what the other ranks show; process ids and descriptors by rank."""
+        """Map the other ranks' files, given their process ids and descriptors by rank."""
         size = len(processes)
         arguments = (c_int64 * size)(*processes), (c_int * size)(*descriptors)
         self._check(self._library.accelz_channel_connect(self._open(), *arguments))
@@ -60,7 +60,7 @@ class Channel(Transport):
     def all_to_all(
         self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], timeout: float
     ) -> SharedWork:
-        """received[r], sent[r]: elements from rank r, and for it."""
+        """received[r], sent[r]: the number of elements from rank r, and for it."""
         code, factor = _code_and_factor(output.dtype)
         counts = c_uint64 * len(sent)
         ticket = self._call(
@@ -77,13 +77,13 @@ class Channel(Transport):
         return SharedWork(self, ticket)
 
     def finish(self, ticket: int) -> None:
-        """Wait for the others and write the output."""
+        """Wait for the other ranks' parts and write the output."""
         self._check(self._call(self._library.accelz_finish, ticket, torch.get_num_threads()))
 
     def abandon(self, ticket: int) -> None:
-        """Nobody will finish it."""
+        """Give up a collective that nobody will finish."""
         if self._usable():
-            with suppress(RuntimeError):  # closed meanwhile
+            with suppress(RuntimeError):  # the channel was closed meanwhile
                 self._call(self._library.accelz_abandon, ticket)
 
     def fail(self, reason: str) -> None:
@@ -94,10 +94,10 @@ class Channel(Transport):
         return self._call(self._library.accelz_channel_bytes)
 
     def close(self, linger: float | None = None) -> None:
-        """Wait until the others have read everything, at most `linger` seconds, and free the memory.
+        """Wait up to `linger` seconds until the others have read everything, and free the memory.
 
-        linger: LINGER_SECONDS where it is not given.
-        Where another thread of this process still waits in a collective then, its memory stays.
+        linger: LINGER_SECONDS by default. The memory is kept if another thread of this process is still
+        waiting in a collective then.
         """
         with self._lock:
             native, self._native = self._native, None
@@ -140,7 +140,7 @@ class Channel(Transport):
         return SharedWork(self, ticket)
 
     def _call(self, function: Callable[..., int], *arguments: Any) -> int:
-        """One that other threads may be in when this one closes the channel: ctypes lets them run."""
+        """Call the library, counted, because ctypes lets other threads close the channel during the call."""
         with self._lock:
             native = self._open()
             self._calls += 1
@@ -166,13 +166,13 @@ class Channel(Transport):
 
 
 def _code_and_factor(dtype: torch.dtype) -> tuple[int, int]:
-    """The library's number of a dtype, and how many elements one is there: what it cannot sum is bytes."""
+    """The library's code for a dtype, and its elements per element: what it cannot sum is sent as bytes."""
     code = DTYPES.get(dtype)
     return (DTYPES[torch.uint8], dtype.itemsize) if code is None else (code, 1)
 
 
 class SharedWork(dist.Work):
-    """One under way. `wait` writes what others sent, once; where the handle is dropped nobody does."""
+    """A collective in progress. The first `wait` writes what others sent; dropping the handle gives it up."""
 
     def __init__(self, channel: Channel, ticket: int) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class SharedWork(dist.Work):
         self._ticket: int | None = ticket
 
     def wait(self, timeout: Any = None) -> bool:
-        ticket = self._ticket  # another thread may be waiting, too
+        ticket = self._ticket  # another thread may be waiting too
         if ticket is not None:
             self._channel.finish(ticket)
             self._ticket = None

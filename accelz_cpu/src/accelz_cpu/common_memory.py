@@ -1,11 +1,11 @@
-"""Flat buffers that the ranks of one node hold in common, so that the node has each weight once.
+"""Flat buffers that the ranks of a node have in common, so that the node holds each weight once.
 
-A buffer is an anonymous file in memory (memfd_create). The node's first rank makes it and tells the others
-its process and descriptor through the group's store; they open it under /proc. It has no name anywhere, so
-nothing is left behind when ranks die, however they die, and no other user can open it. A forked child has it
-as it has all memory of its parent, for as long as it lives: it may read weights.
+A buffer is an anonymous file in memory (memfd_create). The node's first rank creates it and tells the others
+its process id and descriptor through the group's store; they open it under /proc. It has no name anywhere, so
+nothing is left behind when ranks die, however they die, and no other user can open it. A forked child shares
+it, like all memory of its parent, for as long as the child lives: it may read weights.
 
-Each node has the whole buffer, and a gather brings what the ranks of other nodes own.
+Each node has the whole buffer, and a gather brings the slices that ranks of other nodes own.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from accelz_cpu.hosts import Hosts, find_hosts
 
 
 class CommonMemory(StorageSwap):
-    """StorageSwap whose buffers can be shared by ranks that see each other's processes."""
+    """StorageSwap whose buffers can be shared by ranks that see each other's processes in /proc."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._apart: set[str] = set()  # groups known to have no memory in common
-        self._groups: dict[int, str] = {}  # address of each common buffer -> the group that has it in common
+        self._apart: set[str] = set()  # names of groups known to have no memory in common
+        self._groups: dict[int, str] = {}  # address of each common buffer -> name of its group
         self._meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meeting] = weakref.WeakKeyDictionary()
 
     def has_in_place(self, whole: Tensor, shard: Tensor, group: Group) -> bool:
-        """Whether `whole` is memory that all of `group` see, and `shard` this rank's slice of it."""
+        """Whether `whole` is memory that all ranks of `group` see, and `shard` is this rank's slice of it."""
         shared = self._groups.get(whole.untyped_storage().data_ptr()) == group.process_group.group_name
         return shared and shard.data_ptr() == whole.data_ptr() + group.rank * shard.nbytes
 
@@ -53,7 +53,7 @@ class CommonMemory(StorageSwap):
             return None
         data = torch.frombuffer(memory, dtype=buffer.data.dtype)
         self._groups[data.data_ptr()] = name
-        # Before the address can belong to another tensor: the mapping ends with the last view of it.
+        # The mapping ends with its last view: forget the address before another tensor can get it.
         weakref.finalize(memory, self._groups.pop, data.data_ptr()).atexit = False
         common = FlatBuffer(data, buffer.parameters, buffer.slots, common=True)
         own = _slice(data, meeting.hosts)
@@ -64,7 +64,7 @@ class CommonMemory(StorageSwap):
         return common
 
     def _meeting(self, group: Group) -> _Meeting:
-        """Where the ranks of `group` meet for the next buffer."""
+        """Return the place where the ranks of `group` meet for the next buffer."""
         meeting = self._meetings.get(group.process_group)
         if meeting is None:
             meeting = self._meetings[group.process_group] = _Meeting(group)
@@ -75,8 +75,9 @@ class CommonMemory(StorageSwap):
 class _Meeting:
     """Where the ranks of a group exchange a few words for each buffer, through the group's store.
 
-    A word is taken back when all have heard it, so that the store does not grow with buffers and engines.
-    Keeps no group: it ends with it. rank, size: among the ranks of this node. turn: number of the buffer.
+    A word is deleted once all ranks have read it, so that the store does not grow with buffers and engines.
+    Holds no reference to the group, so as to end with it. rank, size: this rank's place among the ranks of
+    its node, and their number. turn: the number of the buffer.
     """
 
     def __init__(self, group: Group) -> None:
@@ -88,18 +89,18 @@ class _Meeting:
         self._store = PrefixStore(prefix, group.store)
         self._place, self._ranks = group.rank, range(group.size)
         self._timeout = group.timeout
-        self._said: list[str] = []  # keys of this rank's words that are still there
+        self._said: list[str] = []  # keys of this rank's words that are not deleted yet
 
     def tell(self, what: str, word: str) -> None:
-        """To the ranks of this node."""
+        """Say a word to the ranks of this node."""
         self._say(self._key(what), word)
 
     def hear(self, what: str) -> str:
-        """Wait for a word of this node's ranks; raises RuntimeError when the group's timeout passes."""
+        """Wait for a word from this node's ranks; raises RuntimeError after the group's timeout."""
         return self._hear([self._key(what)])[0]
 
     def exchange(self, what: str, word: str) -> list[str]:
-        """Every rank's word, by rank of the group. Who comes here has heard all that was said before."""
+        """Return every rank's word, by rank of the group. Ranks that call it have read all words before."""
         before, self._said = self._said, []
         keys = [f"{self.turn}/{what}/{rank}" for rank in self._ranks]
         self._say(keys[self._place], word)
@@ -121,9 +122,9 @@ class _Meeting:
 
 
 def _map_together(nbytes: int, meeting: _Meeting) -> mmap.mmap | None:
-    """One mapping of `nbytes` bytes in all ranks of each node, or None everywhere and a warning on rank 0."""
+    """Map the same `nbytes` bytes in all ranks of each node, or return None everywhere; rank 0 then warns."""
     if not meeting.hosts.even or meeting.size == 1:
-        return None  # gathers pass the node's memory by, or there is nobody to have it in common with
+        return None  # gathers would bypass the node's memory, or there is no rank to share it with
     memory, problem = (_offer if meeting.rank == 0 else _accept)(nbytes, meeting)
     problems = [p for p in meeting.exchange("mapped", problem) if p]
     if not problems:
@@ -139,14 +140,14 @@ APART = "the ranks do not see each other's processes"
 
 
 def _offer(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
-    """Make the memory and hold its descriptor until every rank has answered."""
+    """Create the memory and keep its descriptor open until every rank has answered."""
     try:
         descriptor = os.memfd_create("accelz")
     except OSError as error:
         meeting.tell("offer", "null")
         return None, f"no memory can be shared here ({error})"
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)  # a lack shows now, and not as a signal at some write
+        os.posix_fallocate(descriptor, 0, nbytes)  # a lack shows now, and not as a signal at a later write
         identity = os.fstat(descriptor)
         offer = [os.getpid(), descriptor, identity.st_dev, identity.st_ino]
         meeting.tell("offer", json.dumps(offer))
@@ -172,7 +173,7 @@ def _accept(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
 
 
 def _open(offer: list[int], nbytes: int) -> mmap.mmap:
-    """Raises OSError where the offering process is not on this node, or another one has its number."""
+    """Map the offered file; raises OSError if the process is not on this node, or another has its id."""
     process, number, device, inode = offer
     descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
     try:
@@ -185,6 +186,6 @@ def _open(offer: list[int], nbytes: int) -> mmap.mmap:
 
 
 def _slice(data: Tensor, hosts: Hosts) -> Tensor:
-    """What this rank writes: every element has exactly one rank of the node that does."""
+    """The part that this rank fills: every element is filled by exactly one rank of the node."""
     numel, place, size = data.numel(), hosts.place, len(hosts.here)
     return data[place * numel // size : (place + 1) * numel // size]

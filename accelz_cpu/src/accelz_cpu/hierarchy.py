@@ -4,9 +4,9 @@ place  a rank's place among the ranks of its host; every host has the same numbe
 link   gloo between the ranks of one place, one on each host.
 row    what belongs to one host: its ranks' shards, or their sum.
 
-What crosses a link is what no rank of the receiving host has, once: a host gets (H - 1) / H of a gathered
-buffer over all its links together. A sum is made on each host in rank order, rounded, then over the hosts in
-their order, and rounded again; 16-bit values are added up in fp32 both times.
+What no rank of the receiving host has crosses a link, and crosses it once: with H hosts, a host receives
+(H - 1) / H of a gathered buffer over all its links together. Sums are computed on each host in rank order and
+rounded, then over the hosts in their order and rounded again; 16-bit values are added in fp32 both times.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from accelz_cpu.transport import Transport
 
 
 class Hierarchy(Transport):
-    """Each sequence of collectives runs on a thread of its own, in the order of issue.
+    """Runs each sequence of collectives on a thread of its own, in the order of issue.
 
-    So a collective waits for nothing but the same one on the other ranks, in whatever order handles are
-    waited for, and a rank that computes holds nobody up.
+    So a collective waits only for the same one on the other ranks, whatever the order in which handles are
+    waited for, and a rank that is computing holds up no other.
     """
 
     def __init__(self, movements: TwoLevels, reductions: TwoLevels) -> None:
@@ -59,7 +59,7 @@ class Hierarchy(Transport):
         return sum(levels.nbytes() for levels in self._levels)
 
     def close(self) -> None:
-        """Let the collectives under way end, and leave: LINGER_SECONDS in all at most."""
+        """Let the collectives in progress end, for at most LINGER_SECONDS in all, and leave the group."""
         deadline = time.monotonic() + LINGER_SECONDS
         for sequence in (self._movements, self._reductions):
             sequence.close(deadline)
@@ -68,9 +68,9 @@ class Hierarchy(Transport):
 
 
 class TwoLevels:
-    """One sequence of collectives over both levels. Every method blocks until its result is there.
+    """One sequence of collectives over both levels. Every method blocks until its result is complete.
 
-    channel: between the ranks of this host, by place. links: between the ranks of this place, by host.
+    channel: joins the ranks of this host, by place. links: join the ranks of this place, by host.
     """
 
     def __init__(self, library: CDLL, hosts: Hosts, channel: Channel, links: Lanes) -> None:
@@ -79,7 +79,7 @@ class TwoLevels:
         self._channel = channel
         self._links: Lanes | None = links
         self._size = len(hosts.order)
-        # Where the hosts' ranks are mixed, rows are put together by copying.
+        # Rows of hosts whose ranks are not consecutive have to be put together by copying.
         self._mixed = torch.tensor(hosts.order, device="cpu") if hosts.order != sorted(hosts.order) else None
 
     def all_gather(self, output: Tensor, shard: Tensor, timeout: float, in_place: bool = False) -> None:
@@ -141,7 +141,7 @@ class TwoLevels:
             tensor.copy_(full[: tensor.numel()].view_as(tensor))
 
     def describe(self) -> str:
-        """The channel's ranks in the group's numbers."""
+        """Say which of the group's ranks the channel's ranks are."""
         here = ", ".join(map(str, self._hosts.here))
         return f"ranks 0 to {len(self._hosts.here) - 1} of this host are {here} of the group"
 
@@ -157,9 +157,9 @@ class TwoLevels:
         self._over_links("all_gather", whole, lambda lane: lane._allgather_base(whole, mine))
 
     def _write_others(self, output: Tensor, received: Tensor) -> None:
-        """Put the shards of other hosts into memory that this host's ranks have in common.
+        """Write the shards of other hosts into the memory that this host's ranks have in common.
 
-        They may be reading it: where values have changed, all ranks had stopped reading before.
+        They may be reading it meanwhile: if values have changed, all ranks had stopped reading before.
         """
         shards = output.view(self._size, -1)
         for index, ranks in enumerate(self._hosts.ranks):
@@ -178,7 +178,7 @@ class TwoLevels:
         )
 
     def _over_links(self, operation: str, whole: Tensor, start: Callable[[Any], dist.Work]) -> None:
-        """One collective between hosts. Where it fails the ranks of this host are told."""
+        """Run one collective between hosts. If it fails, tell the ranks of this host."""
         try:
             if self._links is None:
                 raise RuntimeError("this group was destroyed")
@@ -192,8 +192,8 @@ class TwoLevels:
 class _Sequence:
     """A thread that runs collectives one after another. After a failure it runs no more.
 
-    The thread is a daemon, because the interpreter joins others before it lets anybody close: a rank that has
-    raised would wait for ranks that never come.
+    The thread is a daemon, because at exit the interpreter joins other threads before anything can be closed:
+    a rank that has raised would wait for ranks that never come.
     """
 
     def __init__(self, levels: TwoLevels) -> None:
@@ -202,7 +202,7 @@ class _Sequence:
         self._failure = ""
         self._queue: SimpleQueue[tuple[Future[None], Callable[[TwoLevels], None]] | None] = SimpleQueue()
         self._closed = False
-        self._lock = Lock()  # nothing is queued behind the end
+        self._lock = Lock()  # so that nothing is queued after the end marker
         self._thread = Thread(target=self._serve, name="accelz", daemon=True)
         self._thread.start()
 
@@ -217,7 +217,7 @@ class _Sequence:
         return QueuedWork(future)
 
     def close(self, deadline: float) -> None:
-        """Let the collective that is under way end, until `deadline` at most, and begin no other."""
+        """Let the collective in progress end, until `deadline` at most, and start no other."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -240,7 +240,7 @@ class _Sequence:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del item, future, collective  # and the buffers with them
+            del item, future, collective  # and with them the buffers
 
     def _run(self, collective: Callable[[TwoLevels], None]) -> None:
         if self._failure:
@@ -253,7 +253,7 @@ class _Sequence:
 
 
 class QueuedWork(dist.Work):
-    """A collective that a sequence runs, waited for or not."""
+    """A collective that a sequence runs, whether or not it is waited for."""
 
     def __init__(self, future: Future[None]) -> None:
         super().__init__()
@@ -268,5 +268,5 @@ class QueuedWork(dist.Work):
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """What gloo only moves: it does not know every dtype."""
+    """View as bytes what gloo only has to move: it does not know every dtype."""
     return tensor.view(-1).view(torch.uint8)

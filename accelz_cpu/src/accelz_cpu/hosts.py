@@ -1,4 +1,4 @@
-"""Which ranks of a group have one host, as all of them find out together through the group's store."""
+"""Which ranks of a group share a host, as all of them find out together through the group's store."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _PROCESSES = Path("/proc/self/ns/pid")
 class Hosts:
     """The hosts of a group, as one of its ranks sees them.
 
-    ranks: of the group, ascending, by host; hosts in the order of their first ranks. index: this rank's host.
-    place: this rank's place among the ranks of its host.
+    ranks: the group's ranks by host, ascending; hosts in the order of their first ranks. index: this rank's
+    host. place: this rank's place among the ranks of its host.
     """
 
     ranks: tuple[tuple[int, ...], ...]
@@ -32,7 +32,7 @@ class Hosts:
 
     @property
     def here(self) -> tuple[int, ...]:
-        """The ranks of this rank's host."""
+        """The ranks on this rank's host."""
         return self.ranks[self.index]
 
     @property
@@ -46,20 +46,20 @@ class Hosts:
         return [rank for ranks in self.ranks for rank in ranks]
 
     def locate(self, rank: int) -> tuple[int, int]:
-        """The host of a rank, and its place there."""
+        """Return the host of a rank, and the rank's place there."""
         index = next(i for i, ranks in enumerate(self.ranks) if rank in ranks)
         return index, self.ranks[index].index(rank)
 
 
 def host() -> list[Any]:
-    """Equal on two ranks if and only if they can open each other's shared memory."""
+    """A value that is equal on two ranks if and only if they can open each other's shared memory."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     processes = os.readlink(_PROCESSES) if _PROCESSES.exists() else ""
     return [platform.node(), boot, processes, os.getuid()]
 
 
 def find_hosts(group: Group, key: str) -> Hosts:
-    """Every rank of the group must call this. key: as in `exchange`."""
+    """Find the hosts of the group's ranks. Every rank of the group must call this. key: as in `exchange`."""
     names = [json.dumps(name) for name in exchange(group, f"{key}/hosts", host())]
     by_host: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
@@ -69,9 +69,9 @@ def find_hosts(group: Group, key: str) -> Hosts:
 
 
 def exchange(group: Group, key: str, value: Any) -> list[Any]:
-    """Every rank's JSON value, by rank. key: used once in the job.
+    """Exchange JSON values, and return every rank's by rank. key: one that is used only once in the job.
 
-    Raises RuntimeError when a rank does not answer within the group's timeout.
+    Raises RuntimeError if a rank does not answer within the group's timeout.
     """
     store = PrefixStore(key, group.store)
     names = [str(rank) for rank in range(group.size)]

@@ -11,7 +11,7 @@ FUSED_CHUNK = 1 << 18  # elements whose fp32 gradient (1 MiB) stays in the cache
 
 
 class CpuKernels(Kernels):
-    """The references in pieces that stay in the second-level cache, so their passes cost little traffic."""
+    """The references on pieces that stay in the L2 cache, so that their passes cost little traffic."""
 
     chunk = 1 << 15
 

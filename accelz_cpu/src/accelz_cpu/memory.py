@@ -22,7 +22,7 @@ _RESET_PEAK = "5"  # proc(5): clear_refs 5 sets VmHWM back to the current reside
 
 
 class ProcessMemory(Memory):
-    """Resident set of this process and the most it has been.
+    """The resident set size of this process, and its peak.
 
     Linux keeps the peak (VmHWM) and lets a process reset it. Elsewhere the peak is the largest value that
     `stats()` itself has seen.
@@ -62,11 +62,11 @@ class ProcessMemory(Memory):
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what is freed for the next allocation, as an accelerator's allocator does.
+    """Make malloc keep freed memory for the next allocation, as an accelerator's allocator does.
 
-    By default glibc hands large blocks back to the kernel, and a training step, which needs the same blocks
-    over and over, pays a page fault for every 4 KiB of them. `Memory.trim` gives back what is unused.
-    Without glibc, or with another malloc in its place, nothing changes.
+    By default glibc gives large blocks back to the kernel, and a training step, which needs the same blocks
+    over and over, pays a page fault for every 4 KiB of them. `Memory.trim` gives back unused memory. Without
+    glibc, or with another malloc in its place, this has no effect.
     """
     library = _glibc()
     if library is not None:
@@ -75,8 +75,8 @@ def keep_freed_memory() -> None:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_LARGEST_KEPT = 1 << 30  # bytes; a larger block gets a mapping of its own and leaves with it
-_NEVER = (1 << 31) - 1  # bytes on top of the heap, the most that mallopt takes
+_LARGEST_KEPT = 1 << 30  # bytes; a larger block gets a mapping of its own, which is unmapped when it is freed
+_NEVER = (1 << 31) - 1  # bytes free at the top of the heap; the largest value that mallopt takes
 
 
 @cache
@@ -86,9 +86,10 @@ def _glibc() -> Any:
 
 @dataclass(frozen=True)
 class _Files:
-    """Where a version of control groups has what.
+    """The files of one version of control groups.
 
-    root: below _CGROUP. dropped: in memory.stat, what the kernel would drop from its cache for an allocation.
+    root: a folder below _CGROUP. dropped: the entries of memory.stat for memory that the kernel would drop
+    from its caches for an allocation.
     """
 
     root: str
@@ -102,10 +103,10 @@ _V2 = _Files("", "memory.max", "memory.current", ("inactive_file", "slab_reclaim
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Bytes that a group may have and that its processes have, of each limited group around this process.
+    """Yield the limit and the usage, in bytes, of each limited control group around this process.
 
-    Without a namespace of its own (a Slurm step, a systemd scope) a process is in a group below the root;
-    with one (a container) the root that it sees is its own group.
+    Without a cgroup namespace of its own (a Slurm step, a systemd scope) a process is in a group below the
+    root; with one (a container), the root that it sees is its own group.
     """
     for files, path in _own_groups():
         root = _CGROUP / files.root
@@ -117,7 +118,10 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _own_groups() -> list[tuple[_Files, str]]:
-    """cgroups(7): /proc/self/cgroup has lines number:controllers:path, without controllers in version 2."""
+    """Return this process's control groups, with the files of their version.
+
+    cgroups(7): /proc/self/cgroup has lines number:controllers:path, without controllers in version 2.
+    """
     groups = []
     for line in _text(_OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -134,7 +138,7 @@ def _taken(group: Path, files: _Files) -> int:
 
 
 def _number(file: Path) -> int | None:
-    """None where there is no limit, or no such file."""
+    """Read a number; None if the file has none (there is no limit) or does not exist."""
     text = _text(file).strip()
     return int(text) if text.isdigit() else None
 

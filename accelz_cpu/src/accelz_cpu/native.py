@@ -1,4 +1,4 @@
-"""The native library (csrc/accelz_cpu.h), loaded with ctypes: calls run without the interpreter's lock."""
+"""The native library (csrc/accelz_cpu.h), loaded with ctypes, so that calls release the GIL."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ DTYPES = {
     torch.int32: 5,
     torch.uint8: 6,
 }
-"""What collectives take."""
+"""The dtypes that collectives take."""
 
 CODES = {torch.int8: 7, torch.float8_e4m3fn: 8}
-"""What values are quantised to, for the kernels alone."""
+"""The dtypes of quantised values, which only the kernels take."""
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes that the kernels take."""
 
 
 class StepArguments(Structure):
-    """accelz_step_arguments of the header."""
+    """The header's accelz_step_arguments."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("master", "grad", "weights", "grad_scale", "skip")),
@@ -45,7 +45,7 @@ class StepArguments(Structure):
 
 
 class AdamWArguments(Structure):
-    """accelz_adamw_arguments of the header."""
+    """The header's accelz_adamw_arguments."""
 
     _fields_ = (
         ("common", StepArguments),
@@ -56,7 +56,7 @@ class AdamWArguments(Structure):
 
 
 class SgdArguments(Structure):
-    """accelz_sgd_arguments of the header."""
+    """The header's accelz_sgd_arguments."""
 
     _fields_ = (
         ("common", StepArguments),
@@ -67,7 +67,7 @@ class SgdArguments(Structure):
 
 
 class LionArguments(Structure):
-    """accelz_lion_arguments of the header."""
+    """The header's accelz_lion_arguments."""
 
     _fields_ = (
         ("common", StepArguments),
@@ -108,7 +108,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def library() -> CDLL | None:
-    """The library, or None with one warning where it was not built or does not load."""
+    """Return the library, or None, with one warning, if it was not built or does not load."""
     path = _find()
     if path is None:
         _warn(f"{LIBRARY} is not there: the package was installed without a C++ compiler")
@@ -121,12 +121,12 @@ def library() -> CDLL | None:
 
 
 def last_error(lib: CDLL) -> str:
-    """Why the last call on this thread failed."""
+    """Return why the last call on this thread failed."""
     return bytes(lib.accelz_last_error()).decode(errors="replace")
 
 
 def _find() -> Path | None:
-    # An editable install has two folders: the sources, and what was built from them.
+    # An editable install has two folders: one of the sources, one of what was built from them.
     found = [path for folder in accelz_cpu.__path__ if (path := Path(folder, LIBRARY)).exists()]
     return found[0] if found else None
 

@@ -1,10 +1,11 @@
 """Kernels of the native library: one pass over memory each, on as many threads as torch may use.
 
-All but the norm compute every element by itself, with no fused operations: results are the same bits for
-any number of threads, any slicing and any instruction set. The norm adds up in an order that depends on the
-length alone. From the torch reference adamw, sgd and lion differ by a few units in the last place of fp32:
-torch fuses some operations, and adamw's bias corrections are computed in fp64 here. Where lion's direction is
-that close to zero, its sign may differ. The others differ not at all, but for the norm's order.
+All kernels but the norm compute each element by itself and fuse no operations, so results are the same bits
+for any number of threads, any slicing and any instruction set. The norm adds in an order that depends only on
+the length. adamw, sgd and lion differ from the torch reference by a few units in the last place of fp32,
+because torch fuses some operations, and adamw's bias corrections are computed in fp64 here. Where lion's
+direction is that close to zero, its sign may differ. The other kernels give the reference's bits, except that
+the norm adds in another order.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from accelz_cpu.native import (
 
 
 class NativeKernels(CpuKernels):
-    """What the library has no code for (fp64, tensors that are not contiguous) goes to the torch versions."""
+    """The library's kernels. What it has no code for (fp64, strided tensors) goes to the torch versions."""
 
     def __init__(self, library: CDLL) -> None:
         self._library = library
@@ -230,7 +231,7 @@ def _step_arguments(
     weight_decay: float,
     maximize: bool,
 ) -> StepArguments | None:
-    """What optimizer steps have in common, or None where the library does not take these tensors."""
+    """Return what all optimizer steps take, or None if the library does not take these tensors."""
     wide = all(t.dtype is torch.float32 for t in (master, *moments))
     if not wide or not _flat(master, grad, *moments, weights) or not _one_value(grad_scale, skip):
         return None
@@ -246,12 +247,12 @@ def _step_arguments(
 
 
 def _one_value(*scalars: Tensor | None) -> bool:
-    """Whether the library can read them: fp32 in host memory."""
+    """Whether the library can read the scalars: they must be fp32 in host memory."""
     return all(s is None or (s.dtype is torch.float32 and s.is_cpu) for s in scalars)
 
 
 def _flat(*tensors: Tensor | None) -> bool:
-    """Whether the library takes them: dense host memory, of a dtype that it knows."""
+    """Whether the library takes the tensors: they must be dense, in host memory and of a dtype it knows."""
     return all(t is None or (t.dtype in FLOATS and _dense(t)) for t in tensors)
 
 

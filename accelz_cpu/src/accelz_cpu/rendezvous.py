@@ -1,7 +1,8 @@
 """How the ranks of a group find out, together, which of them can share memory.
 
-Three rounds through the group's store: every rank says where it is; what the others of its host have to map;
-and whether mapping worked. All ranks read the same answers and so come to the same decision.
+There are three rounds through the group's store. In them, every rank says where it runs, what the other ranks
+of its host have to map, and whether mapping has worked. All ranks read the same answers and so come to the
+same decision.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _SEQUENCES = ("movements", "reductions")
 
 
 def open_transport(library: CDLL, group: Group, key: str) -> Transport | None:
-    """Connect all ranks of `group`, or return None on all of them: gloo has to serve.
+    """Connect all ranks of `group`, or return None on all of them if they have to use gloo.
 
-    key: different for each group of the job. Raises RuntimeError when a rank does not answer in time. Where
-    gloo serves although hosts have several ranks, rank 0 warns.
+    key: different for each group of the job. Raises RuntimeError if a rank does not answer in time. Rank 0
+    warns if ranks of the same host have to use gloo.
     """
     hosts = find_hosts(group, key)
     if not hosts.even:
@@ -47,7 +48,7 @@ def open_transport(library: CDLL, group: Group, key: str) -> Transport | None:
 
 
 def _connect_host(library: CDLL, group: Group, hosts: Hosts, key: str, count: int) -> list[Channel]:
-    """`count` channels between the ranks of each host, or none anywhere."""
+    """Open `count` channels between the ranks of each host, or none on any rank."""
     channels, problem = _create(library, hosts, count)
     mine = {"process": os.getpid(), "descriptors": [c.descriptor() for c in channels], "problem": problem}
     cards = exchange(group, f"{key}/cards", mine)
@@ -81,7 +82,7 @@ def _connect(channels: list[Channel], cards: list[dict[str, Any]]) -> str:
 
 
 def _links(group: Group, hosts: Hosts, key: str) -> Lanes:
-    """gloo between the ranks that have this one's place on their hosts."""
+    """Open gloo lanes between the ranks that have this rank's place on their hosts."""
     store = PrefixStore(f"{key}/{hosts.place}", group.store)
     return Lanes(store, hosts.index, len(hosts.ranks), group.timeout)
 

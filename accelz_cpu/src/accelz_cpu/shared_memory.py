@@ -1,9 +1,9 @@
 """Collectives through memory that the ranks of one host share; gloo joins the hosts.
 
-Sums of 16-bit values are made in fp32, in rank order, and rounded once (on several hosts: see hierarchy.py).
-max and min keep NaN. Results are the same bits on all ranks and in all runs. Movements (all_gather,
-all_to_all, broadcast) and reductions (reduce_scatter, all_reduce) are two sequences: in each, ranks of a
-host that issue different collectives get an error that names both.
+16-bit values are summed in fp32, in rank order, and rounded once (on several hosts: see hierarchy.py). max
+and min keep NaN. Results are the same bits on all ranks and in all runs. Movements (all_gather, all_to_all,
+broadcast) and reductions (reduce_scatter, all_reduce) are two sequences: within each, ranks of a host that
+issue different collectives get an error that names both.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ _REDUCTIONS = {dist.ReduceOp.SUM: SUM, dist.ReduceOp.MAX: MAX, dist.ReduceOp.MIN
 
 
 class SharedMemoryCollectives(GlooLanes):
-    """gloo serves the whole group where hosts differ in their number of ranks or have one each, where memory
-    cannot be shared, for dtypes that the library cannot sum, and for all_to_all between hosts."""
+    """Collectives through shared memory where possible.
+
+    The whole group uses gloo if its hosts differ in their number of ranks or have one each, if memory cannot
+    be shared, for reductions of dtypes that the library cannot sum, and for all_to_all between hosts.
+    """
 
     def __init__(self, library: CDLL, memory: CommonMemory) -> None:
         super().__init__()
@@ -40,10 +43,10 @@ class SharedMemoryCollectives(GlooLanes):
         self._opening: dict[dist.ProcessGroup, Lock] = {}
 
     def transport(self, group: Group) -> Transport | None:
-        """The group's own, or None where it uses gloo. At first use every rank of the group must ask."""
+        """Return the group's transport, or None if it uses gloo. At first use every rank must call this."""
         process_group = group.process_group
         if process_group not in self._transports:
-            with self._opening.setdefault(process_group, Lock()):  # a thread may move, and another reduce
+            with self._opening.setdefault(process_group, Lock()):  # a thread may move, while another reduces
                 if process_group not in self._transports:
                     self._open(group)
         return self._transports[process_group]

@@ -1,4 +1,4 @@
-"""What carries the collectives of one group, where it is not gloo for the whole group."""
+"""The interface of what carries a group's collectives, where that is not gloo for the whole group."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class Transport(ABC):
-    """Each method begins one collective on dense tensors in host memory and returns its handle.
+    """Carries a group's collectives. Each starts on dense tensors in host memory and returns its handle.
 
-    timeout: seconds that `wait` of the handle may take. op: SUM, MAX or MIN of channel.py. All ranks issue
-    the same movements (all_gather, all_to_all, broadcast) in the same order, and likewise the same
-    reductions; between the two sequences there is no order. Raises RuntimeError; of no further use after a
-    failed collective.
+    timeout: seconds that the handle's `wait` may take. op: SUM, MAX or MIN of channel.py. All ranks issue the
+    same movements (all_gather, all_to_all, broadcast) in the same order, and likewise the same reductions;
+    the two sequences are not ordered against each other. Failures raise RuntimeError, and after a failed
+    collective the transport cannot be used again.
     """
 
     @abstractmethod
     def all_gather(self, output: Tensor, shard: Tensor, timeout: float, in_place: bool = False) -> dist.Work:
-        """in_place: output is memory that the ranks of a host have in common, and shard a part of it."""
+        """in_place: `output` is memory that the ranks of a host have in common, and `shard` a part of it."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> dist.Work: ...
@@ -34,8 +34,8 @@ class Transport(ABC):
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Shared memory that this rank holds for the group now."""
+        """Return the bytes of shared memory that this rank holds for the group now."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group, once the others have what they need from this rank, and free the memory."""
+        """Leave the group once the others have what they need from this rank, and free its memory."""
