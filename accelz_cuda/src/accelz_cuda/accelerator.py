@@ -13,7 +13,7 @@ from accelz_cuda.collectives import NcclCollectives
 from accelz_cuda.cuda_kernels import CudaKernels
 
 SHARED_DEVICE = "ACCELZ_CUDA_SHARED_DEVICE"
-"""Set to 1, several ranks may work on one GPU. Slow; for tests on a machine with a single one."""
+"""If set to 1, several ranks may use one GPU. Slow; for tests on machines with a single GPU."""
 
 
 def build() -> Accelerator:

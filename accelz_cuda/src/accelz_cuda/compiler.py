@@ -1,7 +1,7 @@
-"""CUDA C++ to cubins: NVRTC through cuda.core at first use, kept on disk between processes.
+"""Compiles CUDA C++ to cubins at first use, by NVRTC through cuda.core, and keeps them on disk.
 
-NVRTC is found as cuda.core finds it: in the wheel nvidia-cuda-nvrtc, which torch's CUDA builds bring along,
-or in an installed CUDA toolkit. The sources include no header of the toolkit, so none has to be found.
+cuda.core finds NVRTC in the wheel nvidia-cuda-nvrtc, which torch's CUDA builds depend on, or in an installed
+CUDA toolkit. The sources include no headers of the toolkit, so none have to be found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accelz_cuda import kernels
 
 OPTIONS: dict[str, Any] = {
     "std": "c++17",
-    # No contraction: an element gets the same bits in a vector as alone, whatever the alignment.
+    # No contraction, so that an element gets the same bits in a vector as alone, whatever the alignment.
     "fma": False,
 }
 _DIGEST_BYTES = 32
@@ -33,18 +33,18 @@ class CompilerMissingError(RuntimeError):
 
 
 class CompilationError(RuntimeError):
-    """NVRTC refused a source; the message holds its log."""
+    """NVRTC rejected a source; the message contains its log."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """cuda.core and the NVRTC behind it. version: NVRTC's major and minor."""
+    """cuda.core and the NVRTC behind it. version: NVRTC's major and minor version."""
 
     core: Any
     version: tuple[int, int]
 
     def compile(self, source: str, arch: str, ptxas_options: list[str] | None = None) -> tuple[bytes, str]:
-        """The cubin of `source` (a name in kernels.SOURCES) for `arch`, such as "sm_90", and the log.
+        """Compile `source` (a name in kernels.SOURCES) for `arch`, such as "sm_90"; return cubin and log.
 
         Raises CompilationError.
         """
@@ -53,7 +53,7 @@ class Toolchain:
     def compile_text(
         self, text: str, arch: str, name: str, ptxas_options: list[str] | None = None
     ) -> tuple[bytes, str]:
-        """The same for CUDA C++ from elsewhere, which may include the headers here."""
+        """Like `compile`, for CUDA C++ from elsewhere, which may include the headers here."""
         log = io.StringIO()
         try:
             options = self.core.ProgramOptions(
@@ -67,7 +67,7 @@ class Toolchain:
 
 @functools.cache
 def toolchain() -> Toolchain:
-    """The compiler of this environment. Raises CompilerMissingError."""
+    """Return this environment's compiler. Raises CompilerMissingError."""
     try:
         core = importlib.import_module("cuda.core")
         if not hasattr(core, "Program"):  # before cuda-core 0.5
@@ -76,13 +76,13 @@ def toolchain() -> Toolchain:
         status, major, minor = nvrtc.nvrtcVersion()
         if int(status):
             raise RuntimeError(f"NVRTC answers {status!r}")
-    except Exception as error:  # import errors of several kinds, and what the loaders raise
+    except Exception as error:  # import errors of several kinds, and whatever the loaders raise
         raise CompilerMissingError(f"{type(error).__name__}: {error}") from error
     return Toolchain(core, (major, minor))
 
 
 def cubin(source: str, arch: str, cache: CubinCache) -> bytes:
-    """The cubin of `source` for `arch`, from the cache if it is there.
+    """Return the cubin of `source` for `arch`, from the cache if it is there.
 
     Raises CompilerMissingError and CompilationError.
     """
@@ -109,10 +109,10 @@ def cache_folder() -> Path:
 
 
 class CubinCache:
-    """Files of a SHA-256 and what it is the digest of.
+    """A folder of files, each of which holds a SHA-256 digest and the content it is the digest of.
 
-    Many processes may read and write at once: a file appears whole, by a rename, and one that does not match
-    its digest is made again. Where the folder cannot be written, one warning, and nothing is kept.
+    Many processes may read and write at once: files appear whole, by a rename, and one that does not match
+    its digest is made again. If the folder cannot be written, there is one warning, and nothing is kept.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -124,7 +124,7 @@ class CubinCache:
         return cache_folder() / "cuda" if self._folder is None else self._folder
 
     def get_or_make(self, name: str, make: Callable[[], bytes]) -> bytes:
-        """The content of `name`, or what `make` returns, kept for the next time."""
+        """Return the content of `name`, or else what `make` returns, which is kept for the next time."""
         found = self._read(name)
         if found is not None:
             return found

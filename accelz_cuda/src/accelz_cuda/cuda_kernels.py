@@ -1,4 +1,4 @@
-"""The kernels role on CUDA: one launch for each operation, with the torch references behind it."""
+"""The kernels role on CUDA: one launch per operation, with the torch references to fall back on."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ANY_ENTRY: dict[str, Entry] = {
     "quantise": kernels.QUANTISE[torch.int8, kernels.F32],
     "dequantise": kernels.DEQUANTISE[kernels.F32, torch.int8],
 }
-"""An entry point of the source that implements an operation."""
+"""For each operation, one entry point of the source that implements it."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What steps of all optimizers have. number: the step's, for rules that count."""
+    """The operands that all optimizers' steps have. number: the step's number, for rules that use it."""
 
     master: Tensor
     grad: Tensor
@@ -44,7 +44,7 @@ class _Step:
     maximize: bool
 
     def pointers(self) -> Iterator[int]:
-        """As StepArguments begins."""
+        """Yield the pointers with which StepArguments begins."""
         first, second = (*self.moments, None, None)[:2]
         operands = (self.master, self.grad, first, second, self.weights)
         return map(_pointer, (*operands, self.number, self.grad_scale, self.skip))
@@ -53,10 +53,10 @@ class _Step:
 class CudaKernels(Kernels):
     """Kernels for contiguous tensors of fp32, bf16, fp16 and, quantised, int8 and float8_e4m3fn.
 
-    What they are not made for (fp64, strided views, operands on several devices) goes to the torch reference,
-    and so does everything where they cannot be compiled or loaded; `origin` tells. They launch on torch's
+    What they do not support (fp64, strided views, operands on several devices) goes to the torch reference,
+    and so does everything if they cannot be compiled or loaded; `origin` tells which. They launch on torch's
     current stream of the tensors' device, allocate only through torch and never wait, so a CUDA graph can
-    capture them once each has run before with the same dtypes. Writes do not move autograd's version
+    capture them once each has run with the same dtypes. Their writes do not advance autograd's version
     counters.
     """
 
@@ -234,14 +234,14 @@ class CudaKernels(Kernels):
         self._launch_blockwise(entry, (output, source, scales), source.numel(), block)
 
     def origin(self, name: str) -> str:
-        """Who implements the operation `name` on the current device; compiles its kernels to find out."""
+        """Return who implements the operation `name` on the current device, by compiling its kernels."""
         origin = super().origin(name)
         entry = ANY_ENTRY.get(name)
         usable = entry is None or self._launcher.ready(entry, self._launcher.current_device())
         return origin if usable else "torch reference"
 
     def _serves(self, entry: Entry, first: Tensor, *others: Tensor | None) -> bool:
-        """Whether the kernel can take these operands: same shape, dense, on one device that it runs on."""
+        """Whether the kernel can take these operands: of one shape, contiguous, on one device it runs on."""
         device, shape = first.device, first.shape
         if device.type != self._launcher.device_type or not first.is_contiguous():
             return False
@@ -253,7 +253,7 @@ class CudaKernels(Kernels):
         return self._launcher.ready(entry, first.get_device())
 
     def _entry_for(self, step: _Step, entries: kernels.StepEntries) -> Entry | None:
-        """The kernel that can make a step; None where the reference has to."""
+        """Return the kernel that can do a step, or None if the reference has to."""
         entry = entries.get((step.grad.dtype, None if step.weights is None else step.weights.dtype))
         fits = (
             entry is not None
@@ -266,7 +266,7 @@ class CudaKernels(Kernels):
     def _launch_step(
         self, entry: Entry, step: _Step, lr: float, weight_decay: float, decoupled: bool, *own: float
     ) -> None:
-        """own: what the rule has behind the common arguments."""
+        """Launch a step. own: the rule's own arguments, which follow the common ones."""
         decay, l2 = (1.0 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
         sign = -1.0 if step.maximize else 1.0
         arguments = entry.arguments.pack(*step.pointers(), step.master.numel(), lr, sign, decay, l2, *own)
@@ -306,7 +306,7 @@ def _log(beta: float) -> float:
 
 
 def _pack_spans(tensors: Sequence[Tensor]) -> tuple[bytes, int]:
-    """The table of norm_partials, and how many tiles the tensors have."""
+    """Return the table for norm_partials, and the number of tiles of the tensors."""
     spans, tiles = [], 0
     for tensor in tensors:
         numel = tensor.numel()

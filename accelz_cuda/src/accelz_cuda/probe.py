@@ -1,4 +1,4 @@
-"""Whether there is a GPU that the installed torch can drive, found out without touching it.
+"""Probes for a GPU that the installed torch can drive, without touching the GPU.
 
 torch is not imported and no context is opened, so that processes forked later can still use the device:
 torch's build is read from its version file, and devices are counted by the driver's management library
@@ -22,7 +22,7 @@ KFD = Path("/dev/kfd")
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")
 CUDA_VARIABLES = ("CUDA_VISIBLE_DEVICES",)
 HIP_VARIABLES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-"""What hides GPUs from torch; each does by itself."""
+"""The variables that hide GPUs from torch, each by itself."""
 
 
 def probe() -> Probe:
@@ -55,11 +55,11 @@ def _answer(devices: int | str, variables: tuple[str, ...], build: str) -> Probe
 
 
 def _seen(value: str, devices: int) -> bool:
-    """Whether torch sees any of `devices` GPUs where a variable has this value: what
-    torch.cuda._parse_visible_devices makes of it is not empty, and its first GPU is there.
+    """Whether torch sees any of `devices` GPUs if a variable has this value: whether the list that
+    torch.cuda._parse_visible_devices makes of it is not empty, and its first GPU exists.
 
-    The list ends at what is no number and no identifier, or is below 0, and something that is in it twice
-    empties it.
+    The list ends at the first element that is neither a number nor an identifier, or is below 0; an element
+    that occurs twice empties it.
     """
     elements = [element.strip() for element in value.split(",")]
     if elements[0].startswith(("GPU-", "MIG-")):
@@ -70,13 +70,13 @@ def _seen(value: str, devices: int) -> bool:
 
 
 def _leading_number(text: str) -> int:
-    """As strtoul reads it ("1gpu" is 1), or -1."""
+    """The leading number as strtoul reads it ("1gpu" is 1), or -1."""
     found = re.match(r"[+-]?\d+", text)
     return int(found[0]) if found else -1
 
 
 def _nvidia_devices() -> int | str:
-    """How many GPUs the driver has, or why that cannot be said."""
+    """Return how many GPUs the driver has, or why that is not known."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,6 +1,6 @@
 """The CUDA sources, and what Python has to know of them: entry points, argument structs, elements per block.
 
-Every entry point takes one struct by value. `Entry.arguments` packs it, in the order of the fields in the
+Every entry point takes one struct by value. `Entry.arguments` packs it with its fields in the order of the
 source and with the C compiler's alignment.
 """
 
@@ -15,7 +15,7 @@ import torch
 FOLDER = Path(__file__).parent
 SOURCES = ("adamw", "sgd", "lion", "norm", "scale_cast", "accumulate", "blockwise")
 THREADS = 256
-"""Threads of every block (kThreads in tiles.cuh)."""
+"""Threads per block, for all kernels (kThreads in tiles.cuh)."""
 
 MAX_SPANS = 128
 """Tensors that one launch of norm_partials takes (kSpans in norm.cu)."""
@@ -28,7 +28,7 @@ CODES = (torch.int8, torch.float8_e4m3fn)
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel. source: the file it is in. arguments: its struct. tile: elements that one block takes."""
+    """A kernel. source: the file it is in. arguments: its struct. tile: elements that one block processes."""
 
     name: str
     source: str
@@ -36,29 +36,29 @@ class Entry:
     tile: int
 
     def blocks(self, numel: int) -> int:
-        """Blocks for `numel` elements."""
+        """The number of blocks for `numel` elements."""
         return -(-numel // self.tile)
 
 
 def source_text(source: str) -> str:
-    """The CUDA C++ of a source."""
+    """Return the CUDA C++ of a source."""
     return (FOLDER / f"{source}.cu").read_text()
 
 
 def header_texts() -> dict[str, str]:
-    """The headers that sources include, by file name."""
+    """Return the headers that sources include, by file name."""
     return {path.name: path.read_text() for path in sorted(FOLDER.glob("*.cuh"))}
 
 
 def _width(*dtypes: torch.dtype) -> int:
-    """Elements in a pack: the widest operand takes 16 bytes."""
+    """Elements in a pack, in which the widest operand takes 16 bytes."""
     return 16 // max(dtype.itemsize for dtype in dtypes)
 
 
 def _per_pair(
     source: str, layout: str, packs: int, pairs: list[tuple[torch.dtype, torch.dtype]], name: str = ""
 ) -> dict[tuple[torch.dtype, torch.dtype], Entry]:
-    """An entry for each pair of dtypes, with `packs` packs to a thread."""
+    """Return an entry for each pair of dtypes, with `packs` packs per thread."""
     arguments = struct.Struct(layout)
     return {
         (a, b): Entry(
@@ -69,11 +69,11 @@ def _per_pair(
 
 
 StepEntries = dict[tuple[torch.dtype, torch.dtype | None], Entry]
-"""By the dtypes of the gradient and of the 16-bit weights."""
+"""Entries by the dtypes of the gradient and of the 16-bit weights."""
 
 
 def _steps(name: str, source: str, own: str) -> StepEntries:
-    """One rule's kernels. own: the format of what it has behind StepArguments."""
+    """Return one rule's kernels. own: the format of its own arguments, which follow StepArguments."""
     arguments = struct.Struct(f"@8Pq4f{own}0q")
     return {
         (grad, weights): Entry(

@@ -21,7 +21,7 @@ struct AdamW {
   }
 
   // The root and the quotient are within two units in the last place. The exact ones take a slow
-  // branch for zeros, which is what all elements are whose gradient has been 0 so far.
+  // branch for zeros, and elements whose gradient has been 0 so far are all zeros.
   __device__ __forceinline__ void update(const Arguments& a, float g, float& w,
                                          float (&m)[2]) const {
     m[0] = fmaf(a.beta1, m[0], a.one_minus_beta1 * g);

@@ -1,11 +1,12 @@
 // Symmetric block-wise quantisation to 8 bits and back: Dettmers et al., 2022; Wang et al., 2023
 // (ZeRO++).
 //
-// Quantising, a warp holds kPerWarp consecutive elements in registers, as rows of 32 packs. The
+// To quantise, a warp holds kPerWarp consecutive elements in registers, as rows of 32 packs. The
 // absolute maximum of a quantisation block is found over a thread's pack, then over lanes, rows and
-// warps as far as the block reaches, in bits: those of a NaN are larger than an infinity's, and
-// both are larger than any number's. Instructions are what bounds it first, not bytes: nothing is
-// computed twice by a thread, and what is rare is behind branches that all threads take alike.
+// warps as far as the block extends. It is found as bits: those of a NaN are larger than those of
+// an infinity, and both are larger than those of any number. Instructions are the bottleneck before
+// bytes are, so a thread computes nothing twice, and rare cases are behind branches that all
+// threads take alike.
 #include "tiles.cuh"
 
 constexpr int kPerThread = 16;
@@ -52,8 +53,8 @@ __device__ __forceinline__ Scale scale_of(unsigned peak) {
   return {value, 1.0f / value};
 }
 
-// What a thread holds of its warp's elements, and the largest absolute value of the quantisation
-// block that each row of them belongs to.
+// A thread's share of its warp's elements, and for each of its rows the largest absolute value of
+// the quantisation block that the row belongs to.
 template <class S>
 struct Rows {
   static constexpr int kWidth = kWidthFor<S>;
@@ -71,7 +72,7 @@ struct Rows {
     for (int r = 0; r < kRows; ++r) packs[r].unpack(x[r]);
   }
 
-  // The same element by element, with zeros past the end. left: elements from `source` on.
+  // The same, element by element, with zeros past the end. left: elements from `source` on.
   __device__ __forceinline__ void load_elements(const S* source, long long left) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -136,9 +137,9 @@ struct Rows {
     for (int r = 0; r < kRows; ++r) peak[r] = largest;
   }
 
-  // x becomes codes that are not rounded yet. Neighbouring lanes are in one block, which has no
-  // fewer than 32 elements: each of kRows neighbours computes the scale of one row for all of them.
-  // The result is the one of row `own_row()`.
+  // Turns x into codes that are not rounded yet. Neighbouring lanes are in one block, which has at
+  // least 32 elements, so each of kRows neighbours computes the scale of one row for all of them.
+  // Returns the scale of row `own_row()`.
   template <class Q>
   __device__ __forceinline__ Scale scale() {
     const Scale own = scale_of<Q>(own_peak());
@@ -207,7 +208,7 @@ __device__ __forceinline__ void quantise(const QuantiseArguments& a) {
   }
   held.find_peaks(1 << a.log2_block);
   const Scale own = held.template scale<Q>();
-  // The first of kRows neighbours is at this element in the row whose scale this thread has.
+  // Where the first of kRows neighbours is in the row whose scale this thread has.
   const int at = place + Held::own_row() * (Held::kPerRow - Held::kWidth);
   if ((at & ((1 << a.log2_block) - 1)) == 0 && tile + at < a.numel)
     a.scales[(tile + at) >> a.log2_block] = own.value;
@@ -251,8 +252,8 @@ struct Dequantise {
   }
 };
 
-// A pack must not span two blocks, so there is no head here: vectors from the first element, or
-// none.
+// A pack must not span two blocks, so there is no head here: either vectors are used from the first
+// element on, or not at all.
 template <class To, class Q>
 __device__ __forceinline__ void dequantise(const DequantiseArguments& a) {
   using Work = Dequantise<To, Q>;

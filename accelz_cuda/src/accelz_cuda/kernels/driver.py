@@ -30,13 +30,13 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class DriverError(RuntimeError):
-    """The driver refused a call. Its name and the name of the error are in the message."""
+    """The driver refused a call. The message has the names of the call and of the error."""
 
 
 class Driver:
-    """Libraries and kernels are plain handles; they belong to the process, not to one device.
+    """The driver. Libraries and kernels are plain handles, which belong to the process, not to one device.
 
-    Raises DriverError where there is no driver or one older than CUDA 12.
+    Raises DriverError if there is no driver, or one older than CUDA 12.
     """
 
     def __init__(self, library: str | None = None) -> None:
@@ -50,7 +50,7 @@ class Driver:
         self._launch = self._calls.cuLaunchKernel
 
     def load(self, cubin: bytes) -> int:
-        """A library from a cubin, for every device of its architecture. It is never unloaded."""
+        """Load a cubin as a library, for every device of its architecture. It is never unloaded."""
         library = c_void_p()
         self._check(
             self._calls.cuLibraryLoadData(byref(library), cubin, None, None, 0, None, None, 0),
@@ -59,7 +59,7 @@ class Driver:
         return library.value or 0
 
     def kernel(self, library: int, name: str) -> int:
-        """The kernel `name` of a library."""
+        """Return the kernel `name` of a library."""
         kernel = c_void_p()
         self._check(
             self._calls.cuLibraryGetKernel(byref(kernel), library, name.encode()), f"loading kernel {name}"
@@ -83,7 +83,7 @@ class Driver:
             self._check(error, f"launching kernel {name}")
 
     def _enter(self, device: int) -> None:
-        """Make the context that torch uses on `device` this thread's own."""
+        """Make the context that torch uses on `device` current in this thread."""
         handle, context = c_int(), c_void_p()
         self._check(self._calls.cuDeviceGet(byref(handle), device), "cuDeviceGet")
         self._check(self._calls.cuDevicePrimaryCtxRetain(byref(context), handle), "cuDevicePrimaryCtxRetain")

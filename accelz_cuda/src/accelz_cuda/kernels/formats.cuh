@@ -1,9 +1,9 @@
 // How values are stored: fp32, the 16-bit floats, and the 8-bit codes of quantised values.
 //
-// All arithmetic is in fp32; this file is the only one that knows bits. Nothing is included from
-// the CUDA toolkit, so NVRTC compiles the kernels on machines that have no toolkit. What a GPU has
-// no instruction for is done in integers, which is also what runs on the host in the tests; there,
-// the three functions below are given.
+// All arithmetic is in fp32, and only this file knows the bits of values. Nothing is included from
+// the CUDA toolkit, so NVRTC can compile the kernels on machines without one. What a GPU has no
+// instruction for is done on integers, by code that the tests also run on the host, where they
+// provide the three functions below.
 #pragma once
 
 using f32 = float;
@@ -60,13 +60,13 @@ __device__ __forceinline__ unsigned f16_pair(float low, float high) {
   return bits;
 }
 #else
-// As bits a NaN is larger than an infinity, and both are larger than any number.
+// As bits, a NaN is larger than an infinity, and both are larger than any number.
 __device__ __forceinline__ float larger_size(float a, float b) {
   return __uint_as_float(max(__float_as_uint(a) & 0x7fffffffu, __float_as_uint(b) & 0x7fffffffu));
 }
 
-// To the nearest, ties to even: half a unit in the last place is added, less one bit if the result
-// is even.
+// Rounds to the nearest, ties to even, by adding half a unit in the last place, less one bit if the
+// result is even.
 __device__ __forceinline__ unsigned bf16_from(float value) {
   const unsigned bits = __float_as_uint(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
@@ -82,7 +82,7 @@ __device__ __forceinline__ unsigned f16_pair(float low, float high) {
 }
 #endif
 
-// Values of at most 448 in size.
+// For absolute values of at most 448.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 __device__ __forceinline__ unsigned e4m3_pair(float low, float high) {
   unsigned short bits;
@@ -114,8 +114,8 @@ __device__ __forceinline__ unsigned e4m3_pair(float low, float high) {
   return e4m3_from(low) | e4m3_from(high) << 8;
 }
 
-// The code's exponent and fraction at the place of an fp32's are 2^-120 of the value, denormals
-// included.
+// The code's exponent and fraction, moved to the place of an fp32's, are 2^-120 of the value, also
+// for denormals.
 __device__ __forceinline__ float e4m3_to(unsigned bits) {
   const unsigned size = bits & 0x7fu, sign = (bits & 0x80u) << 24;
   if (size == 0x7fu) return __uint_as_float(0x7fffffffu);
@@ -128,8 +128,8 @@ __device__ __forceinline__ void from_e4m3_pair(unsigned bits, float* values) {
 }
 #endif
 
-// Adding 1.5 * 2^23 leaves no bits below 1: rounds to the nearest, ties to even, and the lowest
-// byte is the integer in two's complement. Values of at most 127 in size.
+// Adding 1.5 * 2^23 leaves no bits below 1: this rounds to the nearest, ties to even, and the
+// lowest byte is the integer in two's complement. For absolute values of at most 127.
 __device__ __forceinline__ unsigned s8_from(float value) {
   return __float_as_uint(value + 0x1.8p23f) & 0xffu;
 }
@@ -194,7 +194,7 @@ struct Packing<e4m3> {
   }
 };
 
-// One value at a time, by the same conversions.
+// The same conversions for one value at a time.
 
 __device__ __forceinline__ float widen(f32 value) { return value; }
 

@@ -14,9 +14,9 @@ from accelz_cuda.kernels.driver import Driver, DriverError
 
 
 class Launcher:
-    """Loads a source when one of its kernels is first asked for, which no stream capture may be doing.
+    """Loads a source when one of its kernels is first asked for, which must not be during a stream capture.
 
-    Where that cannot be done it warns once, says no from then on, and the torch references serve.
+    If that fails, it warns once and reports kernels as not ready from then on, so the torch references serve.
     """
 
     device_type = "cuda"
@@ -25,7 +25,7 @@ class Launcher:
         self._cache = cache or compiler.CubinCache()
         self._driver: Driver | None = None
         self._given_up = False
-        self._kernels: dict[tuple[str, int], int | None] = {}  # by entry and device; None: not to be had
+        self._kernels: dict[tuple[str, int], int | None] = {}  # by entry and device; None: not available
         self._lock = threading.Lock()
 
     def ready(self, entry: Entry, device: int) -> bool:
@@ -63,7 +63,7 @@ class Launcher:
         return self._kernels[entry.name, device] is not None
 
     def _load(self, entries: list[Entry], device: int) -> dict[str, int]:
-        """The kernels of one source by name; none, and a warning, where that fails."""
+        """Load the kernels of one source and return them by name; on failure, warn and return none."""
         try:
             code = self._code(entries[0].source, device)
             self._driver = self._driver or self._open_driver()
@@ -90,16 +90,16 @@ class Launcher:
         return Driver()
 
     def _stream(self, device: int) -> int:
-        # torch.cuda.current_stream would make an object for every launch.
+        # torch.cuda.current_stream would create an object for every launch.
         return torch._C._cuda_getCurrentRawStream(device)
 
     def _on(self, device: int) -> AbstractContextManager[object]:
-        """The device as torch's current one; entering it costs more than asking."""
+        """Make the device torch's current one, unless it is: asking costs less than entering."""
         return nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
 
 
 class _UnusableError(RuntimeError):
-    """The kernels cannot be used here, and nothing is to be done about it."""
+    """The kernels cannot be used here, and there is nothing to be done about it."""
 
 
 def _what_to_do(error: Exception) -> str:

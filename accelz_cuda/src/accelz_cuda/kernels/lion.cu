@@ -1,7 +1,7 @@
 // One Lion step: Chen et al., 2023, arXiv:2302.06675.
 #include "step.cuh"
 
-// Between from (at 0) and to (at 1): exact at the end that `at` is near.
+// Interpolates between `from` (at 0) and `to` (at 1); exact at the end that `at` is near.
 __device__ __forceinline__ float between(float from, float to, float at) {
   return at < 0.5f ? fmaf(at, to - from, from) : fmaf(at - 1.0f, to - from, to);
 }

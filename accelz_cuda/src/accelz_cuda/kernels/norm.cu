@@ -1,15 +1,15 @@
 // The sum of squares over several tensors of several dtypes, in one pass and in a fixed order.
 //
 // Each block adds up the tiles with its number modulo the grid's size and writes one partial sum; a
-// second, small kernel adds the partial sums. No atomics: the same input on the same kind of device
-// gives the same bits. A NaN or an infinity anywhere, or an overflow, makes the sum not finite,
-// since squares cannot cancel.
+// second, small kernel adds the partial sums. There are no atomics, so the same input on the same
+// kind of device gives the same bits. A NaN or an infinity anywhere, or an overflow, makes the sum
+// nonfinite, since squares cannot cancel.
 #include "tiles.cuh"
 
 constexpr int kSpans = 128;
 constexpr int kWarps = kThreads / 32;
 
-// One tensor. first_tile: tiles of the spans before it. format: see `add_tile`.
+// One tensor. first_tile: the number of tiles in the spans before it. format: see `add_tile`.
 struct Span {
   const void* data;
   long long numel;
@@ -18,7 +18,7 @@ struct Span {
 };
 
 struct PartialArguments {
-  float* partials;  // one for each block
+  float* partials;  // one per block
   int spans;
   int tiles;
   Span span[kSpans];
@@ -26,7 +26,7 @@ struct PartialArguments {
 
 struct TotalArguments {
   const float* partials;
-  float* output;  // the sum, and 1 or 0: whether it is not finite
+  float* output;  // the sum, and 1 if it is nonfinite, else 0
   long long count;
 };
 
@@ -37,7 +37,7 @@ struct Squares {
   using Loaded = Pack<T, kWidth>;
 
   const T* data;
-  float (&sums)[kPacks];  // one for each of a thread's packs, so that additions need not wait for
+  float (&sums)[kPacks];  // one for each of a thread's packs, so that additions do not wait for
                           // each other
 
   __device__ __forceinline__ Loaded load(long long i) const { return Loaded::load(data + i); }
@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_tile(const Span& span, int tile, float (&sum
   }
 }
 
-// The sum over the block's threads, in thread 0.
+// Returns the sum over the block's threads, in thread 0.
 __device__ __forceinline__ float block_sum(float sum) {
   __shared__ float of_warp[kWarps];
 #pragma unroll

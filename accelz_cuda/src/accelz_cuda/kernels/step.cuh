@@ -1,17 +1,17 @@
 // One optimizer step on a flat shard, in one pass: what all rules have in common.
 //
 // Rule has kMoments, a struct Arguments whose first member is a StepArguments, and
-//   void begin(const Arguments&) gets what is the same for all elements
+//   void begin(const Arguments&) computes what is the same for all elements
 //   void update(const Arguments&, float g, float& w, float (&m)[kMoments, at least 1]) const
-//                                makes new values of an element's weight and moments
+//                                computes the new values of an element's weight and moments
 #pragma once
 
 #include "tiles.cuh"
 
-// numel elements each; moments and weights that a kernel has none of are null. step, grad_scale and
-// skip are single values on the device; the last two may be null. sign: -1 to maximise. decay:
-// 1 - lr * weight_decay where that is decoupled, else 1. l2: weight decay that is added to the
-// gradient, else 0.
+// Arrays have numel elements each; moments and weights that a kernel does not have are null. step,
+// grad_scale and skip are single values on the device; the last two may be null. sign: -1 to
+// maximise. decay: 1 - lr * weight_decay if weight decay is decoupled, else 1. l2: weight decay if
+// that is added to the gradient, else 0.
 struct StepArguments {
   float* master;
   const void* grad;
@@ -32,7 +32,7 @@ static constexpr bool kKept = true;
 template <>
 constexpr bool kKept<none> = false;
 
-// Arrays have an element, also where there is no moment.
+// Arrays have at least one element, even without moments.
 template <class Rule>
 static constexpr int kRoom = Rule::kMoments > 0 ? Rule::kMoments : 1;
 
@@ -133,7 +133,7 @@ __device__ __forceinline__ void make_step(const typename Rule::Arguments& a) {
 #define STEP(NAME, RULE, G, W) \
   KERNEL(NAME##_##G##_##W, RULE::Arguments, 4) { make_step<RULE, G, W>(a); }
 
-// For all dtypes of the gradient and of the weights.
+// Instantiates a rule for all dtypes of the gradient and of the weights.
 #define STEPS(NAME, RULE)      \
   STEP(NAME, RULE, f32, none)  \
   STEP(NAME, RULE, f32, bf16)  \

@@ -1,21 +1,21 @@
-// How a flat range is spread over the grid: one tile for each block, in vectors where the operands
-// allow it.
+// How a flat range is spread over the grid: one tile per block, in vectors where the operands allow
+// it.
 //
 // A *pack* is what a thread reads of one operand at a time: kWidth elements, chosen so that the
-// widest operand takes 16 bytes and the lanes of a warp touch consecutive bytes of every operand. A
-// thread first reads kPacks of them, so that enough bytes are under way, and only then computes and
+// widest operand takes 16 bytes and a warp's lanes access consecutive bytes of every operand. A
+// thread first reads kPacks packs, so that enough bytes are in flight, and only then computes and
 // writes.
 //
 // Vector accesses need aligned addresses. *head* is the number of elements before the first one at
-// which all operands are aligned to their pack; where there is none (the operands are shifted
-// against each other), all elements are taken one at a time.
+// which all operands are aligned to their pack; if there is none (the operands are shifted against
+// each other), all elements are processed one at a time.
 #pragma once
 
 #include "formats.cuh"
 
 constexpr int kThreads = 256;
 
-// One argument struct by value, which keeps addresses and sizes in one place for the caller.
+// Kernels take one argument struct by value, which keeps addresses and sizes in one place.
 // MIN_BLOCKS: blocks that a multiprocessor must be able to hold, which bounds the registers of a
 // thread.
 #ifndef KERNEL
@@ -24,11 +24,11 @@ constexpr int kThreads = 256;
       NAME(const __grid_constant__ ARGUMENTS a)
 #endif
 
-// The pack's width for a kernel whose widest operand is T.
+// The width of packs in a kernel whose widest operand is T.
 template <class T>
 static constexpr int kWidthFor = 16 / static_cast<int>(sizeof(T));
 
-// In assembly, since the compiler splits some of these vectors in two when they are written in C++.
+// In assembly, because the compiler splits some of these vectors in two if they are written in C++.
 #ifdef __CUDA_ARCH__
 __device__ __forceinline__ void store_vector(void* to, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -49,7 +49,7 @@ struct Pack {
 
   unsigned words[kWords];
 
-  // Read once and not again soon: evict first.
+  // For data that is read once and not again soon: evict first.
   static __device__ __forceinline__ Pack load(const T* from) {
     if constexpr (kWords == 4) {
       const uint4 v = __ldcs(reinterpret_cast<const uint4*>(from));
@@ -92,13 +92,13 @@ struct Pack {
   }
 };
 
-// Elements by which the address is past an aligned pack of N.
+// The number of elements by which an address is past an aligned pack of N.
 template <int N, class T>
 __device__ __forceinline__ int past(const T* address) {
   return static_cast<int>(reinterpret_cast<unsigned long long>(address) / sizeof(T)) & (N - 1);
 }
 
-// See the top of this file; -1: there is no such element.
+// The head (see the top of this file); -1 if there is no aligned element.
 template <int N, class First, class... Rest>
 __device__ __forceinline__ int head_of(const First* first, const Rest*... rest) {
   const int shift = past<N>(first);
@@ -107,15 +107,15 @@ __device__ __forceinline__ int head_of(const First* first, const Rest*... rest) 
 
 // Work has kWidth, kPacks, a struct Loaded, and
 //   Loaded load(long long i)     reads the pack that starts at element i
-//   void begin()                 gets what only computing needs, once the reads are under way
+//   void begin()                 loads what only computing needs, once the reads are in flight
 //   void finish(int u, long long i, const Loaded&)
-//                                computes and writes a pack; u counts those of a thread
-//   void element(long long i)    all of it for one element
+//                                computes and writes a pack; u numbers the packs of a thread
+//   void element(long long i)    does all of this for one element
 template <class Work>
 static constexpr int kTile = kThreads * Work::kPacks * Work::kWidth;
 
-// Tile number `tile` of `numel` elements. The head goes with the first tile, an incomplete tile
-// element by element.
+// Processes tile number `tile` of `numel` elements. The head belongs to the first tile; an
+// incomplete tile is processed element by element.
 template <class Work>
 __device__ __forceinline__ void run_tile(Work& work, long long tile, long long numel, int head) {
   const long long low = tile * kTile<Work> + (head > 0 ? head : 0);
