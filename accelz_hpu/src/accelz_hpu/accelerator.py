@@ -26,8 +26,11 @@ MODULE_ID = "HLS_MODULE_ID"
 
 
 class HpuAccelerator(TorchAccelerator):
-    """torch.hpu as an accelerator. A process acquires its device in `bind` and keeps it; there it is hpu:0,
-    whichever module of the server it is."""
+    """torch.hpu as an accelerator.
+
+    A process acquires its device in `bind` and keeps it. In that process the device is hpu:0, whichever
+    module of the server it is.
+    """
 
     def __init__(self, bridge: Bridge) -> None:
         device = torch.device("hpu", 0)
@@ -44,15 +47,15 @@ class HpuAccelerator(TorchAccelerator):
         self._local_rank: int | None = None
 
     def device_count(self) -> int:
-        """Modules that HABANA_VISIBLE_MODULES lists, one per local rank, else all of the server's."""
+        """The number of modules in HABANA_VISIBLE_MODULES, one per local rank, else of all in the server."""
         listed = os.environ.get(VISIBLE_MODULES, "")
         return len(listed.split(",")) if listed else super().device_count()
 
     def bind(self, local_rank: int) -> None:
         """Acquire the module at place `local_rank`, or the one that HLS_MODULE_ID already names.
 
-        Raises BackendUnavailableError for a local rank without a device or a device that another process
-        holds, BackendError for a second device.
+        Raises BackendUnavailableError if the local rank has no device or another process holds it, and
+        BackendError for a second device.
         """
         if self._local_rank is None:
             self._acquire(local_rank)
@@ -72,7 +75,7 @@ class HpuAccelerator(TorchAccelerator):
             )
         inherited = MODULE_ID in os.environ
         try:
-            self.module.set_device(min(local_rank, count - 1))  # it puts the module into HLS_MODULE_ID
+            self.module.set_device(min(local_rank, count - 1))  # sets HLS_MODULE_ID to the module
             self.module.init()
         except (AssertionError, RuntimeError) as error:
             raise BackendUnavailableError(
@@ -85,7 +88,7 @@ class HpuAccelerator(TorchAccelerator):
 
 
 class LazyHpuAccelerator(HpuAccelerator):
-    """In lazy mode operations are recorded until the host needs a value or `flush` is called."""
+    """Lazy mode: operations are recorded until the host needs a value or `flush` is called."""
 
     def __init__(self, bridge: Bridge) -> None:
         super().__init__(bridge)
@@ -108,7 +111,7 @@ def _capabilities(lazy: bool) -> Capabilities:
         host_data_assignment=False,
         storage_resize=not lazy,
         lazy_graph=lazy,
-        exact_memory=False,  # the counters hold workspaces of graphs too
+        exact_memory=False,  # the counters include workspaces of graphs
         one_device_per_process=True,
         dtypes=frozenset(dtypes),
     )

@@ -1,13 +1,12 @@
 """Importing habana_frameworks with the settings that flat buffers need, and refusing any other.
 
 The bridge reads its settings once, when it is imported, and torch imports it by itself (torch.backends entry
-point) where lazy mode is off. So the settings are made before the import, and what is in force is checked
-after it.
+point) if lazy mode is off. So the settings are made before the import and checked after it.
 
 PT_HPU_LAZY_MODE       0 (eager) unless the user has set it. Eager mode runs on stock torch and can drop a
                        storage's bytes; lazy mode needs the vendor's fork of torch and cannot.
-PT_HPU_WEIGHT_SHARING  0. Where it is on, lazy mode replaces the class of every Parameter and patches
-                       Module.to, and two packages cannot both do that.
+PT_HPU_WEIGHT_SHARING  0. If it is on, lazy mode replaces the class of every Parameter and patches Module.to,
+                       and two packages cannot both do that.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Bridge:
 
 
 def import_bridge() -> Bridge:
-    """Import the bridge, torch.hpu and HCCL. Raises BackendError where that fails or settings contradict."""
+    """Import the bridge, torch.hpu and HCCL. Raises BackendError if that fails or settings contradict."""
     mode = os.environ.get(LAZY_MODE, EAGER)
     if mode not in (EAGER, LAZY):
         raise BackendError(f"{LAZY_MODE}={mode}: expected 0 (eager) or 1 (lazy); set one of them")

@@ -1,4 +1,4 @@
-"""Flat buffers in lazy mode: refused with a reason where the bridge cannot drop a storage's bytes."""
+"""Flat buffers in lazy mode: refused, with the reason, if the bridge cannot drop a storage's bytes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from accelz.flat_buffer import CopyAndShrink, FlatBuffer, Slot
 
 
 class LazyCopyAndShrink(CopyAndShrink):
-    """CopyAndShrink, after trying on a byte whether storages can be resized.
+    """CopyAndShrink that first tries on one byte whether storages can be resized.
 
-    torch resizes an hpu storage by pointing a tensor at it (`set_`) and resizing that one; a recorded tensor
-    has no storage to be pointed at, and the bridge's `set_` says no. The trial comes before any parameter is
-    changed. Raises BackendError where it fails.
+    torch resizes an hpu storage by pointing a tensor at it (`set_`) and resizing that tensor. A recorded
+    tensor has no storage to be pointed at, and the bridge's `set_` refuses. The trial comes before any
+    parameter is changed; BackendError is raised if it fails.
     """
 
     def flatten(

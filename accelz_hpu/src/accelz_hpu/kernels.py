@@ -1,15 +1,15 @@
 """AdamW by the vendor's fused operator, the one behind `hpex.optimizers.FusedAdamW`.
 
-With m and v the new moments the operator computes, in place,
+With m and v the new moments, the operator computes in place
 
     w ← w·d + s·m / (√v + ε)          d: weight_decay, s: neg_step, a one-element tensor on the device
 
-while AdamW is w·d - lr/c1·m / (√v/c2 + ε), where c1 = 1 - β1^t and c2 = √(1 - β2^t): its ε counts beside
-the corrected moment. On m/c2, v/c2² and g/c2, with s = -lr·c2/c1, the operator computes just that. c1 and c2
-follow from `step` and stay on the device.
+while AdamW is w·d - lr/c1·m / (√v/c2 + ε), where c1 = 1 - β1^t and c2 = √(1 - β2^t): there, ε is added to
+the corrected moment. Applied to m/c2, v/c2² and g/c2, with s = -lr·c2/c1, the operator computes exactly that.
+c1 and c2 are computed from `step` and stay on the device.
 
-The operands are copies, one chunk at a time: the step can then be skipped without asking the host, and
-lazy mode, which does not write moments through to what they are views of, is served as well.
+The operands are copies, one chunk at a time. So a step can be skipped without asking the host, and the kernel
+also works in lazy mode, which does not write moments through to the tensors that they are views of.
 """
 
 from __future__ import annotations

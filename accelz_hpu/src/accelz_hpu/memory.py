@@ -21,4 +21,4 @@ class HpuMemory(TorchMemory):
         return MemoryStats(allocated, peak, capacity, max(capacity - allocated, 0))
 
     def trim(self) -> None:
-        """Nothing: there is no empty_cache."""
+        """Do nothing: there is no empty_cache."""

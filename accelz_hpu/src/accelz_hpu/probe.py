@@ -1,7 +1,7 @@
-"""Whether there is a Gaudi that the installed software can drive, found out without touching either.
+"""Probes for a Gaudi that the installed software can drive, without touching the device or the software.
 
 The vendor's package is looked for but not imported, the torch it was built for is read from its files, and
-devices are taken from the kernel's accel class: a process forked later can still acquire one.
+devices are found in the kernel's accel class, so a process forked later can still acquire one.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ def probe() -> Probe:
 
 
 def bridge_folder() -> Path | None:
-    """Where habana_frameworks.torch is; None where it is not. Imports neither."""
+    """The folder of habana_frameworks.torch, or None if it is not installed. Imports neither package."""
     spec = find_spec("habana_frameworks")
     folders = [Path(p, "torch") for p in (spec.submodule_search_locations or ())] if spec else []
     return next((folder for folder in folders if (folder / "__init__.py").exists()), None)
 
 
 def gaudi_devices() -> list[str]:
-    """Names such as accel0. The class holds other vendors' devices too, so the vendor decides; where a
-    container hides the class, the device nodes that it was given do."""
+    """The names of Gaudi devices, such as accel0.
+
+    The accel class has other vendors' devices too, so the vendor decides. If a container hides the class, the
+    device nodes that the container was given decide.
+    """
     vendors = sorted(ROOT.glob("sys/class/accel/accel*/device/vendor"))
     if vendors:
         return [path.parent.parent.name for path in vendors if path.read_text().strip() == HABANA]
@@ -59,7 +62,7 @@ def is_first_generation() -> bool:
 
 
 def _torch_misfit(bridge: Path) -> str:
-    """Why the bridge would refuse the installed torch; "" where it fits. It asserts major.minor itself."""
+    """Why the bridge would refuse the installed torch; "" if it fits. The bridge asserts major.minor."""
     required, spec = bridge / "required_version.txt", find_spec("torch")
     if not required.exists() or spec is None or spec.origin is None:
         return ""

@@ -1,4 +1,4 @@
-"""intel-extension-for-pytorch, where it is installed and fits the torch that is running. Never required."""
+"""intel-extension-for-pytorch, used if it is installed and fits the running torch. Never required."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ NAME = "intel_extension_for_pytorch"
 
 
 def use_ipex() -> bool:
-    """Import the extension, whose import registers its operators with torch. Returns whether it is in use.
+    """Import the extension, which registers its operators with torch. Returns whether it is in use.
 
-    An installed extension that does not import is reported once, with its reason, and left alone.
+    An installed extension that cannot be imported is reported once, with the reason, and left alone.
     """
     if find_spec(NAME) is None:
         return False

@@ -1,4 +1,4 @@
-"""The memory role: torch.xpu's caching allocator, also where the device does not say what is free."""
+"""The memory role: torch.xpu's caching allocator, also on devices that do not report free memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from accelz.torch_device import ActiveMemory
 
 
 class XpuMemory(ActiveMemory):
-    """As `ActiveMemory`. Some devices cannot be asked for free memory (integrated ones, or without the
-    driver's system management); there `free` is the capacity less what this process has in use.
+    """`ActiveMemory` that also works on devices that do not report free memory.
+
+    These are integrated ones, and those without the driver's system management. For them, `free` is the
+    capacity less what this process has in use.
     """
 
     def __init__(self, module: Any, pinned: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether there is an Intel GPU that the installed torch can drive, found out without touching either.
+"""Probes for an Intel GPU that the installed torch can drive, without touching the GPU or torch.
 
 torch's build is read from its version file and devices from the kernel's render nodes: nothing is imported
 and no driver is opened, so processes forked later can still use the device.
@@ -17,7 +17,7 @@ from accelz.hooks import Probe
 ROOT = Path("/")
 INTEL = "0x8086"
 SELECTORS = ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR")
-"""Variables by which the driver and the SYCL runtime are told to hide devices."""
+"""Variables that tell the driver and the SYCL runtime to hide devices."""
 
 
 def probe() -> Probe:
@@ -41,7 +41,7 @@ def probe() -> Probe:
 
 
 def torch_build() -> dict[str, Any]:
-    """The names in torch/version.py; `xpu` is a version string or None. Empty where there is no torch."""
+    """The names in torch/version.py; `xpu` is a version string or None. Empty if torch is not installed."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
@@ -56,7 +56,7 @@ def render_nodes() -> list[str]:
 
 
 def selection() -> str:
-    """What the environment says about the choice of devices, for a message; "" if nothing.
+    """Say for a message what the environment sets about the choice of devices; "" if nothing.
 
     An empty ZE_AFFINITY_MASK hides nothing: the driver takes it as unset.
     """
