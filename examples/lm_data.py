@@ -1,4 +1,4 @@
-"""Bytes to learn from: the Python standard library's own sources, as found on this machine."""
+"""Training data: the bytes of the Python standard library's sources, as found on this machine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def validation_rows(text: Tensor, context: int, rows: int) -> Tensor:
 
 
 def shares(batch: Tensor, parts: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """This rank's rows of each of `parts` micro-batches. Over all ranks they make up the batch."""
+    """Yield this rank's rows of each of `parts` micro-batches. Over all ranks they make up the batch."""
     for part in batch.chunk(parts):
         yield part.chunk(world_size)[rank]
 
@@ -70,7 +70,7 @@ def _windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
 
 
 def _files(root: Path) -> list[tuple[Path, bytes]]:
-    """Source files with a digest of their relative path, in the digest's order: shuffled, yet stable."""
+    """Source files with digests of their relative paths, in the digests' order: shuffled, yet stable."""
     found = []
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)

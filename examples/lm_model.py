@@ -1,6 +1,6 @@
 """A small decoder-only transformer over bytes: pre-norm blocks, rotary positions, tied embedding and head.
 
-Nothing here knows of zero: it is an ordinary module.
+Nothing here knows about zero: this is an ordinary module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BYTES = 256  # the vocabulary
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the model: width a multiple of 2 × heads. context: bytes that it can look back on."""
+    """Sizes of the model. width: a multiple of 2 × heads. context: bytes that it can look back on."""
 
     layers: int
     width: int
@@ -108,7 +108,7 @@ class LanguageModel(nn.Module):
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def _initialise(self) -> None:
-        """Normal weights, but what writes to the residual stream starts at zero: a block starts as identity.
+        """Normal weights, but zero where a block writes to the residual stream, so it starts as the identity.
 
         The embedding is also the head: small values keep the first predictions close to even.
         """

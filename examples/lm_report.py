@@ -1,4 +1,4 @@
-"""What a run shows and keeps: a progress bar (plain lines where there is no terminal) and metrics.jsonl."""
+"""What a run shows and records: a progress bar (plain lines without a terminal) and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SMOOTHING = 0.9  # of the displayed speed, per step
 
 
 class Report:
-    """Used as a context manager around the training loop. Every rank has one; rank 0's speaks and writes.
+    """A context manager around the training loop. Every rank has one; only rank 0's prints and writes.
 
-    steps: the run's last step. start: the step it begins after; later lines of an older metrics.jsonl are
-    dropped, so a resumed file reads like that of a run that was never interrupted.
+    steps: the run's last step. start: the step after which it begins; later lines of an older metrics.jsonl
+    are dropped, so that the file of a resumed run reads like that of one that was never interrupted.
     """
 
     def __init__(self, directory: Path, steps: int, start: int, speaks: bool) -> None:
@@ -51,7 +51,7 @@ class Report:
         self._bar.stop()
 
     def step(self, step: int, loss: float, rate: float, speed: float, memory: list[int]) -> None:
-        """An optimizer step. rate: learning rate. speed: tokens per second. memory: bytes of each rank."""
+        """Report a step. rate: learning rate. speed: tokens per second. memory: bytes of each rank."""
         self._write(step=step, loss=loss, lr=rate, tokens_per_second=speed, memory=memory)
         self._speed = _SMOOTHING * self._speed + (1 - _SMOOTHING) * speed if self._speed else speed
         text = f"loss {loss:.3f}{self._validation}  {self._speed:,.0f} tokens/s  {mebibytes(memory)}"
@@ -60,7 +60,7 @@ class Report:
             self.console.print(f"step {step:5d}  {text}", soft_wrap=True)
 
     def validation(self, step: int, loss: float) -> None:
-        """A validation loss, in nats per byte."""
+        """Report a validation loss, in nats per byte."""
         self._write(step=step, validation_loss=loss)
         self._validation = f"  validation {loss:.3f}"
 

@@ -22,7 +22,7 @@ def _flag(default: Any, text: str, least: float | None = None, choices: tuple[An
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Raises ValueError for values that do not fit, with what would."""
+    """The settings of one run. Raises ValueError for invalid values, saying what would be valid."""
 
     steps: int = _flag(400, "optimizer steps", least=1)
     batch: int = _flag(16, "rows of a step, over all ranks and micro-batches", least=1)
@@ -69,7 +69,7 @@ class Settings:
             raise ValueError("--prompt must not be empty: the sample goes on from it")
 
     def check_ranks(self, world_size: int) -> None:
-        """Raises ValueError where the batch cannot be shared equally by the ranks."""
+        """Raise ValueError if the batch cannot be shared equally by the ranks."""
         shares = world_size * self.accumulate
         if self.batch % shares:
             raise ValueError(
@@ -78,7 +78,7 @@ class Settings:
             )
 
     def check_report(self, start: int) -> None:
-        """Raises ValueError where a run that begins after step `start` ends before the step to be drawn."""
+        """Raise ValueError if a run that begins after step `start` ends before the step to be drawn."""
         if self.memory_report and self.last_step - start < REPORTED_STEP:
             raise ValueError(
                 f"--memory-report draws step {REPORTED_STEP} of a run, and this one has "
@@ -91,7 +91,7 @@ class Settings:
 
     @property
     def tiers(self) -> zero.Offload | Literal["auto"] | None:
-        """What zero is told of --offload."""
+        """What zero is told about --offload."""
         if self.offload == "disk":
             return zero.Offload(optimizer="disk", path=self.swap)
         if self.offload == "host":
@@ -100,7 +100,7 @@ class Settings:
 
     @property
     def last_step(self) -> int:
-        """Where this run ends; the schedule always spans `steps`."""
+        """The step at which this run ends; the schedule always spans `steps`."""
         return min(self.stop_at or self.steps, self.steps)
 
     @property
@@ -109,7 +109,7 @@ class Settings:
 
 
 def parse(arguments: Sequence[str], description: str) -> Settings:
-    """The settings that a command line asks for. Raises ValueError."""
+    """Return the settings that a command line asks for. Raises ValueError."""
     parser = _Parser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     for flag in fields(Settings):
         kind = type(flag.default)

@@ -39,7 +39,7 @@ TIMEOUT = 120.0  # seconds a rank waits for the others
 
 
 class Run:
-    """Everything that a training run holds."""
+    """All the state of a training run."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -65,7 +65,7 @@ class Run:
         self.report = Report(settings.out, settings.steps, self.start, self.engine.rank == 0)
 
     def train(self) -> None:
-        """All steps, with validation and checkpoints on the way, the final weights and a sample."""
+        """Run all steps, with validation and checkpoints in between; save the weights and draw a sample."""
         settings, began, stop = self.settings, time.perf_counter(), self.settings.last_step
         self.say_hello()
         with self.report:
@@ -88,7 +88,7 @@ class Run:
             self.report.say("sample:\n" + self.sample())
 
     def train_step(self, step: int) -> None:
-        """One optimizer step on the global batch of `step`."""
+        """Take one optimizer step, on the global batch of `step`."""
         settings, engine, began = self.settings, self.engine, time.perf_counter()
         batch = training_rows(self.corpus.train, settings.shape.context, settings.batch, settings.seed, step)
         total = torch.zeros((), device=engine.accelerator.device)
@@ -99,13 +99,13 @@ class Run:
             total += loss.detach() / settings.accumulate
         rate = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
-        mean = self.ranks.mean(total)  # waits for the device: a real run would look less often
+        mean = self.ranks.mean(total)  # waits for the device: a real run would do this less often
         speed = settings.batch * settings.shape.context / (time.perf_counter() - began)
         self.report.step(step, mean, rate, speed, self.ranks.memory())
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
-        """Around a step: --memory-report draws the device's memory in one of them."""
+        """Wrap a step: --memory-report draws the device's memory in one of them."""
         page = self.settings.memory_report if step - self.start == REPORTED_STEP else ""
         if page:
             self.engine.trace_memory()
@@ -130,8 +130,10 @@ class Run:
         return self.ranks.mean(torch.stack(losses).mean())
 
     def save(self, step: int) -> None:
-        """A checkpoint to go on from: the engine's own state, and what only this script knows. The batches
-        are a function of the seed and the step, so the step is all there is to the order of the data."""
+        """Save a checkpoint to resume from: the engine's own state, and what only this script knows.
+
+        Batches are a function of the seed and the step, so the step is all that the order of the data needs.
+        """
         state = {"step": step, "shape": vars(self.settings.shape), "scheduler": self.scheduler}
         path = self.settings.checkpoints / f"step-{step}"
         self.engine.save_checkpoint(path, state, keep_last=KEPT, async_=True)
@@ -146,7 +148,7 @@ class Run:
         return int(loaded.state["step"])
 
     def write_weights(self) -> None:
-        """The whole model in one file, for use without zero; tied weights under their first name."""
+        """Save the whole model in one file, for use without zero; tied weights under their first name."""
         state = self.engine.state_dict()  # collective; empty except on rank 0
         if state:
             names = {name for name, _ in self.model.named_parameters()}
@@ -155,7 +157,7 @@ class Run:
 
     @torch.no_grad()
     def sample(self) -> str:
-        """Text drawn from the model after the prompt. Every rank takes part and draws the same bytes."""
+        """Sample text from the model after the prompt. Every rank takes part and draws the same bytes."""
         settings = self.settings
         generator = torch.Generator().manual_seed(settings.seed)
         text = list(settings.prompt.encode())
@@ -180,7 +182,7 @@ class Run:
 
 
 class Ranks:
-    """Numbers brought together from all ranks."""
+    """Collects numbers from all ranks."""
 
     def __init__(self) -> None:
         self._accelerator = accelz.current()
@@ -224,7 +226,7 @@ def due(step: int, every: int, last: int) -> bool:
 
 
 def fail(error: Exception) -> NoReturn:
-    """End with one message, rank 0's. torchrun stops all ranks at the first that ends, so others wait."""
+    """Exit with one message, rank 0's. torchrun stops all ranks when the first one ends, so others wait."""
     if int(os.environ.get("RANK", "0")):
         time.sleep(3)
     else:

@@ -30,7 +30,7 @@ struct Generator final : c10::GeneratorImpl {
   void set_state(const c10::TensorImpl& state) override { impl().set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return impl().get_state(); }
 
-  // The state itself and no copy: who has it draws on with it.
+  // The state itself, not a copy: its holder goes on drawing from it.
   void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& state) override {
     auto* other = dynamic_cast<Generator*>(state.get());
     TORCH_CHECK(other != nullptr, "expected the state of a generator of a sim device");
@@ -52,7 +52,7 @@ at::Generator make_generator(c10::DeviceIndex device) {
                                        at::detail::createCPUGenerator());
 }
 
-// A device without a number is the current one.
+// A device without an index is the current one.
 c10::Device numbered(c10::Device device) {
   return device.has_index() ? device : c10::Device(kType, current_device());
 }

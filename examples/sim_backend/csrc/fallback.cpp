@@ -21,13 +21,13 @@ namespace {
 using c10::IValue;
 using torch::jit::Stack;
 
-// Host kernels run below autograd and autocast: both have been dealt with on the device's side.
+// Host kernels run below autograd and autocast, which have been handled on the device's side.
 struct HostScope {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard below_autocast{c10::autocast_dispatch_keyset};
 };
 
-// The value with every tensor in it, lists included, replaced by change(tensor).
+// The value with every tensor in it, including those in lists, replaced by change(tensor).
 template <typename Change>
 IValue map_tensors(const IValue& value, const Change& change) {
   if (value.isTensor()) return change(value.toTensor());
@@ -66,11 +66,11 @@ bool takes_generator(const c10::Argument& argument) {
 struct Call {
   const c10::OperatorHandle& op;
   std::vector<IValue> given;  // the arguments as they came, on the device
-  Stack host = {};            // the same for the host; after the run, its results
+  Stack host = {};            // the arguments for the host; after the run, its results
   c10::Device device = {kType, -1};
   bool random = false;
-  // Empty tensors to write to may be resized by the operation, which memory of the device cannot be from
-  // here: the host kernel gets one of its own, whose result is then copied.
+  // The operation may resize empty tensors that it writes to, but a host kernel cannot resize device
+  // memory. So it gets a host tensor instead, whose result is then copied.
   std::vector<std::pair<at::Tensor, at::Tensor>> resizable = {};
 
   const std::vector<c10::Argument>& arguments() const { return op.schema().arguments(); }
@@ -83,8 +83,8 @@ void check_same(const c10::OperatorHandle& op, c10::Device device, const at::Ten
               device, " and ", other.device());
 }
 
-// The device to run on, which all tensors share. A host tensor of one value counts as a number, and
-// indices may come from the host.
+// Find the device to run on, which all tensors must share. A host tensor of one value counts as a
+// number, and indices may be on the host.
 void find_device(Call& call) {
   for (const auto& value : call.given) {
     if (value.isDevice()) call.device = value.toDevice();
@@ -145,7 +145,7 @@ void prepare(Call& call) {
   }
 }
 
-// A device tensor for a host result. Strides survive where they are dense.
+// A device tensor for a host result. Strides are kept if they are dense.
 at::Tensor empty_for(const at::Tensor& result, c10::Device device) {
   const auto options = result.options().device(device);
   if (result.is_non_overlapping_and_dense()) {
@@ -169,7 +169,7 @@ const IValue& written_argument(const Call& call, const c10::Argument& result) {
   TORCH_CHECK(false, call.op.schema(), ": no argument goes with the result ", result);
 }
 
-// The host kernel's view lies in the first argument's memory: the same view of the device tensor.
+// The view of the device tensor that equals the host kernel's view, which lies in the first argument.
 at::Tensor device_view(const Call& call, const at::Tensor& view) {
   const auto& base = call.given.at(0).toTensor();
   TORCH_CHECK(view.dtype() == base.dtype(), call.op.schema().operator_name(),
@@ -217,7 +217,7 @@ at::Tensor host_dtype(const Call& call, size_t index, const at::Tensor& promised
   return promised.to(dtype);
 }
 
-// Results of the right shape with nothing in them yet. Empty where only running the operation can tell.
+// Results of the right shape, not filled yet; nullopt if only running the operation can tell the shape.
 std::optional<Stack> promise(const Call& call) {
   Stack results;
   for (const auto& value : call.given) {
@@ -239,7 +239,7 @@ std::optional<Stack> promise(const Call& call) {
   return results;
 }
 
-// Queue the call, with its results promised. Says no where it has to run now.
+// Queue the call and promise its results. Returns false if it has to run now.
 bool run_later(Call& call, Stack* stack) {
   if (call.random || !call.resizable.empty()) return false;
   Stack results;
@@ -312,8 +312,8 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   run_now(call, stack);
 }
 
-// torch has a decomposition for these that would come before the fallback: it rounds otherwise than the
-// host's kernel does, or has it resize a result that is there already.
+// torch has decompositions for these that would take precedence over the fallback. They round otherwise
+// than the host's kernels, or make them resize a result that exists already.
 constexpr const char* kNotDecomposed[] = {
     "native_layer_norm", "native_group_norm", "silu_backward", "mish_backward", "addr",
     "mse_loss",          "smooth_l1_loss"};

@@ -7,8 +7,8 @@
 
 namespace sim {
 
-// A host tensor over a device tensor's memory. It does not keep that memory alive, as a kernel that was
-// launched on a real device does not. Throws where the tensor's storage has been resized away.
+// A host tensor over a device tensor's memory. It does not keep that memory alive, just as a kernel
+// launched on a real device does not. Throws if the tensor's storage has been resized away.
 at::Tensor host_alias(const at::Tensor& tensor);
 
 // Run the operation on the current stream of its tensors' device.

@@ -27,14 +27,14 @@ struct Block {
   size_t nbytes;
   c10::DeviceIndex device;
   c10::StreamId stream;  // whose order decides when freed memory may be reused
-  std::vector<c10::StreamId> users;  // further streams that record_stream has named
+  std::vector<c10::StreamId> users;  // other streams, named by record_stream
 };
 
 struct Heap {
   std::mutex mutex;
   std::unordered_map<void*, Block> blocks;
   std::array<Counters, kDevices> counters;
-  std::vector<void*> graveyard;  // freed while work was queued that may still point at them
+  std::vector<void*> graveyard;  // freed while queued work might still point at them
   uint64_t fail_in = 0;
 };
 
@@ -86,7 +86,7 @@ Block forget(void* pointer) {
   return block;
 }
 
-// To be freed once no stream is busy: what was queued before this has been done by then.
+// To be freed once no stream is busy, when all work queued before this is done.
 void bury(void* pointer) {
   auto& h = heap();
   const std::lock_guard lock(h.mutex);
@@ -95,7 +95,7 @@ void bury(void* pointer) {
 
 void poison_behind(void* pointer, const Block& block) {
   const auto poison = [pointer, nbytes = block.nbytes] { std::memset(pointer, kPoison, nbytes); };
-  // Work of the stream that allocated it comes first; other streams have to be waited for by the user.
+  // Work on the stream that allocated it runs first; for other streams, waiting is up to the user.
   if (!submit_behind(block.stream, poison)) poison();
   bury(pointer);
   reap();
@@ -108,7 +108,7 @@ std::vector<c10::StreamId> users_of(void* pointer) {
   return found == h.blocks.end() ? std::vector<c10::StreamId>{} : found->second.users;
 }
 
-// A block that other streams use is in use, and counted, until they have done what is queued on them now.
+// A block that other streams use stays in use, and counted, until the work now queued on them is done.
 void free_block(void* pointer) {
   if (pointer == nullptr) return;
   const std::shared_ptr<void> last(pointer, [](void* freed) { poison_behind(freed, forget(freed)); });

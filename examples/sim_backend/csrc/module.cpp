@@ -1,4 +1,4 @@
-// What Python sees of the device beyond torch's own view of it: accelz_sim._C.
+// accelz_sim._C: what Python sees of the device beyond torch's own view of it.
 #include <torch/csrc/utils/pybind.h>
 
 #include "device.h"
@@ -7,7 +7,7 @@
 
 namespace py = pybind11;
 
-// Python's lock is given up wherever queued work may run: that work, or what it frees, may need it.
+// The GIL is released wherever queued work may run: that work, or what it frees, may need it.
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 PYBIND11_MODULE(_C, m) {

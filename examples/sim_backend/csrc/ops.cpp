@@ -1,4 +1,4 @@
-// The operations that cannot run on the host: making tensors, viewing them, copying to and fro.
+// The operations that cannot run on the host: creating, viewing and copying tensors.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -54,7 +54,7 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<c10::Sc
                                            c10::dtype_or_default(dtype));
 }
 
-// Growing a tensor copies its content, which has to be there.
+// Growing a tensor copies its content, so the work that computes it must be done first.
 void settle(const Tensor& tensor) { synchronize(current_stream(tensor.device().index())); }
 
 const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional<c10::MemoryFormat> format) {
@@ -146,7 +146,7 @@ void record_stream(Tensor& self, c10::Stream stream) {
   note_use(self.storage().data(), stream.id());
 }
 
-// torch asks a device that is not its own for fused dropout, without a generator to draw from.
+// torch calls fused dropout on devices that are not its own, without a generator to draw from.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   const bool drops = train.value_or(true);
   auto mask = at::empty_like(input, input.options().dtype(c10::kBool));
@@ -155,7 +155,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input.mul(mask).mul_(scale), mask};
 }
 
-// And for these two in place of convolution and its gradient.
+// It also calls these two, in place of convolution and its gradient.
 
 const c10::OperatorHandle& operation(const char* name) {
   static std::map<std::string, c10::OperatorHandle> found;

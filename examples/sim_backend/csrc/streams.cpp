@@ -15,7 +15,7 @@
 namespace sim {
 namespace {
 
-// `queues` is held for moments, so that a tensor may be freed at any time, under Python's lock included.
+// `queues` is held only for moments, so that a tensor may be freed at any time, also under the GIL.
 // `running` is held while work runs, which keeps each queue in order when two threads drain it.
 struct State {
   std::mutex queues;
@@ -24,7 +24,7 @@ struct State {
   std::atomic<int64_t> unfinished{0};
   std::atomic<c10::StreamId> last_stream{0};
   std::atomic<bool> delays{true};
-  std::atomic<c10::StreamId> only{0};  // the one late stream, where there is one
+  std::atomic<c10::StreamId> only{0};  // the one late stream, if there is one
 };
 
 State& state() {
@@ -45,7 +45,7 @@ void push(c10::StreamId stream, Work work) {
   ++state().unfinished;
 }
 
-// The first piece of work stays in its queue while it runs, so that what comes meanwhile queues behind it.
+// The first piece of work stays in its queue while it runs, so that new work queues behind it.
 Work* front(c10::StreamId stream) {
   const std::lock_guard lock(state().queues);
   auto& queue = state().waiting[stream];
@@ -63,7 +63,7 @@ Work pop(c10::StreamId stream) {
 
 template <typename Enough>
 void drain(c10::StreamId stream, const Enough& enough) {
-  std::vector<Work> done;  // destroyed outside the lock: what it holds may need Python's lock to go
+  std::vector<Work> done;  // destroyed outside the lock: destroying what it holds may need the GIL
   std::exception_ptr error;
   {
     const std::lock_guard lock(state().running);

@@ -1,6 +1,6 @@
-// Streams. Stream 0 of a device runs work at once. On any other stream work waits in a queue until
-// somebody needs it: an event that is waited for, a blocking copy, a synchronize. Whoever reads without
-// waiting sees what was there before, which for fresh memory is poison.
+// Streams. Stream 0 of a device runs work at once. On any other stream, work waits in a queue until it is
+// needed: by a wait for an event, a blocking copy or a synchronize. A read without a wait sees what was
+// there before, which for fresh memory is poison.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -31,18 +31,18 @@ c10::StreamId new_stream();
 bool delayed(c10::DeviceIndex device);
 // False makes every stream run its work at once.
 void set_delays(bool on);
-// Only this stream's work waits in a queue; 0: that of every stream but 0.
+// Make only this stream's work wait in a queue; 0: that of every stream except stream 0.
 void set_late(c10::StreamId only);
 
 // Run the work on the device's current stream: at once, or when the stream is drained.
 void submit(c10::DeviceIndex device, Work work);
-// Queue the work on that stream if something waits there already; otherwise say no.
+// Queue the work on that stream if other work is waiting there; otherwise return false.
 bool submit_behind(c10::StreamId stream, Work work);
 
 EventPtr record(c10::StreamId stream);
-// Let later work of the stream come after the event.
+// Make later work on the stream run after the event.
 void wait(c10::StreamId stream, const EventPtr& event);
-// Run queued work until the event has passed, the stream is empty, everything is empty.
+// Run queued work until the event has passed, the stream is empty, or all streams are empty.
 void synchronize(const EventPtr& event);
 void synchronize(c10::StreamId stream);
 void synchronize();

@@ -1,4 +1,4 @@
-"""The accelerator: what the device can do, and the two roles that are not torch's usual ones.
+"""The accelerator: what the device can do, and the two roles that differ from torch's usual ones.
 
 "sim" is a proper device of torch (`torch_device.register`), so memory, streams and random numbers are
 derived from the module `torch.sim`.
@@ -18,16 +18,16 @@ from accelz_sim.collectives import SimCollectives
 
 CAPABILITIES = replace(
     TORCH_DEVICE,
-    asynchronous=False,  # the default stream is not; side streams are
+    asynchronous=False,  # the default stream is synchronous; side streams are not
     host_data_assignment=False,  # so flat buffers are made by CopyAndShrink
-    memory_granularity=1,  # there are no blocks: every byte is counted
-    shared_device=True,  # each process simulates its own memory: ranks share nothing but the name
+    memory_granularity=1,  # no blocks: every byte is counted
+    shared_device=True,  # each process simulates its own memory: ranks share only the name
     dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64}),
 )
 
 
 class SimKernels(Kernels):
-    """The references in small pieces: their scratch memory counts against the device's capacity."""
+    """The references in small pieces, because their scratch memory counts against the device's capacity."""
 
     chunk = 1 << 16
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from accelz.accelerator import Accelerator
 
 PRIORITY = -100
-"""Below the CPU's 0: a simulation is used where it is asked for, ACCELZ_DEVICE=sim."""
+"""Below 0, the CPU's: a simulation is used only if it is asked for (ACCELZ_DEVICE=sim)."""
 
 
 @hookimpl

@@ -1,7 +1,7 @@
 """The collectives role: accelz's own, staged through the host, with faults that can be switched on.
 
-For a device without a communication library `accelz.host_staged.HostStaged` is all it takes. One with a
-library registers it with torch.distributed and uses `accelz.Collectives("cpu:gloo,sim:<library>")`.
+A device without a communication library needs nothing but `accelz.host_staged.HostStaged`. A device with one
+registers it with torch.distributed and uses `accelz.Collectives("cpu:gloo,sim:<library>")`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accelz_sim import faults
 
 
 class FaultyWork(dist.Work):
-    """A collective that this rank never joins. seconds: until `wait` says so."""
+    """A collective that this rank never joins. seconds: the time until `wait` raises."""
 
     def __init__(self, name: str, seconds: float) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FaultyWork(dist.Work):
 
 
 class AbortedWork(dist.Work):
-    """A collective that ends without having done anything."""
+    """A collective that ends without doing anything."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True

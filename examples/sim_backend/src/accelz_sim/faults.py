@@ -1,11 +1,11 @@
-"""Faults that can be switched on, each in this process alone, to test what an engine does about them.
+"""Faults that can be switched on, each in this process alone, to test how an engine handles them.
 
 with faults.out_of_memory(3): ...              # the third allocation from here raises
 with faults.collective("fails", 2): ...        # the second collective from here raises at wait()
 with faults.collective("stalls", 1): ...       # the next one is never joined by this rank
-with faults.collective("is aborted", 1): ...   # the next one does nothing, and wait() does not tell
-with faults.prompt_streams(): ...              # side streams run at once: is it a missing wait?
-with faults.late_stream(stream): ...           # only this one runs late: does all else wait for it?
+with faults.collective("is aborted", 1): ...   # the next one does nothing, and wait() does not report it
+with faults.prompt_streams(): ...              # side streams run at once: is a wait missing?
+with faults.late_stream(stream): ...           # only this one runs late: does everything else wait for it?
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kind = Literal["fails", "stalls", "is aborted"]
 def out_of_memory(nth: int) -> Iterator[None]:
     """Make the `nth` allocation of device memory from here raise torch.OutOfMemoryError, once.
 
-    nth: counted from 1 over all devices; empty tensors do not count.
+    nth: counted from 1, over all devices; empty tensors do not count.
     """
     _C.fail_allocation(_positive(nth))
     try:
@@ -36,11 +36,12 @@ def out_of_memory(nth: int) -> Iterator[None]:
 
 @contextmanager
 def collective(kind: Kind, nth: int) -> Iterator[None]:
-    """Make the `nth` collective from here fail or stall on this rank, once.
+    """Make the `nth` collective from here fail, stall or be aborted on this rank, once.
 
-    This rank does not join it, so the others run into their timeout. "fails": wait() raises CollectiveError
-    here at once. "stalls": wait() raises it when the group's timeout has passed. "is aborted", for all ranks
-    at once: wait() returns, as a library's does that works beside the host, and check() raises in the block.
+    This rank does not join the collective, so the others run into their timeout. "fails": wait() raises
+    CollectiveError here at once. "stalls": wait() raises it when the group's timeout has passed. "is
+    aborted", to be switched on in all ranks: wait() returns, like that of a library that runs asynchronously
+    to the host, and check() raises within the block.
     """
     global _armed, _aborted
     _armed = _Armed(kind, _positive(nth))
@@ -52,9 +53,9 @@ def collective(kind: Kind, nth: int) -> Iterator[None]:
 
 @contextmanager
 def prompt_streams() -> Iterator[None]:
-    """Run work on side streams at once, as on the default stream. What was queued before runs first.
+    """Run work on side streams at once, as on the default stream. Work queued before runs first.
 
-    A result that is wrong without this and right with it is a missing wait or memory freed too early.
+    A result that is wrong without this and right with it points to a missing wait, or memory freed too early.
     """
     _C.set_delays(False)
     try:
@@ -65,9 +66,9 @@ def prompt_streams() -> Iterator[None]:
 
 @contextmanager
 def late_stream(stream: Stream) -> Iterator[None]:
-    """Run work on all streams but this one at once. What was queued before runs first.
+    """Run work at once on all streams except this one. Work queued before runs first.
 
-    Where all side streams are late, one that lacks a wait may come after what it needs all the same.
+    If all side streams are late, one that lacks a wait may still happen to run after what it needs.
     """
     _C.set_late(stream.stream_id)
     try:
@@ -87,7 +88,7 @@ _aborted = False
 
 
 def next_collective() -> Kind | None:
-    """Count one collective; the fault that hits it, if one does. For `accelz_sim.collectives` alone."""
+    """Count one collective and return the fault that hits it, if any. For `accelz_sim.collectives` alone."""
     global _armed, _aborted
     if _armed is None:
         return None

@@ -1,4 +1,4 @@
-"""torch.sim's memory counters: exact to the byte, of the current device. Nothing is cached."""
+"""torch.sim's memory counters for the current device, exact to the byte. Nothing is cached."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def max_memory_allocated() -> int:
 
 
 def mem_get_info() -> tuple[int, int]:
-    """Bytes that are free, and bytes in all."""
+    """Return the free and the total bytes."""
     allocated, _, capacity = _C.counters(_C.current_device())
     return max(capacity - allocated, 0), capacity
 
@@ -24,9 +24,9 @@ def reset_peak_memory_stats() -> None:
 
 
 def empty_cache() -> None:
-    """There is no cache."""
+    """Do nothing: there is no cache."""
 
 
 def set_capacity(nbytes: int) -> None:
-    """Let the current device hold `nbytes` bytes; more raises torch.OutOfMemoryError. Default: 2 GiB."""
+    """Let the current device hold `nbytes` bytes (default 2 GiB); more raises torch.OutOfMemoryError."""
     _C.set_capacity(_C.current_device(), nbytes)

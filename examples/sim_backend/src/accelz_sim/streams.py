@@ -1,7 +1,7 @@
 """torch.sim's streams and events: torch's generic ones, over the guard in csrc/device.cpp.
 
-The default stream runs work at once, every other one when somebody waits for it. So a wait that is missing
-shows each time, as the poison that was in the memory before, and not once in a thousand runs.
+The default stream runs work at once, every other stream only when something waits for it. So a missing wait
+shows every time, by the poison that was in the memory before, and not once in a thousand runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from accelz_sim import _C, NAME
 
 
 def Stream(priority: int = 0) -> torch.Stream:
-    """A new queue of the current device."""
+    """Create a stream on the current device."""
     return torch.Stream(_current(), priority=priority)
 
 
 def Event(enable_timing: bool = False) -> torch.Event:
-    """A point in a stream of the current device, once recorded."""
+    """Create an event, which once recorded is a point in a stream of the current device."""
     return torch.Event(_current(), enable_timing=enable_timing)
 
 
@@ -29,7 +29,7 @@ def current_stream() -> torch.Stream:
 
 
 def stream(stream: torch.Stream) -> AbstractContextManager[Any]:
-    """Makes a stream current inside a with block."""
+    """Make a stream current inside a with block."""
     return stream
 
 

@@ -1,8 +1,8 @@
 """Makes "sim" a device of torch: its name, and the module `torch.sim`.
 
-torch finds these functions by name: seeding, checkpointed recomputation, autocast and `torch.accelerator`
-call them. `accelz.torch_device` derives the backend's roles from the rest. Call `register` once before the
-first tensor.
+torch looks up these functions by name: seeding, checkpointed recomputation, autocast and `torch.accelerator`
+call them. `accelz.torch_device` derives the backend's roles from the rest. Call `register` before creating
+the first tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accelz_sim import _C, NAME, memory, streams
 
 
 def register() -> None:
-    """Tell torch about the device; doing it twice changes nothing."""
+    """Register the device with torch; calling it again has no effect."""
     if hasattr(torch, NAME):
         return
     rename_privateuse1_backend(NAME)
@@ -65,7 +65,7 @@ def set_rng_state(state: Tensor, device: int | str | torch.device = NAME) -> Non
 
 
 def get_generator(device: torch.device) -> torch.Generator:
-    """For graphs that recompute random operations, if torch is told that they may
+    """Return the generator, for graphs that recompute random operations if torch has been told that they may
     (`torch._functorch._aot_autograd.utils.register_graphsafe_rng_device_type`)."""
     return _C.default_generator(index_of(device))
 
