@@ -136,7 +136,7 @@ def check(
 ) -> None:
     """Run the conformance kit: what the backend declares, proved.
 
-    Exits with 0 where every test passed, with 1 where one failed, with 2 where the kit could not run.
+    Exits with 0 if every test passed, with 1 if one failed, with 2 if the kit could not run.
     """
     from accelz.conformance.runner import run
 

@@ -190,7 +190,7 @@ class Collectives:
         return _handle(lambda: self._start_broadcast(tensor, source, group), (tensor,), async_op)
 
     def check(self, group: Group) -> None:
-        """Raise CollectiveError if a collective of the group has failed and no call has reported it yet.
+        """Raise CollectiveError if a collective of the group has failed without any call reporting it.
 
         Where a library runs asynchronously to the host, `wait` only orders streams and may return long before
         the collective is over. Called after `streams.synchronize()`, this method knows of every collective

@@ -10,7 +10,7 @@ bound       the parameters' `.data` are this buffer's views (several buffers may
 common      the ranks of a node see the same bytes, which exist as long as the buffer does: what one rank
             writes, all of them read.
 
-How parameters *become* views depends on the device and is the strategy's business: `StorageSwap` where a
+How parameters *become* views depends on the device, and is decided by a strategy: `StorageSwap` where a
 device Parameter may be given host storage, `CopyAndShrink` where it may not. Neither needs memory for the
 model twice, and both keep every Parameter object, its hooks, ties, `requires_grad` and (dense) strides.
 """

@@ -36,7 +36,8 @@ SPARE_DESCRIPTORS = 16
 class Lanes:
     """The gloo contexts of one group of ranks.
 
-    store: one that all of them can reach. timeout: of each collective, in seconds. Thread-safe.
+    store: one that all of them can reach. timeout: of each collective, in seconds. Several threads may
+    ask for lanes.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:

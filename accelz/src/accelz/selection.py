@@ -147,7 +147,10 @@ def _warn_missing(rows: list[BackendRow]) -> None:
 
 
 def _warn_broken(rows: list[BackendRow]) -> None:
-    """Warn of broken backends. On one of several machines this may be the only sign of a different device."""
+    """Warn of broken backends.
+
+    On one of several machines, this may be the only sign that its ranks use another device.
+    """
     for row in rows:
         if row.status is Status.BROKEN:
             warnings.warn(

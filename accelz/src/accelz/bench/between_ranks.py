@@ -23,7 +23,8 @@ SECONDS = 300.0
 def measure(name: str, ranks: int, rounds: int, sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
     """Measure collectives on `ranks` ranks, started for it: medians over rounds, each by its slowest rank.
 
-    of_copy: the time as a multiple of a rank's copy of the whole buffer. Raises AccelzError if a rank fails.
+    of_copy: the time as a multiple of that of a rank's copy of the whole buffer. Raises AccelzError if a rank
+    fails.
     """
     cluster = Cluster(name, ranks)
     try:

@@ -243,7 +243,7 @@ def preload(*modules: str) -> None:
 
 
 def prepare() -> None:
-    """Start the server of `_forkserver` now, so that it imports torch while this process works on."""
+    """Start the server of `_forkserver` now, so that it imports torch while this process goes on."""
     _forkserver()
     ensure_running()
 

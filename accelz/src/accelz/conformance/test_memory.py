@@ -190,7 +190,7 @@ class MemoryContract:
     @about("Memory.empty_host")
     @proves("pinned_host_memory")
     def test_host_memory_is_pinned(self, accelerator: Accelerator) -> None:
-        """Where pinned_host_memory is declared, empty_host() returns page-locked memory."""
+        """If pinned_host_memory is declared, empty_host() returns page-locked memory."""
         host = accelerator.memory.empty_host((4096,), torch.float32)
         expect(host.is_pinned(), "Memory.empty_host", "must be page-locked", "pageable memory")
 
