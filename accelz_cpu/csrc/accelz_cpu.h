@@ -111,7 +111,7 @@ ACCELZ_API void accelz_reduce(void *output, const void *rows, int count, int dty
 
 typedef struct accelz_channel accelz_channel;
 
-/* Returns NULL if there is no shared memory. */
+/* Returns NULL on failure, when no shared memory can be had. */
 ACCELZ_API accelz_channel *accelz_channel_create(int rank, int size);
 ACCELZ_API int accelz_channel_descriptor(const accelz_channel *channel);
 
