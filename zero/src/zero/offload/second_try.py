@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from accelz.accelerator import Accelerator
 from zero.sharding.tensors import iter_tensors
@@ -26,7 +26,7 @@ SLACK = 0.005  # of the capacity: growth that the plan's margin has room for
 
 
 class SecondTry:
-    """Around forwards and backwards.
+    """Around forwards and backwards. However these end, by a KeyboardInterrupt as well, it is off then.
 
     make_room(): moves state off the device; returns the bytes moved, 0 where there is none.
     movable(): bytes on the device that may be moved.
@@ -39,29 +39,43 @@ class SecondTry:
         self._repeating = _Repeating(accelerator, make_room)
         self._movable = movable
         self._most: dict[nn.Module | None, tuple[int, int]] = {}  # bytes of inputs, and in use beside movable
-        self._depth = 0  # forwards and backwards under way, one inside another
-        self._on = False
+        self._under_way: set[object] = set()  # forwards and backwards, one inside another
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Have it around their forwards."""
+        """Have it around their calls: no hook comes behind a KeyboardInterrupt."""
         for module in modules:
-            module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
-            module.register_forward_hook(lambda *_: self._end(), always_call=True)
+            module._compiled_call_impl = self._watched(module)  # where calls of the module come to
+
+    def _watched(self, module: nn.Module) -> Callable[..., Any]:
+        call = module._compiled_call_impl or module._call_impl
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            this, outermost = object(), not self._under_way
+            try:
+                self._begin(this, outermost, module, args, kwargs)
+                return call(*args, **kwargs)
+            finally:
+                self._end(this, outermost)
+
+        return torch.compiler.disable(watched, recursive=False)  # type: ignore[no-any-return]
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Around a backward, on every thread that autograd runs for it."""
-        self._begin(None)
+        self._under_way.clear()  # where an interrupt came into the end of one, or between begin and body
+        this = object()
         try:
+            self._begin(this, True, None)
             yield
         finally:
-            self._end()
+            self._end(this, True)
 
-    def _begin(self, module: nn.Module | None, *arguments: Any) -> None:
-        self._depth += 1
-        if self._depth == 1 and self._has_grown(module, sum(t.nbytes for t in iter_tensors(arguments))):
-            self._repeating.__enter__()
-            self._on = True
+    def _begin(self, this: object, outermost: bool, module: nn.Module | None, *arguments: Any) -> None:
+        self._under_way.add(this)
+        if outermost:
+            self._switch_off()
+            if self._has_grown(module, sum(t.nbytes for t in iter_tensors(arguments))):
+                self._repeating.__enter__()
 
     def _has_grown(self, module: nn.Module | None, inputs: int) -> bool:
         stats, movable = self._memory.stats(), self._movable()
@@ -70,10 +84,15 @@ class SecondTry:
         self._most[module] = max(known[0], inputs), max(known[1], base)
         return bool(movable) and (inputs > known[0] or base > known[1] + SLACK * stats.capacity)
 
-    def _end(self) -> None:
-        self._depth = max(self._depth - 1, 0)  # a hook that raised in front of _begin has kept it from us
-        if self._depth == 0 and self._on:
-            self._on = False
+    def _end(self, this: object, outermost: bool) -> None:
+        try:
+            if outermost:
+                self._switch_off()
+        finally:
+            self._under_way.discard(this)
+
+    def _switch_off(self) -> None:
+        if _get_current_dispatch_mode() is self._repeating:
             self._repeating.__exit__(None, None, None)
 
 
