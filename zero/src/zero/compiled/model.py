@@ -23,6 +23,7 @@ from zero.compiled.backend import NotOneGraph, ShardingBackend
 from zero.compiled.explain import Explanation
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
+from zero.compiled.saved import hooks_spare_parameters
 from zero.errors import UsageError, ZeroError
 from zero.sharding.tensors import iter_tensors
 from zero.sharding.unit_hooks import Phase
@@ -120,7 +121,8 @@ class CompiledModel:
             unit.expose(released=self._phase.in_backward)
         self._phase.in_graph = True
         try:
-            result = whole(*args, **kwargs)
+            with hooks_spare_parameters():
+                result = whole(*args, **kwargs)
             self._show_returned(result)
             return result
         except BaseException:

@@ -1,0 +1,91 @@
+"""What comes between forwards and their backwards, or around them: other weights, hooks on what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.compiled.models import WIDTH
+from tests.zero.models import device_of
+from tests.zero.training import adamw
+
+AOT = zero.Compile(inner="aot_eager")
+
+
+class Layers(nn.Module):
+    """Three layers and a loss: one graph, that has to gather all but the first again for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, 600)
+        self.head = nn.Linear(600, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x))))).square().mean()
+
+
+def build(compile: zero.Compile | None, **settings: Any) -> zero.Engine:
+    torch.manual_seed(7)
+    model = Layers()
+    return zero.initialize(model, adamw(model), zero.Config(compile=compile, timeout=20, **settings))
+
+
+def batch(engine: zero.Engine, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + engine.rank)
+    return torch.randn(4, WIDTH, generator=generator).to(device_of(engine.module))
+
+
+def train(engine: zero.Engine, step: int) -> float:
+    loss = engine(batch(engine, step))
+    engine.backward(loss)
+    engine.step()
+    return float(loss)
+
+
+@contextmanager
+def counting(seen: list[int]) -> Iterator[None]:
+    """Hooks that take what is saved to the host, noting its size."""
+
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        seen.append(tensor.numel())
+        return tensor.device, tensor.cpu()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[1].to(packed[0])):
+        yield
+
+
+def saved_body(context: Context, stage: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    seen: list[int] = []
+    around = {"none": None, "host": save_on_cpu, "counted": lambda: counting(seen)}
+    for name, hooks in around.items():
+        engine = build(AOT, stage=stage)
+        found[name] = []
+        for step in range(3):
+            if hooks is None:
+                loss = engine(batch(engine, step))
+            else:
+                with hooks():
+                    loss = engine(batch(engine, step))
+            engine.backward(loss)
+            engine.step()
+            found[name].append(float(loss))
+    sizes = {parameter.numel() for parameter in engine.module.parameters()}
+    return found | {"seen": set(seen), "sizes": sizes, "mode": engine.explain().mode}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_hooks_on_what_is_saved_do_not_see_parameters(cluster: Clusters, stage: int) -> None:
+    for found in cluster(2).run(saved_body, stage=stage, limit=120):
+        assert found["mode"] == "graph"
+        assert found["host"] == found["counted"] == found["none"]
+        assert found["seen"].isdisjoint(found["sizes"])
