@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
@@ -49,6 +51,77 @@ def train(engine: zero.Engine, step: int) -> float:
     engine.backward(loss)
     engine.step()
     return float(loss)
+
+
+def halve(engine: zero.Engine) -> None:
+    with torch.no_grad():
+        for group in engine.optimizer.param_groups:
+            for piece in group["params"]:
+                piece.mul_(0.5)
+    engine.refresh_weights()
+
+
+def write(engine: zero.Engine) -> None:
+    with zero.gathered(engine.module, write_rank=0), torch.no_grad():
+        engine.module.head.weight.mul_(0.5)
+
+
+def go(engine: zero.Engine) -> None:
+    engine.offload_states()
+    engine.reload_states()
+
+
+def changes(path: str, state: dict[str, Tensor]) -> dict[str, Callable[[zero.Engine], Any]]:
+    """What changes the weights, by name."""
+    return {
+        "load_checkpoint": lambda engine: engine.load_checkpoint(Path(path, "saved")),
+        "load_state_dict": lambda engine: engine.load_state_dict(state),
+        "load_pretrained": lambda engine: engine.load_pretrained(Path(path, "whole.safetensors")),
+        "refresh_weights": halve,
+        "gathered": write,
+        "step": lambda engine: train(engine, 5),
+    }
+
+
+def between_body(context: Context, path: str, compile: zero.Compile | None, stage: int) -> dict[str, Any]:
+    """What a backward says behind each change of the weights; and training through what changes nothing."""
+    engine = build(compile, stage=stage)
+    found: dict[str, Any] = {}
+    engine.save_checkpoint(Path(path, "saved"))
+    state = engine.state_dict()
+    if context.rank == 0:
+        save_file(state, Path(path, "whole.safetensors"))
+    for name, change in changes(path, state).items():
+        loss = engine(batch(engine, 1))
+        change(engine)
+        with pytest.raises(zero.UsageError) as caught:
+            engine.backward(loss)
+        found[name] = str(caught.value)
+    engine.load_checkpoint(Path(path, "saved"))
+    found["expected"] = [train(engine, step) for step in range(3)]
+    engine.load_checkpoint(Path(path, "saved"))
+    found["losses"] = []
+    for step in range(3):
+        engine.offload_states()
+        engine.reload_states()
+        loss = engine(batch(engine, step))
+        go(engine)
+        engine.backward(loss)
+        engine.step()
+        found["losses"].append(float(loss))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("compile", [None, AOT])
+def test_a_backward_does_not_go_on_with_other_weights(
+    cluster: Clusters, tmp_path: Path, compile: zero.Compile | None, stage: int
+) -> None:
+    for found in cluster(2).run(between_body, path=str(tmp_path), compile=compile, stage=stage, limit=120):
+        assert found.pop("losses") == found.pop("expected")
+        assert len(found) == 6
+        for name, message in found.items():
+            assert "the weights have changed since the forward" in message, name
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -187,7 +187,7 @@ class Engine:
         if not any(True for _ in self._reducer.used()):
             warnings.warn(_NOTHING_TO_STEP, RuntimeWarning, stacklevel=2)
         self._raise_disk_errors()
-        with self._changing_weights():
+        with self._changing_weights({have.unit for have in self._reducer.all if have.used}):
             self._update(*factors)
             self._drop_gradients()
         self.steps += 1
@@ -268,7 +268,7 @@ class Engine:
             raise UsageError("refresh_weights between backward() and step(): step first")
         self._check_complete()
         self._check_not_in_use("refresh_weights")
-        with self._changing_weights():
+        with self._changing_weights(self.units):
             try:
                 self._sharded_optimizer.deliver_changed()
             finally:
@@ -295,6 +295,7 @@ class Engine:
         Raises StateError, on every rank and before anything changes, for names or shapes that do not fit.
         """
         self._check_loadable("load_state_dict")
+        self._count_change(self.units)
         model_state.load(self.module, self._whole, state, strict)
         self._settle()
 
@@ -478,7 +479,13 @@ class Engine:
         self.zero_grad()
         self._passes.release_all()
         self._interrupt()
+        self._count_change(self.units)
         self._whole.begin_write()
+
+    def _count_change(self, units: Iterable[ShardedUnit]) -> None:
+        """Have backwards refused whose forward ran before this change: it had other weights."""
+        for unit in units:
+            unit.changes += 1
 
     def _check_loadable(self, call: str) -> None:
         """Check that weights may be loaded from elsewhere."""
@@ -527,13 +534,14 @@ class Engine:
         self._sharded_optimizer.settle()
 
     @contextmanager
-    def _changing_weights(self) -> Iterator[None]:
-        """Wrap a change of the shards.
+    def _changing_weights(self, units: Iterable[ShardedUnit]) -> Iterator[None]:
+        """Wrap a change of the shards of `units`.
 
         A change that is interrupted half-way cannot be repeated, because some values are then new and others
         old; from then on the engine refuses to go on.
         """
         self._passes.release_all()  # whole values that were kept are about to be old
+        self._count_change(units)
         self._whole.begin_write()
         try:
             yield

@@ -124,6 +124,7 @@ class CompiledModel:
             with hooks_spare_parameters():
                 result = whole(*args, **kwargs)
             self._show_returned(result)
+            self._runtime.awaiting.expect(result)
             return result
         except BaseException:
             self._runtime.abandon()

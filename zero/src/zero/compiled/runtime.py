@@ -19,6 +19,7 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.memory import Memory
 from zero.compiled.activations import Activations
+from zero.compiled.awaiting import Awaiting
 from zero.errors import UsageError
 from zero.optimizer.visits import Visits
 from zero.sharding.cast import OWN, Cast
@@ -54,7 +55,8 @@ class Runtime:
     receive(group, slot, gradient): takes the gradient of one parameter. close(unit): no further gradient of
     the unit will come. mark(name): told when a unit is used and when it is done. peak: most bytes of whole
     units at one time in a graph. profile: of the steps under way; None where nobody watches.
-    activations: those that wait on the host. visits: of optimizer state. units: by index.
+    activations: those that wait on the host. awaiting: forwards that await their backward. visits: of
+    optimizer state. units: by index.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Runtime:
         self.profile: Profile | None = None
         self.activations = Activations(accelerator)
         self.units = tuple(units)
+        self.awaiting = Awaiting(self.units)
         self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
         self._receive = receive
         self._close = close

@@ -13,7 +13,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from zero.errors import ModelError, some
+from zero.errors import ModelError, UsageError, some
 
 _version = attrgetter("_version")
 
@@ -42,6 +42,15 @@ def written(name: str) -> ModelError:
 def replaced(names: Sequence[str]) -> ModelError:
     """Make the error for parameters that have other memory than the engine's."""
     return ModelError(f"other memory than the engine's is behind {some(names)}. {_REPLACED}")
+
+
+def changed_since() -> UsageError:
+    """A backward comes to a forward that has computed with other weights."""
+    return UsageError(
+        "the weights have changed since the forward that this loss comes from: by a step, a load, "
+        "refresh_weights or zero.gathered(..., write_rank=...). Its gradients would be of two different "
+        "models: run the forward again, then engine.backward(loss)"
+    )
 
 
 _REPLACED = (

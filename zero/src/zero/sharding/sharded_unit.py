@@ -42,7 +42,8 @@ class ShardedUnit:
     holds: number of users that need the unit gathered now: forwards under way and `zero.gathered` blocks.
     calls_in_backward: forward calls whose backward has begun and is not over, and VIEWED and DIFFERENTIATED,
     which need the unit until the end of the engine's backward. computed_in: the cast of the last forward
-    call. persistent: casts whose buffers `release` keeps until the weights change.
+    call. persistent: casts whose buffers `release` keeps until the weights change. changes: how often the
+    weights have changed, for backwards to find out that their forward had others.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class ShardedUnit:
         self.calls_in_backward: set[object] = set()
         self.computed_in = OWN
         self.persistent: set[Cast] = set()
+        self.changes = 0
         self._communicator = communicator
         self._classes = {p: type(p) for g in groups for p in g.parameters}
         self._pending: dict[Cast, list[list[Pending]]] = {}  # one list for each group that has begun
@@ -186,6 +188,8 @@ class ShardedUnit:
                 self.complete(cast)
             for cast in sorted(self._gathered, key=str):
                 self._finish(cast, [group.start_gather(self._communicator, cast) for group in self.groups])
+        else:
+            self.changes += 1
 
     def begin_compute(self) -> None:
         """Note that a forward begins to compute: the parameters must not change until `end_compute`."""

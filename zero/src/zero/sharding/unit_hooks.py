@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from accelz.flat_buffer import HOST
 from zero.errors import UsageError
 from zero.sharding import autocast
+from zero.sharding.alterations import changed_since
 from zero.sharding.cast import Cast
 from zero.sharding.progress import Progress, next_number, number_of
 from zero.sharding.schedule import Schedule
@@ -165,7 +166,7 @@ class UnitHooks(Uncopied):
         self._call = None
         if torch.is_grad_enabled():
             inputs, produced = _with_producers(inputs)
-            self._call = _Call(self, self._unit.index, cast, produced, recomputed=self._phase.in_backward)
+            self._call = _Call(self, self._unit, cast, produced, recomputed=self._phase.in_backward)
             if not produced:
                 self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
             for tensor in produced:
@@ -221,6 +222,8 @@ class UnitHooks(Uncopied):
 
     def begin_backward(self, call: _Call) -> None:
         """Gather the unit: a gradient has reached an output of the call."""
+        if call.changes != self._unit.changes:
+            raise changed_since()
         if call not in self._ahead:
             self._put_ahead(call)
         if call not in self._unit.calls_in_backward:
@@ -255,7 +258,7 @@ class _Call:
     """
 
     def __init__(
-        self, hooks: UnitHooks, index: int, cast: Cast, produced: Sequence[Tensor], recomputed: bool
+        self, hooks: UnitHooks, unit: ShardedUnit, cast: Cast, produced: Sequence[Tensor], recomputed: bool
     ) -> None:
         self.cast = cast
         self.inputs = [tensor.grad_fn for tensor in produced if tensor.grad_fn is not None]
@@ -263,7 +266,8 @@ class _Call:
         self.task = -1
         self.start = next_number()
         self.newest_input = max(map(number_of, produced), default=-1)
-        self.index = index
+        self.index = unit.index
+        self.changes = unit.changes
         self.ends_with_gradients = True  # of the unit's parameters, if no input has a producer
         self._recomputed = recomputed
         self._passes_on = False  # it returns its newest input and nothing else
