@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,3 +163,51 @@ def test_hooks_on_what_is_saved_do_not_see_parameters(cluster: Clusters, stage: 
         assert found["mode"] == "graph"
         assert found["host"] == found["counted"] == found["none"]
         assert found["seen"].isdisjoint(found["sizes"])
+
+
+class Deep(nn.Module):
+    """Layers that are larger than what they compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4 * WIDTH, 4 * WIDTH) for _ in range(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layers(x)).square().mean()
+
+
+def several_body(context: Context, stage: int) -> dict[str, tuple[int, list[Tensor], int]]:
+    """By path: the peak of a step with three forwards before one backward, gradients, and reduced bytes."""
+    found, memory = {}, context.accelerator.memory
+    for name, compile in (("eager", None), ("compiled", AOT)):
+        torch.manual_seed(7)
+        model = Deep()
+        units = {"units": ("Linear",)} if stage == 3 else {}
+        config = zero.Config(compile=compile, timeout=20, stage=stage, **units)
+        engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+        for _ in range(2):
+            gc.collect()
+            engine.traffic.clear()
+            memory.reset_peak()
+            before = memory.stats().allocated
+            xs = [batch(engine, step).repeat(1, 4) for step in range(3)]
+            thrown_away = engine(xs[0])
+            engine.backward(sum(engine(x) for x in xs))
+            del thrown_away
+            peak = memory.stats().peak - before
+            gradients = [engine.full_gradient(name).cpu() for name, _ in model.named_parameters()]
+            engine.step()
+        found[name] = peak, gradients, engine.traffic.bytes["all_reduce" if stage == 0 else "reduce_scatter"]
+    return found
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (2, 0), (2, 2), (2, 3)])
+def test_several_forwards_before_a_backward(cluster: Clusters, device: str, size: int, stage: int) -> None:
+    """In no more memory than without compile. Whole gradients that stay anyway are added up before they are
+    reduced; gathered units' are reduced in each graph."""
+    for found in cluster(size).run(several_body, stage=stage, limit=120):
+        (eager_peak, expected, once), (peak, gradients, reduced) = found["eager"], found["compiled"]
+        assert reduced == (3 if stage == 3 else 1) * once
+        torch.testing.assert_close(gradients, expected)
+        if device == "sim":
+            assert peak < 1.02 * eager_peak

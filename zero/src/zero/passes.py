@@ -199,11 +199,11 @@ class Passes(Uncopied):
         if gradient is not None:  # None: there is no gradient, or a compiled graph has handed it over
             self._take(gradients, index, gradient)
 
-    def _take(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
+    def _take(self, gradients: GroupGradients, index: int, gradient: Tensor, more: bool = False) -> None:
         if not self.phase.in_backward:
             raise UsageError(_OUTSIDE)
         self._hooks[gradients.unit].gradient_arrived()
-        self.reducer.receive(gradients, index, gradient)
+        self.reducer.receive(gradients, index, gradient, more)
 
     def _begin_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -246,6 +246,10 @@ class Passes(Uncopied):
         if self.phase.in_backward:
             self.reducer.close(unit)
 
+    def _graph_over(self, unit: ShardedUnit) -> None:
+        if self.phase.in_backward:
+            self.reducer.close_in_graph(unit)
+
     def _gradients_complete(self, unit: ShardedUnit) -> None:
         self._hooks[unit].gradients_complete()
 
@@ -255,8 +259,8 @@ class Passes(Uncopied):
         of_group = {gradients.group: gradients for gradients in self.reducer.all}
         callbacks = Callbacks(
             self._prepare,
-            lambda group, index, gradient: self._take(of_group[group], index, gradient),
-            self._backward_over,
+            lambda group, index, gradient, more: self._take(of_group[group], index, gradient, more),
+            self._graph_over,
         )
         module, config, communicator = self._module, self._config, self._communicator
         return compile_calls(

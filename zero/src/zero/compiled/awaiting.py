@@ -1,4 +1,4 @@
-"""Forwards of graphs that await their backward, and with which weights they were.
+"""Forwards of graphs that await their backward: with which weights they were, and whether others are to come.
 
 Autograd's graph holds the hooks here, where Python's collector does not see, so they hold nothing themselves.
 """
@@ -9,6 +9,10 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.autograd.function import BackwardCFunction
 
 from zero.sharding.alterations import changed_since
 from zero.sharding.sharded_unit import ShardedUnit
@@ -16,26 +20,37 @@ from zero.sharding.tensors import iter_tensors
 
 
 class Awaiting:
-    """The backwards of one engine's graphs."""
+    """The backwards of one engine's graphs. more: whether another is to come behind the one that runs."""
 
     def __init__(self, units: Sequence[ShardedUnit]) -> None:
+        self.more = False
         self._units = units
+        self._nodes: WeakSet[Any] = WeakSet()  # of autograd's, each a graph's backward
 
     def expect(self, result: Any) -> None:
         """A graph's forward has returned this."""
         made_by = (tensor.grad_fn for tensor in iter_tensors(result))
         for node in {node for node in made_by if node is not None}:
-            node.register_prehook(partial(_enter, weakref.ref(self), self._changes()))
+            is_backward = isinstance(node, BackwardCFunction)  # else a view of what the graph has returned
+            ref = weakref.ref(node) if is_backward else None
+            node.register_prehook(partial(_enter, weakref.ref(self), ref, self._changes()))
+            if is_backward:
+                self._nodes.add(node)
 
-    def enter(self, changes: Sequence[int]) -> None:
+    def enter(self, node: Any, changes: Sequence[int]) -> None:
         """Autograd comes to a node. changes: of the weights, when its forward ran."""
         if self._changes() != changes:
             raise changed_since()
+        if node is not None:
+            self._nodes.discard(node)
+            self.more = any(map(torch._C._will_engine_execute_node, self._nodes))
 
     def _changes(self) -> list[int]:
         return [unit.changes for unit in self._units]
 
 
-def _enter(awaiting: weakref.ref[Awaiting], changes: Sequence[int], _: Any) -> None:
+def _enter(
+    awaiting: weakref.ref[Awaiting], node: weakref.ref[Any] | None, changes: Sequence[int], _: Any
+) -> None:
     if (alive := awaiting()) is not None:
-        alive.enter(changes)
+        alive.enter(None if node is None else node(), changes)

@@ -26,7 +26,7 @@ from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit, State
 
-Receive = Callable[[FlatGroup, int, Tensor], None]
+Receive = Callable[[FlatGroup, int, Tensor, bool], None]
 Close = Callable[[ShardedUnit], None]
 Mark = Callable[[str], None]
 Gathered = tuple[int, torch.dtype]
@@ -52,11 +52,12 @@ class Profile:
 class Runtime:
     """One engine's end of the operations; numbers are those of `facts.Facts`.
 
-    receive(group, slot, gradient): takes the gradient of one parameter. close(unit): no further gradient of
-    the unit will come. mark(name): told when a unit is used and when it is done. peak: most bytes of whole
-    units at one time in a graph. profile: of the steps under way; None where nobody watches.
-    activations: those that wait on the host. awaiting: forwards that await their backward. visits: of
-    optimizer state. units: by index.
+    receive(group, slot, gradient, more): takes the gradient of one parameter. more: another graph has one for
+    it, which is to be added before the sum over ranks. close(unit): no further gradient of the unit will come
+    from this graph. mark(name): told when a unit is used and when it is done. peak: most bytes of whole units
+    at one time in a graph. profile: of the steps under way; None where nobody watches. activations: those
+    that wait on the host. awaiting: forwards that await their backward. visits: of optimizer state. units: by
+    index.
     """
 
     def __init__(
@@ -134,8 +135,9 @@ class Runtime:
     def reduce(self, number: int, gradient: Tensor, last: bool) -> None:
         """Take the gradient of a parameter. last: no other one of its unit comes from this graph."""
         unit, group, slot = self._slots[number]
-        self._receive(group, slot, gradient)
-        if last:
+        more = unit.resident and self.awaiting.more
+        self._receive(group, slot, gradient, more)
+        if last and not more:
             self._close(unit)
 
     def reload(self, unit: int) -> None:
@@ -163,6 +165,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         """The graph's backward is over."""
+        self.awaiting.more = False
         if self.profile is not None:
             self.profile.sample()
 
@@ -186,6 +189,7 @@ class Runtime:
     def begin(self) -> None:
         """A forward starts. What a failed backward still held has been dropped by the engine."""
         self._held.clear()
+        self.awaiting.more = False
         self.activations.clear()
         self._forget_released()
 

@@ -63,8 +63,8 @@ class GradientPolicy:
 class GroupGradients:
     """The gradients of one trainable group. slice: what is left of them once they are reduced.
 
-    fired: parameters whose gradient has come in this backward. closed: whether no more will come in this
-        backward.
+    fired: parameters whose gradient has come in this backward, or in its present round. closed: whether no
+        more will come in it.
     whole: the buffer that is being filled. filled: parameters that have a value in it.
     reduced: whether it has been handed to a reduction in this backward.
     have: parameters that got a gradient on this rank since the last agreement. used: those that got one on
@@ -190,6 +190,11 @@ class GroupGradients:
         self.fired.clear()
         self.closed = False
         self.reduced = False
+
+    def begin_round(self) -> None:
+        """The group will be complete once more in this backward."""
+        self.fired = set(self.filled)
+        self.closed = False
 
     def clear(self) -> None:
         """Forget everything of this optimizer step."""

@@ -8,7 +8,8 @@ slice of the *sum* over ranks. Averaging, unscaling and clipping are one factor,
 Buffers are reduced in one fixed order, so that ranks whose graphs differ (a module used on one rank only)
 still issue the same collectives. With several ranks, a buffer waits until the backward of its unit's calls is
 over, even if all its gradients have come: all ranks see that end at the same point, and ranks with different
-orders of gathers and reductions would wait for one another. What is still incomplete at the end of the
+orders of gathers and reductions would wait for one another. Where several compiled graphs run in one
+backward, each is a round of reductions, in the same order. What is still incomplete at the end of the
 backward is agreed on over host memory: a parameter that no rank used has no gradient and is not stepped, as
 with `grad = None`.
 """
@@ -110,14 +111,16 @@ class GradientReducer:
         for gradients in self.all:
             gradients.begin_backward()
 
-    def receive(self, gradients: GroupGradients, index: int, gradient: Tensor) -> None:
+    def receive(self, gradients: GroupGradients, index: int, gradient: Tensor, more: bool = False) -> None:
         """Take one parameter's gradient, which autograd has accumulated.
 
         It may not be the parameter's first: reentrant checkpointing runs a backward inside the backward, and
-        no gradient tells when that one ends.
+        no gradient tells when that one ends. more: another graph has a gradient to be added to this one.
         """
         again = index in gradients.fired
         gradients.add(index, gradient)
+        if more:
+            gradients.fired.discard(index)
         if not gradients.full:
             return
         if self._alone:
@@ -129,6 +132,19 @@ class GradientReducer:
         """The backward of the unit's calls is over: none of its parameters will get another gradient."""
         for gradients in self._by_unit.get(unit, ()):
             self._close(gradients)
+
+    def close_in_graph(self, unit: ShardedUnit) -> None:
+        """Close what one compiled graph has of the unit, where several graphs may run in one backward.
+
+        All ranks that gather a unit run the same graphs: once all groups are reduced, another round begins.
+        """
+        mine = self._by_unit.get(unit, ())
+        again = self._next == len(self._order) and any(g.closed and g.filled for g in mine)
+        if again and not (unit.resident or self._copies):
+            self._next = 0
+            for gradients in self.all:
+                gradients.begin_round()
+        self.close(unit)
 
     def _close(self, gradients: GroupGradients) -> None:
         if not gradients.closed:
