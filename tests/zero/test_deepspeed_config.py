@@ -132,7 +132,8 @@ def test_tiers() -> None:
         ({"fp16": {"enabled": True, "min_loss_scale": 128}}, "'fp16.min_loss_scale': .* has no minimum"),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window = 0"),
         ({"zero_optimization": {"stage": 1.5}}, "is 1.5: expected a whole number"),
-        ({"tensorboard": {"enabled": True}}, "'tensorboard.enabled': no counterpart"),
+        ({"tensorboard": {"enabled": True}}, "'tensorboard.enabled': only reports, changes no value"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "'data_types.grad_accum_dtype': no counterpart"),
         ({"communication_data_type": "int4"}, "'int4', none of fp32, fp16, bf16"),
         (
             {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
@@ -161,11 +162,18 @@ def test_auto_is_refused_only_where_its_value_would_count() -> None:
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     }
     assert zero.from_deepspeed(given) == zero.Config(stage=3)
+    tuning = {
+        "aio": {"block_size": 1048576, "queue_depth": 8, "single_submit": False, "overlap_events": True}
+    }
+    same = {"data_types": {"grad_accum_dtype": "fp32"}}
+    assert zero.from_deepspeed({**given, **tuning, **same}) == zero.Config(stage=3)
     given["fp16"] = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000}
     given["optimizer"] = {"params": {"lr": "auto"}}
     with pytest.raises(zero.ConfigError) as caught:
         zero.from_deepspeed(given)
     problems = str(caught.value).partition(": ")[2]
+    with pytest.raises(zero.ConfigError, match=r"'train_batch_size' is 'auto': write the value$"):
+        zero.from_deepspeed({"train_batch_size": "auto"})
     assert problems.startswith("'fp16.enabled' is 'auto': write the value; 'optimizer.params.lr': make it in")
     assert "loss_scale" not in problems
 

@@ -219,3 +219,38 @@ def refused_block_body(context: Context) -> None:
 
 def test_a_block_that_is_refused_holds_no_other_engine(cluster: Clusters) -> None:
     cluster(2).run(refused_block_body)
+
+
+def averaged_body(context: Context, stage: int, settings: dict[str, Any]) -> list[str]:
+    """Names whose average, kept of this rank's slices as the guide says, is not that of whole masters."""
+    model = fresh()
+    optimizer = adamw(model)
+    engine = zero.initialize(model, optimizer, zero.Config(stage=stage, timeout=20, **settings))
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+    def masters() -> list[Tensor]:
+        return [piece.detach() for group in optimizer.param_groups for piece in group["params"]]
+
+    average = [master.clone() for master in masters()]
+    whole = {name: engine.full_master(name).clone() for name in names}
+    for step in range(STEPS):
+        engine.backward(language_loss(model, step, context.rank))
+        engine.step()
+        for mean, master in zip(average, masters(), strict=True):
+            mean.lerp_(master, 0.25)
+        for name, mean in whole.items():
+            mean.lerp_(engine.full_master(name), 0.25)
+    for master, value in zip(masters(), average, strict=True):
+        master.copy_(value)
+    engine.refresh_weights()
+    wrong = [name for name in names if not torch.equal(engine.full_master(name), whole[name])]
+    shown = engine.state_dict()
+    return wrong + [n for n in shown if n in whole and not torch.equal(shown[n], whole[n].to(shown[n]).cpu())]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_averages_of_slices_are_those_of_whole_masters(cluster: Clusters, stage: int) -> None:
+    host = zero.Offload(optimizer="host")
+    for settings in ({}, {"precision": "bf16"}, {"precision": "bf16", "offload": host}):
+        for wrong in cluster(2).run(averaged_body, stage=stage, settings=settings):
+            assert wrong == []

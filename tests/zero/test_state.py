@@ -26,6 +26,7 @@ from tests.zero.models import LanguageModel, Stack, device_of, features, tokens
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.test_paths import STRAIGHT
 from tests.zero.training import adamw, train_zero
+from zero.counterparts import COUNTERPARTS
 from zero.deferred import deferred_init
 
 
@@ -759,3 +760,23 @@ def test_a_model_that_is_only_read_takes_no_optimizer_state(
     cluster: Clusters, stage: int, tmp_path: Path
 ) -> None:
     cluster(2).run(read_only_body, stage=stage, path=str(tmp_path / "teacher"))
+
+
+def habits_body(context: Context) -> dict[str, str]:
+    model = nn.Linear(4, 4)
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
+    found = {}
+    for name in (*COUNTERPARTS, "parameters", "in_features", "no_such_thing"):
+        with pytest.raises(AttributeError) as caught:
+            getattr(engine, name)
+        found[name] = str(caught.value)
+    return found
+
+
+def test_names_of_other_engines_say_what_to_write(cluster: Clusters) -> None:
+    (found,) = cluster(1).run(habits_body)
+    assert "set zero.Config(clip_norm=...)" in found["clip_grad_norm_"]
+    assert "use engine.module.parameters" in found["parameters"]
+    assert "use engine.module.in_features" in found["in_features"]
+    assert found["no_such_thing"] == "a zero.Engine has no attribute 'no_such_thing'"
+    assert all(found[name].endswith(said) for name, said in COUNTERPARTS.items())

@@ -20,6 +20,13 @@ from zero.settings.offload import Offload
 
 T = TypeVar("T", bool, int, float, str)
 TUNING = (
+    "aio.block_size",
+    "aio.intra_op_parallelism",
+    "aio.overlap_events",
+    "aio.queue_depth",
+    "aio.single_submit",
+    "aio.thread_count",
+    "aio.use_gds",
     "dump_state",
     "log_level",
     "memory_breakdown",
@@ -56,6 +63,7 @@ TUNING = (
     "zero_optimization.use_multi_rank_bucket_allreduce",
 )
 NEUTRAL = {
+    "data_types.grad_accum_dtype": "fp32",  # sums of micro-batches always are
     "fp16.hysteresis": 2,  # DeepSpeed's default, which files spell out: what the engine does is in the guide
     "fp16.min_loss_scale": 1,
     "gradient_predivide_factor": 1.0,
@@ -72,6 +80,11 @@ HINTS = {
     "optimizer": "make it in the program, e.g. torch.optim.AdamW(model.parameters(), lr=1e-4), and pass it "
     "to zero.initialize",
     "scheduler": "make it in the program, from torch.optim.lr_scheduler",
+    "seed": "call torch.manual_seed in the program",
+    **dict.fromkeys(
+        ("comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "wandb"),
+        "only reports, changes no value; remove it (engine.traffic and engine.memory_report() have figures)",
+    ),
     "torch_autocast": "run the model under torch.autocast (in float16 with loss_scale='dynamic')",
     "bfloat16": "an old name; write 'bf16'",
     "zero_optimization.cpu_offload": "an old name; write 'offload_optimizer': {'device': 'cpu'}",
@@ -140,9 +153,8 @@ class _Leaves:
 
     def count(self, path: str) -> int:
         """Take a count of 1 or more; 0 if none is given."""
-        given = path in self._values
-        value = self.take(path, 0)
-        if given and value < 1:
+        given, value = self._values.get(path), self.take(path, 0)
+        if value < 1 and isinstance(given, (int, float)):
             self.problem(f"{path!r} has to be 1 or more")
         return max(value, 0)
 

@@ -20,6 +20,7 @@ from zero.checkpoint.load import Loaded, Options
 from zero.checkpoint.names import Rename
 from zero.communication.communicator import Communicator, Traffic
 from zero.config import Config
+from zero.counterparts import missing
 from zero.errors import UsageError, some
 from zero.gradients.absent import AbsentGradients
 from zero.gradients.factor import GradientFactor
@@ -137,6 +138,9 @@ class Engine:
                 raise _asking_to_repeat("forward") from error
         self.accelerator.rng.set_state(before)
         return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(name, self.__dict__.get("module"))  # called for what is not there only
 
     def backward(self, loss: Tensor) -> None:
         """Run autograd from `loss` (one element) and reduce the gradients.
