@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.compiled.models import WIDTH
+from tests.zero.compiled.models import WIDTH, Transformer, tokens
 from tests.zero.models import device_of
 from tests.zero.training import adamw
 
@@ -211,3 +211,51 @@ def test_several_forwards_before_a_backward(cluster: Clusters, device: str, size
         torch.testing.assert_close(gradients, expected)
         if device == "sim":
             assert peak < 1.02 * eager_peak
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "some stay whole": {"persistent_below": 200},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "local accumulation": {"gradient_accumulation_steps": 2, "accumulate": "local"},
+    "clipped": {"clip_norm": 0.1, "stage": 2},
+    "gradients on the host": {"offload": zero.Offload(optimizer="host", gradients="host")},
+    "ahead": {"offload": zero.Offload(optimizer="host", overlap=True)},
+    "sent in bf16": {"reduce_dtype": "bf16", "persistent_below": 200},
+}
+
+
+def several_steps(engine: zero.Engine) -> list[Tensor]:
+    """Losses of steps with one to three forwards before each backward, and the masters in the end."""
+    losses, number = [], 0
+    for forwards in (1, 3, 2, 3):
+        while not engine.is_boundary:
+            sequences = [tokens(10 * number + n, engine.rank, engine.module) for n in range(forwards)]
+            loss = sum(engine(sequence) for sequence in sequences)
+            engine.backward(loss)
+            losses.append(loss.detach().cpu())
+            number += 1
+        engine.step()
+    return losses + [engine.full_master(name).cpu() for name, _ in engine.module.named_parameters()]
+
+
+def settings_body(context: Context) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    found = {}
+    for name, settings in SETTINGS.items():
+        values = []
+        for compile in (None, AOT):
+            torch.manual_seed(7)
+            model = Transformer(layers=2)
+            config = zero.Config(compile=compile, timeout=20, **settings)
+            values.append(several_steps(zero.initialize(model, adamw(model), config)))
+        found[name] = values[0], values[1]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_forwards_train_alike_with_other_settings(cluster: Clusters, size: int) -> None:
+    for found in cluster(size).run(settings_body, limit=200):
+        for name, (eager, compiled) in found.items():
+            atol = 3e-2 if name == "sent in bf16" else 1e-5
+            torch.testing.assert_close(
+                compiled, eager, atol=atol, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
