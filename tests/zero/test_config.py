@@ -39,6 +39,12 @@ from zero.setup.checks import check_model
         ({"loss_scale": "static"}, "loss_scale = 'static'"),
         ({"loss_scale_window": 0}, "loss_scale_window = 0"),
         ({"units": 3}, "units = 3"),
+        ({"units": [nn.Linear(2, 2)]}, "write the class, Linear, or its name"),
+        ({"autocast_modules": (nn.Linear(2, 2),)}, "write the class, Linear, or its name"),
+        (
+            {"offload": "host"},
+            "offload = 'host': write 'auto', or what is to leave the device: zero.Offload(",
+        ),
         ({"persistent_below": -1}, "persistent_below = -1"),
         ({"prefetch": -1}, "prefetch = -1"),
         ({"cast_inputs": "yes"}, "cast_inputs = 'yes'"),

@@ -87,7 +87,18 @@ class Config(Validated):
     def _as_tuple(cls, value: Any) -> Any:
         if isinstance(value, type) or (isinstance(value, str) and value != "auto"):
             return (value,)
-        return tuple(value) if isinstance(value, (list, set, frozenset)) else value
+        given = tuple(value) if isinstance(value, (list, set, frozenset)) else value
+        for module in given if isinstance(given, tuple) else ():
+            if isinstance(module, nn.Module):
+                raise ValueError(f"write the class, {type(module).__name__}, or its name instead of a module")
+        return given
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def _as_offload(cls, value: Any) -> Any:
+        if isinstance(value, str) and value != "auto":
+            raise ValueError("write 'auto', or what is to leave the device: zero.Offload(optimizer='host')")
+        return value
 
     @field_validator("compile", mode="before")
     @classmethod
