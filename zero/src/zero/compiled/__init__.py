@@ -1,6 +1,6 @@
 """Training through torch.compile: ZeRO-3 as passes over graphs.
 
-Rooms, lowest first:
+Modules, lowest first:
 
 split, facts            units for graphs; what passes know of the engine, without tensors
 activations, runtime    what the operations in graphs do to the engine

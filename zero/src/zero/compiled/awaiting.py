@@ -1,6 +1,7 @@
-"""Forwards of graphs that await their backward: with which weights they were, and whether others are to come.
+"""Forwards of compiled graphs that await their backward: the weights they had, and which are still to run.
 
-Autograd's graph holds the hooks here, where Python's collector does not see, so they hold nothing themselves.
+Autograd's graph holds these hooks where Python's garbage collector does not see it, so they hold only weak
+references.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zero.sharding.tensors import iter_tensors
 
 
 class Awaiting:
-    """The backwards of one engine's graphs. more: whether another is to come behind the one that runs."""
+    """The backwards of one engine's graphs. more: whether another one follows the one that is running."""
 
     def __init__(self, units: Sequence[ShardedUnit]) -> None:
         self.more = False
@@ -28,7 +29,7 @@ class Awaiting:
         self._nodes: WeakSet[Any] = WeakSet()  # of autograd's, each a graph's backward
 
     def expect(self, result: Any) -> None:
-        """A graph's forward has returned this."""
+        """Note the result of a graph's forward, whose backward is to come."""
         made_by = (tensor.grad_fn for tensor in iter_tensors(result))
         for node in {node for node in made_by if node is not None}:
             is_backward = isinstance(node, BackwardCFunction)  # else a view of what the graph has returned
@@ -38,7 +39,7 @@ class Awaiting:
                 self._nodes.add(node)
 
     def enter(self, node: Any, changes: Sequence[int]) -> None:
-        """Autograd comes to a node. changes: of the weights, when its forward ran."""
+        """Note that autograd has reached a node. changes: counts of changes when its forward ran."""
         if self._changes() != changes:
             raise changed_since()
         if node is not None:

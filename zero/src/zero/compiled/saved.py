@@ -1,6 +1,6 @@
-"""What autograd saves for a graph's backward, where the user has hooks on it: `save_on_cpu()` and the like.
+"""The user's hooks on saved tensors, such as `save_on_cpu()`, around a compiled graph.
 
-Parameters are saved without values, to be gathered again, so hooks that read or copy do not see them.
+Parameters are saved without values and gathered again, so hooks that read or copy must not see them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @dataclass(frozen=True)
 class _Packed:
-    """What the user's hook has made of a tensor."""
+    """What the user's hook returned for a tensor."""
 
     value: Any
 
 
 def hooks_spare_parameters() -> AbstractContextManager[Any]:
-    """Around a graph's forward: hooks that are in force are called for everything but parameters."""
+    """Have the hooks in force called for everything but parameters, around a graph's forward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return nullcontext()

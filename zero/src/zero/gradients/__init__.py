@@ -1,7 +1,7 @@
 """From autograd to this rank's slice: flat buffers, reduction, and the one factor they are multiplied by.
 
-Rooms, lowest first: `absent` (what `param.grad` is between backward and step), `loss_scale`, `reduced_slice`
-(what is left of a group's gradients, in its tier), `group_gradients` (their whole buffer while backward
-runs), `copy_sums` (sums over several copies of the model), `reducer` (all groups, in one order on all ranks),
-`factor` (averaging, unscaling and clipping as one number).
+Modules, lowest first: `absent` (what `param.grad` is between backward and step), `loss_scale`,
+`reduced_slice` (what is left of a group's gradients, in its tier), `group_gradients` (their whole buffer
+while backward runs), `copy_sums` (sums over several copies of the model), `reducer` (all groups, in one order
+on all ranks), `factor` (averaging, unscaling and clipping as one number).
 """

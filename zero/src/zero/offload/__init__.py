@@ -1,6 +1,6 @@
 """What lives where, by measurement: the memory tracer, the margin rule, and state moved to make room.
 
-Rooms, lowest first: `memory_report` (device memory over a step, for people), `memory_tracer` (which follows
+Modules, lowest first: `memory_report` (device memory over a step, for people), `memory_tracer` (which follows
 it), `temporaries` (what an update takes beside state), `forecast` (the peak with other state on the device),
 `second_try` (an operation that found no room, repeated), `balance` (`offload="auto"`); `parking` (all state
 out of the device for a while).

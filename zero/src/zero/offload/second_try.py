@@ -42,9 +42,9 @@ class SecondTry:
         self._under_way: set[object] = set()  # forwards and backwards, one inside another
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Have it around their calls: no hook comes behind a KeyboardInterrupt."""
+        """Wrap the calls of these modules. Hooks would not do: none runs after a KeyboardInterrupt."""
         for module in modules:
-            module._compiled_call_impl = self._watched(module)  # where calls of the module come to
+            module._compiled_call_impl = self._watched(module)  # what `module(...)` calls, if set
 
     def _watched(self, module: nn.Module) -> Callable[..., Any]:
         call = module._compiled_call_impl or module._call_impl
@@ -62,7 +62,7 @@ class SecondTry:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Around a backward, on every thread that autograd runs for it."""
-        self._under_way.clear()  # where an interrupt came into the end of one, or between begin and body
+        self._under_way.clear()  # an interrupt may have left some: none is under way in a new backward
         this = object()
         try:
             self._begin(this, True, None)

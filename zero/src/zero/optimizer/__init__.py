@@ -1,6 +1,6 @@
 """The user's optimizer over this rank's pieces.
 
-Rooms, lowest first:
+Modules, lowest first:
 
 joint                   several optimizers as one
 lion, kernel_rules      which optimizers a kernel serves, and with what state; Lion, which torch lacks
