@@ -181,7 +181,9 @@ def bandwidth_(
 
 @app.command("collectives")
 def collectives_(
-    megabytes: Annotated[str, typer.Option(help="Sizes of the whole buffer, comma-separated.")] = "1,8,64",
+    megabytes: Annotated[
+        str, typer.Option(help="Sizes of the whole buffer, comma-separated.")
+    ] = "0.001,1,8,64",
     ranks: Ranks = 2,
     threads: Threads = 1,
     rounds: Rounds = 9,
@@ -190,7 +192,7 @@ def collectives_(
     markdown: MarkdownFile = None,
     name: Name = "",
 ) -> None:
-    """All-gather and reduce-scatter through accelz and through plain gloo."""
+    """Collectives through accelz, with and without shared memory, and through plain gloo."""
     options = collectives.CollectivesOptions(_sizes(megabytes), ranks, threads, rounds, limit)
     _report([partial(collectives.run, options)], Outputs(json, markdown, name))
 
@@ -355,13 +357,15 @@ def _peers(names: str) -> tuple[str, ...]:
     return chosen
 
 
-def _sizes(megabytes: str) -> tuple[int, ...]:
+def _sizes(megabytes: str) -> tuple[float, ...]:
     try:
-        sizes = tuple(int(size) for size in megabytes.split(","))
+        sizes = tuple(float(size) for size in megabytes.split(","))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise typer.BadParameter(f"--megabytes takes positive whole numbers like 1,8,64; got {megabytes!r}")
+    if not sizes or not 0.001 <= min(sizes) <= max(sizes) < 1e6:
+        raise typer.BadParameter(
+            f"--megabytes takes numbers from 0.001 up, such as 0.001,1,64; got {megabytes!r}"
+        )
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""All-gather, reduce-scatter and all-to-all of bf16 through accelz, against plain gloo and a memory copy."""
+"""Collectives of bf16 through accelz, against plain gloo and a memory copy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import accelz
+from accelz.collectives import Collectives
+from accelz.gloo_lanes import GlooLanes
 from benchmarks.job import Job
 from benchmarks.result import Result, ratio, spread
 
@@ -21,7 +23,7 @@ from benchmarks.result import Result, ratio, spread
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-OPERATIONS = ("all_gather", "reduce_scatter", "all_to_all")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 MEGABYTE = 1_000_000
 TURN_BYTES = 64 * MEGABYTE  # small operations are repeated until a turn moves this many bytes
 
@@ -33,7 +35,7 @@ class CollectivesOptions:
     megabytes: sizes of the whole buffer (10^6 bytes). limit: seconds that one call may take.
     """
 
-    megabytes: tuple[int, ...] = (1, 8, 64)
+    megabytes: tuple[float, ...] = (0.001, 1, 8, 64)
     ranks: int = 2
     threads: int = 1
     rounds: int = 9
@@ -41,12 +43,15 @@ class CollectivesOptions:
 
 
 class CollectivesRank:
-    """Both libraries in one process, which is fair because they hold nothing between calls."""
+    """All of them in one process, which is fair because they hold nothing between calls.
+
+    lanes: accelz between ranks that share no memory, or of a device without a library of its own.
+    """
 
     def __init__(self, timeout: float) -> None:
         collectives = accelz.current().collectives
         self._group = collectives.init(timeout)
-        self._accelz = collectives
+        self._accelz, self._lanes = collectives, GlooLanes()
         self._gloo: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._rank, self._size = self._group.rank, self._group.size
 
@@ -63,29 +68,38 @@ class CollectivesRank:
         return {name: self._time(call, repeats) for name, call in self._calls.items()}
 
     def _make_calls(self, operation: str, other: Tensor) -> dict[str, Callable[[], object]]:
-        full, shard, accelz, group, gloo = self._full, self._shard, self._accelz, self._group, self._gloo
+        full, shard, group, gloo = self._full, self._shard, self._group, self._gloo
         self._parts, even = torch.zeros_like(full), [shard.numel()] * self._size
         parts = self._parts
-        calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-            "all_gather": (
-                lambda: accelz.all_gather(full, shard, group),
-                lambda: _gather(full, shard, group=gloo),
-            ),
-            "reduce_scatter": (
-                lambda: accelz.reduce_scatter(shard, full, group),
-                lambda: _scatter(shard, full, group=gloo),
-            ),
-            "all_to_all": (
-                lambda: accelz.all_to_all(full, parts, even, even, group),
-                lambda: dist.all_to_all_single(full, parts, group=gloo),
-            ),
+
+        def through(calls: Collectives) -> dict[str, Callable[[], object]]:
+            return {
+                "all_gather": lambda: calls.all_gather(full, shard, group),
+                "reduce_scatter": lambda: calls.reduce_scatter(shard, full, group),
+                "all_reduce": lambda: calls.all_reduce(full, group),
+                "all_to_all": lambda: calls.all_to_all(full, parts, even, even, group),
+            }
+
+        plain: dict[str, Callable[[], object]] = {
+            "all_gather": lambda: _gather(full, shard, group=gloo),
+            "reduce_scatter": lambda: _scatter(shard, full, group=gloo),
+            "all_reduce": lambda: dist.all_reduce(full, group=gloo),
+            "all_to_all": lambda: dist.all_to_all_single(full, parts, group=gloo),
         }
-        mine, theirs = calls[operation]
-        return {"accelz": mine, "gloo": theirs, "copy": lambda: full.copy_(other)}
+        return {
+            "accelz": through(self._accelz)[operation],
+            "lanes": through(self._lanes)[operation],
+            "gloo": plain[operation],
+            "copy": lambda: full.copy_(other),
+        }
 
     def _is_right(self, operation: str, call: Callable[[], object]) -> bool:
         ranks = torch.arange(1, self._size + 1, dtype=torch.bfloat16)
         whole = ranks.repeat_interleave(self._shard.numel())
+        if operation == "all_reduce":
+            self._full.fill_(self._rank + 1)
+            call()
+            return bool((self._full == ranks.sum()).all())
         if operation != "reduce_scatter":
             self._full.zero_()
             self._shard.fill_(self._rank + 1)
@@ -110,7 +124,7 @@ def run(options: CollectivesOptions) -> Result:
     with Job(CollectivesRank, (options.limit,), options.ranks, options.threads, options.limit) as job:
         for operation in OPERATIONS:
             for megabytes in options.megabytes:
-                rows += _measure(job, operation, megabytes * MEGABYTE, options.rounds)
+                rows += _measure(job, operation, round(megabytes * MEGABYTE), options.rounds)
     return Result("collectives", asdict(options), rows)
 
 

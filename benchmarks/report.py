@@ -29,7 +29,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _megabytes(size: float) -> str:
-    return f"{size / 1e6:.0f}"
+    return f"{size / 1e6:.0f}" if size >= 1e6 or not size else f"{size / 1e6:.2g}"
 
 
 def _gigabytes(size: float) -> str:
@@ -186,7 +186,10 @@ LEGENDS: dict[Kind, str] = {
         "copy: of the fp32 bytes, read and written around it by as many threads, and synced. of copy: bytes "
         "a second, in and out. Ratios are taken within each round. peak: resident."
     ),
-    "collectives": "MB: the whole buffer. copy: of a buffer of that size, for comparison.",
+    "collectives": (
+        "MB: the whole buffer. accelz: shared memory. lanes: accelz between ranks that share none. copy: of "
+        "a buffer of that size, for comparison."
+    ),
 }
 
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore, Store
 
+from accelz import direct_exchange
 from accelz.errors import CollectiveError
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -228,6 +230,9 @@ class Collectives:
         return cast(dist.Work, work)
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
+        if tensor.device.type == "cpu" and direct_exchange.is_small(tensor.nbytes, group.size):
+            exchange = partial(dist.all_to_all_single, group=group.process_group, async_op=True)
+            return direct_exchange.all_reduce(tensor, group.size, op, exchange)
         return cast(dist.Work, dist.all_reduce(tensor, op, group=group.process_group, async_op=True))
 
     def _start_broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:

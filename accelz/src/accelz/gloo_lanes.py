@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.distributed import Store
 from torch.distributed.distributed_c10d import PrefixStore
 
+from accelz import direct_exchange
 from accelz.collectives import Collectives, Group
+from accelz.direct_exchange import is_small
 from accelz.errors import CollectiveError
 from accelz.polled_store import PolledStore
 
@@ -98,17 +100,18 @@ class GlooLanes(Collectives):
         self._lanes.clear()
 
     def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
+        if is_small(shard.nbytes, group.size):
+            return direct_exchange.all_gather(output, shard, group.size, self._exchange("all_gather", group))
         work: dist.Work = self._lane("all_gather", output.nbytes, group)._allgather_base(output, shard)
         return work
 
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = op
-        lane = self._lane("reduce_scatter", full.nbytes, group)
-        work: dist.Work = lane._reduce_scatter_base(output, full, options)
-        return work
+        exchange = self._exchange("reduce_scatter", group)
+        return direct_exchange.reduce_scatter(output, full, group.size, op, exchange)
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
+        if is_small(tensor.nbytes, group.size):
+            return direct_exchange.all_reduce(tensor, group.size, op, self._exchange("all_reduce", group))
         options = dist.AllreduceOptions()
         options.reduceOp = op
         work: dist.Work = self._lane("all_reduce", tensor.nbytes, group).allreduce([tensor], options)
@@ -133,7 +136,7 @@ class GlooLanes(Collectives):
         """Raise, on every rank, unless each expects what the others send. Waits for all of them."""
         mine = torch.tensor([*sent, *received], device="cpu")
         every = mine.new_empty(group.size, 2, group.size)
-        self._lane("all_gather", every.nbytes, group)._allgather_base(every.view(-1), mine).wait()
+        GlooLanes._start_all_gather(self, every.view(-1), mine, group).wait()  # on the host, in any subclass
         wrong = (every[:, 0] != every[:, 1].T).nonzero().tolist()
         if wrong:
             source, target = wrong[0]
@@ -141,6 +144,12 @@ class GlooLanes(Collectives):
                 f"all_to_all: rank {target} expects {every[target, 1, source]} bytes of rank {source}, which "
                 f"sends {every[source, 0, target]}: sent and received must fit"
             )
+
+    def _exchange(self, operation: str, group: Group) -> direct_exchange.Exchange:
+        """An all-to-all of equal parts in the lane of `operation`."""
+        return lambda received, sent: self._lane(operation, sent.nbytes, group).alltoall_base(
+            received, sent, [], []
+        )
 
     def _lane(self, operation: str, nbytes: int, group: Group) -> Any:
         process_group = group.process_group

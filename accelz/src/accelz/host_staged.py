@@ -6,33 +6,14 @@ Copy out, gloo, copy back: correct on any device, and as slow as its copies. Hos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Lock
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from accelz.collectives import Group
+from accelz.direct_exchange import FinishedOnWait
 from accelz.gloo_lanes import GlooLanes
-
-
-class StagedWork(dist.Work):
-    """gloo's work on a host copy. The first `wait` copies the result to the device."""
-
-    def __init__(self, inner: dist.Work, host: Tensor, target: Tensor) -> None:
-        super().__init__()
-        self._inner = inner
-        self._staged: tuple[Tensor, Tensor] | None = (host, target)
-        self._lock = Lock()
-
-    def wait(self, timeout: Any = None) -> bool:
-        with self._lock:  # a second thread must not return before the copy, nor overwrite newer values
-            if self._staged is not None:
-                self._inner.wait()
-                host, target = self._staged
-                target.copy_(host)
-                self._staged = None
-        return True
 
 
 class HostStaged(GlooLanes):
@@ -66,4 +47,4 @@ def _staged(target: Tensor, start: Callable[[Tensor], dist.Work], filled: bool) 
     if target.device.type == "cpu":
         return start(target)
     host = target.cpu() if filled else target.new_empty(target.shape, device="cpu")
-    return StagedWork(start(host), host, target)
+    return FinishedOnWait(start(host), lambda: target.copy_(host))
