@@ -107,12 +107,11 @@ def rebind(parameter: nn.Parameter, value: Tensor) -> None:
     Where `.data` does not accept a tensor of the other type (a host Parameter moving to a device that torch
     treats as foreign), the Parameter's innards are swapped; this requires a leaf that no graph holds.
     """
-    if parameter.device.type == value.device.type:
-        parameter.data = value
-        return
     try:
         parameter.data = value
     except RuntimeError:
+        if parameter.device.type == value.device.type:
+            raise
         _swap_innards(parameter, value)
 
 
