@@ -103,7 +103,8 @@ class Passes(Uncopied):
             self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
             self._forget_interrupted()
             self.reducer.begin_backward(last)
-            with nullcontext() if self._second_try is None else self._second_try.on():
+            again = nullcontext() if self._second_try is None else self._second_try.on()
+            with again, self._progress.in_one_thread():
                 yield
             self.reducer.finish_backward()
         finally:

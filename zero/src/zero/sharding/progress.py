@@ -19,15 +19,18 @@ task        one run of autograd over a graph. A backward inside a backward (reen
             of its own, with a larger number, and is over before the outer one goes on.
 past        autograd is past a call when the call's whole backward has run.
 
-Each device has a thread. If a graph is on the host as well (`mixed`), nodes of one do not wait for newer ones
-of the other; a call then counts as over when the gradient of its newest input is ready, as far as that tells.
+By itself, autograd has a thread for each device, and nodes of one do not wait for newer ones of another. So
+the engine's backward runs all nodes in the calling thread, newest first: otherwise, if a graph is partly on
+the host (`mixed`), ranks could come to its nodes in different orders. Where a user runs autograd over a mixed
+graph, as torch.autograd.grad does, a call counts as over when the gradient of its newest input is ready.
 """
 
 from __future__ import annotations
 
 import weakref
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from threading import RLock
@@ -65,11 +68,22 @@ class Progress:
         self._device_type = device_type
         self._on_entry = on_entry
         self._mixed = False  # some nodes are on other devices
+        self._one_thread = False
         self._entered = -1  # the newest task so far
         self._ahead: list[Passed] = []  # by task and start
         self._lock = RLock()
         # The producer, and what to call. Not an attribute of the tensor, which users may want to save.
         self._watched: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    @contextmanager
+    def in_one_thread(self) -> Iterator[None]:
+        """Let autograd run its nodes in the calling thread, newest first, whatever device they are on."""
+        self._one_thread = True
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
+        finally:
+            self._one_thread = False
 
     def expect(self, call: Passed) -> None:
         """Note that the call's backward will come in this task, or has begun."""
@@ -95,19 +109,23 @@ class Progress:
     def _pop_past(self, task: int, number: int) -> Passed | None:
         """Take out the newest call that autograd is past; None if there is none.
 
-        Unless the graph is mixed, autograd is past no call if it is not past the newest one.
+        If nodes run newest first, autograd is past no call if it is not past the newest one.
         """
         with self._lock:
             for place in reversed(range(len(self._ahead))):
                 call = self._ahead[place]
                 if call.task > task or (call.task == task and self._is_past(call, number)):
                     return self._ahead.pop(place)
-                if not self._mixed:
+                if self._newest_first:
                     break
         return None
 
     def _is_past(self, call: Passed, number: int) -> bool:
-        return call.newest_input == number if self._mixed else call.start > number
+        return call.start > number if self._newest_first else call.newest_input == number
+
+    @property
+    def _newest_first(self) -> bool:
+        return self._one_thread or not self._mixed
 
     def reset(self) -> None:
         """Expect no more calls: before and after a backward, or after an exception."""
