@@ -98,6 +98,39 @@ def test_ranks_that_gather_other_units_are_told_so(disposable: Ranks, path: tupl
         assert seconds < 4 * TIMEOUT
 
 
+def unequal_body(context: Context) -> list[str]:
+    """Models, settings and optimizers that differ; nothing of any model may have been touched."""
+    rank, found = context.rank, []
+
+    def refused(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
+        whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with pytest.raises(zero.RankMismatchError) as caught:
+            zero.initialize(model, optimizer, zero.Config(timeout=TIMEOUT, **settings))
+        assert all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
+        found.append(str(caught.value))
+
+    wider = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + rank))
+    refused(wider, decaying(wider))
+    deeper = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 + rank)))
+    refused(deeper, decaying(deeper))
+    same = nn.Sequential(nn.Linear(4, 4))
+    refused(same, decaying(same), prefetch=1 + rank)
+    refused(same, decaying(same), compile=zero.Compile(inner="aot_eager", prefetch_budget=1000 * rank))
+    refused(same, (torch.optim.SGD if rank else torch.optim.AdamW)(same.parameters(), lr=0.1))
+    return found
+
+
+def test_ranks_that_disagree_are_told_where(cluster: Clusters) -> None:
+    for wider, deeper, setting, compiling, optimizer in cluster(2).run(unequal_body, limit=60):
+        assert "1.weight (4, 4) torch.float32" in wider
+        assert "1.weight (5, 4) torch.float32" in wider
+        assert "nothing on rank 0" in deeper or "on rank 0 and" in deeper
+        assert "2.weight" in deeper
+        assert "Config(prefetch=...): 1 on rank 0 and 2 on rank 1" in setting
+        assert '"prefetch_budget":1000' in compiling
+        assert "AdamW" in optimizer
+
+
 def other_writer_body(context: Context) -> tuple[str, float]:
     model = fresh(None)
     zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))

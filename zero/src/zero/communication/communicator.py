@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -257,18 +258,23 @@ class Communicator:
             self._exchange("usage", flags)
         return flags
 
-    def check_equal(self, digests: Mapping[str, int]) -> None:
-        """Raise RankMismatchError unless every rank passes the same digest under every name."""
+    def check_equal(self, facts: Mapping[str, str]) -> None:
+        """Raise RankMismatchError unless every rank passes the same text under every name.
+
+        facts: the same names on all ranks. A text has a fact a line; the error shows the first that differs.
+        """
         if self.group.size == 1:
             return
-        mine = list(digests.values())
+        mine = [crc32(text.encode()) for text in facts.values()]
         ballot = torch.tensor([mine, [-each for each in mine]], dtype=torch.int64, device=HOST)
         self._exchange("settings and model", ballot)
         highest, lowest = ballot.tolist()
-        unequal = [what for what, high, low in zip(digests, highest, lowest, strict=True) if high != -low]
+        unequal = [what for what, high, low in zip(facts, highest, lowest, strict=True) if high != -low]
         if unequal:
+            every = self.share_all(facts[unequal[0]].splitlines())
             raise RankMismatchError(
-                f"the ranks disagree about {' and '.join(unequal)}: these must be the same on all of them"
+                f"the ranks disagree about {' and '.join(unequal)}: {_first_difference(every)}. These must "
+                "be the same on all of them"
             )
 
     def share(self, value: Any) -> Any:
@@ -378,6 +384,16 @@ class Communicator:
         """Say where the ranks' collectives diverge; "" if they agree."""
         log = dict(self._log)
         return self._reports.difference(log, self._reports.exchange(log))
+
+
+def _first_difference(every: Sequence[Sequence[str]]) -> str:
+    """Show the first line in which a rank differs from rank 0. every: lines by rank, not all equal."""
+    return next(
+        f"{first} on rank 0 and {other} on rank {rank}"
+        for rank, lines in enumerate(every)
+        for first, other in zip_longest(every[0], lines, fillvalue="nothing")
+        if first != other
+    )
 
 
 def _transportable(tensor: Tensor) -> Tensor:

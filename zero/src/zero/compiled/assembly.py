@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from zlib import crc32
 
 from torch import nn
 
@@ -45,10 +44,9 @@ def compile_calls(
     phase: Phase,
     callbacks: Callbacks,
 ) -> CompiledModel:
-    """Collective. Make calls of `module` run through torch.compile, as `config.compile` says."""
+    """Make calls of `module` run through torch.compile, as `config.compile` says."""
     settings = config.compiling
     assert settings is not None
-    communicator.check_equal({"zero.Compile(...)": crc32(settings.model_dump_json().encode())})
     accumulates, on_disk = config.gradient_accumulation_steps > 1, config.tiers.params == "disk"
     runtime = Runtime(units, stores.accelerator, callbacks.receive, callbacks.close, phase.mark, visits)
     facts = gather_facts(runtime.handle, units, visits, accumulates)

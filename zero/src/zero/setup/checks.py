@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -116,10 +115,10 @@ def check_equal(prepared: Prepared, config: Config, communicator: Communicator) 
         if name not in (*_COMPARED_ELSEWHERE, "timeout")
     }
     told["Config(offload=...)"] = config.tiers.model_dump_json(exclude={"path"})  # each rank may have its own
-    told["Config(compile=...)"] = repr(config.compiling is None)
+    told["Config(compile=...)"] = str(config.compiling and config.compiling.model_dump_json())
     told["the model"] = _layout(prepared)
     told["the optimizer, or Config(whole_parameters=...)"] = _how_stepped(prepared.optimizer, config)
-    communicator.check_equal({what: crc32(text.encode()) for what, text in told.items()})
+    communicator.check_equal(told)
 
 
 def _how_stepped(optimizer: Optimizer, config: Config) -> str:
@@ -132,12 +131,13 @@ def _layout(prepared: Prepared) -> str:
     """Describe, as text, what must be equal on all ranks about the model's units and parameters."""
     text = []
     for plan in prepared.plans:
-        text.append(plan.name)
-        text.extend(
-            f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad} {prepared.param_group_of.get(p)} "
-            f"{deferred_init.promised(p)} {p in prepared.castable}"
-            for name, p in plan.parameters
-        )
+        text.append(f"unit {plan.name!r}")
+        for name, parameter in plan.parameters:
+            text.append(
+                f"{name} {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad} "
+                f"param_group={prepared.param_group_of.get(parameter)} "
+                f"pretrained={deferred_init.promised(parameter)} cast={parameter in prepared.castable}"
+            )
     return "\n".join(text)
 
 
