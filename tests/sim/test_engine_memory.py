@@ -201,13 +201,13 @@ def test_out_of_memory_names_the_unit_and_the_engine_goes_on(
     sim: Clusters, tmp_path: Path, when: str
 ) -> None:
     purposes = {
-        "gather": "no room to gather unit '",
-        "gradients": "no room (to gather|for gradients of) unit '",
-        "step": "no room for the step of unit '",
+        "gather": "out of memory: no room to gather unit '",
+        "gradients": "out of memory: no room (to gather|for gradients of) unit '",
+        "step": "out of memory: no room for the step of unit '",
     }
     for found in sim(2).run(run_out_body, when=when, path=str(tmp_path / "c")):
-        assert "bytes wanted" in found["error"], found
-        assert "free of" in found["error"], found
+        assert "bytes needed" in found["error"], found
+        assert "free. Try" in found["error"], found
         assert re.search(purposes[when], found["error"]), found
         assert found["torch's"] == "True"
         assert found["goes on"] == "True"
@@ -253,8 +253,10 @@ def test_out_of_memory_in_init_and_a_smaller_configuration(sim: Clusters, size: 
     """What was begun is freed to the last byte, and the model, built anew, fits on the same device."""
     room = 3 * MODEL // size - LAYER // 4  # weights and both moments, less the last piece
     for first, second, left, stepped in sim(size).run(retry_body, room=room, settings=SMALLER[smaller]):
-        assert re.match("OutOfMemoryError: no room (to shard|for the optimizer state of) unit '", first)
-        assert "free model and optimizer, and build them anew" in first
-        assert re.match("ModelError: .* build them anew", second)
+        assert re.match(
+            "OutOfMemoryError: out of memory: no room (to shard|for the optimizer state of) unit '", first
+        )
+        assert "free the model and the optimizer, and build them again" in first
+        assert re.match("ModelError: .* build them again", second)
         assert left == 0
         assert stepped

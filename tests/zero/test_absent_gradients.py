@@ -72,7 +72,7 @@ def scaler_body(context: Context) -> str:
 
 
 def test_a_grad_scaler_is_told_what_takes_its_place(cluster: Clusters) -> None:
-    assert "Config(loss_scale='dynamic') in the place of a GradScaler" in cluster(1).run(scaler_body)[0]
+    assert "Config(loss_scale='dynamic') instead of a GradScaler" in cluster(1).run(scaler_body)[0]
 
 
 def pieces_body(context: Context, config: dict[str, Any]) -> str:

@@ -79,7 +79,7 @@ def test_convert_to_a_universal_checkpoint(checkpoint: Path, tmp_path: Path) -> 
     assert saved.same(saved.read(tmp_path / "out"), MODEL)
     assert run("consolidate", checkpoint, tmp_path / "weights").exit_code == 0
     message = refused("convert", tmp_path / "weights", tmp_path / "other", "--to", "universal")
-    assert "no complete checkpoint" in message
+    assert "not a complete checkpoint" in message
 
 
 def test_inspect_tells_what_is_there(checkpoint: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_directory_without_a_name_may_be_meant(
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for path in (".", "/", ".."):
-        assert "no complete checkpoint" in refused("inspect", path)
+        assert "not a complete checkpoint" in refused("inspect", path)
 
 
 def test_verify_names_every_damaged_file(checkpoint: Path) -> None:
@@ -123,9 +123,9 @@ def test_verify_names_every_damaged_file(checkpoint: Path) -> None:
 
 def test_errors_are_one_message(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "no checkpoint" in refused("inspect", tmp_path)
-    assert "no checkpoint" in refused("verify", tmp_path / "nowhere")
-    assert "'5 parsecs' is no size" in refused(
+    assert "not a checkpoint" in refused("inspect", tmp_path)
+    assert "not a checkpoint" in refused("verify", tmp_path / "nowhere")
+    assert "'5 parsecs' is not a size" in refused(
         "consolidate", checkpoint, out, "--max-shard-size", "5 parsecs"
     )
     assert "File name too long" in refused("inspect", tmp_path / ("x" * 300))
@@ -133,7 +133,7 @@ def test_errors_are_one_message(checkpoint: Path, tmp_path: Path) -> None:
     assert "latest cannot be read: [Errno 21]" in refused("inspect", tmp_path / "odd")
     shutil.rmtree(tmp_path / "odd")
     assert "there is no directory" in refused("consolidate", checkpoint, tmp_path / "a" / "b")
-    assert "no tensor is called" in refused("consolidate", checkpoint, out, "--exclude", "nothing")
+    assert "no tensor name matches" in refused("consolidate", checkpoint, out, "--exclude", "nothing")
     (checkpoint / "rank-00001.safetensors").unlink()
     assert "rank-00001.safetensors is missing" in refused("consolidate", checkpoint, out)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["runs"]
@@ -158,7 +158,7 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "5iB", "-3", "5 parsecs"])
 def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(zero.UsageError, match="is no size"):
+    with pytest.raises(zero.UsageError, match="is not a size"):
         sizes.size(text)
 
 

@@ -200,11 +200,11 @@ EXPECTED = {
     "nothing trainable": "OptimizerError: the optimizer has no trainable parameter",
     "LBFGS": "OptimizerError: LBFGS cannot be sharded",
     "Adafactor": "OptimizerError: Adafactor looks at whole matrices",
-    "stepped": "OptimizerError: the optimizer has state already",
+    "stepped": "OptimizerError: the optimizer already has state",
     "dict config": "ConfigError: expected a zero.Config, got dict",
     "dtype": "ConfigError: the device '{device}' does not support torch.float8_e5m2",
     "units": "ConfigError: units=",
-    "twice": "ModelError: parameter 'gain' belongs to an engine already",
+    "twice": "ModelError: parameter 'gain' already belongs to an engine",
 }
 
 
@@ -221,7 +221,7 @@ def test_parameters_made_of_others_are_refused() -> None:
     """For example, DTensors of a fully_shard() that was left in."""
     model = nn.Linear(3, 3)
     model.weight = nn.Parameter(TwoTensor(torch.ones(3, 3), torch.ones(3, 3)))
-    with pytest.raises(zero.ModelError, match=r"'weight' is a TwoTensor.*leave out fully_shard"):
+    with pytest.raises(zero.ModelError, match=r"'weight' is a TwoTensor.*remove fully_shard"):
         check_model(model)
 
 

@@ -377,7 +377,7 @@ def test_only_slices_travel_between_copies_and_once_a_step(cluster: Clusters, se
     assert plan.traffic.to_copies == trained * item  # twice, but half of it is there already
     assert plan.traffic.link - plan.traffic.to_copies == one.traffic.link
     assert plan.memory.rest == one.memory.rest
-    assert "of this to other copies" in str(plan)
+    assert "of which to other copies" in str(plan)
 
 
 def test_as_many_ranks_as_there_are_have_one_copy() -> None:
@@ -406,7 +406,7 @@ def test_what_does_not_fit_is_refused(cluster: Clusters) -> None:
         assert re.match(
             "RankMismatchError: the ranks disagree about Config\\(shard_ranks", found["unequal"]
         ), found
-    with pytest.raises(zero.ConfigError, match="at stage 0 every rank has all of the model"):
+    with pytest.raises(zero.ConfigError, match="at stage 0 every rank has the whole model"):
         zero.Config(stage=0, shard_ranks=2)
     with pytest.raises(zero.ConfigError, match="greater than or equal to 2"):
         zero.Config(shard_ranks=1)

@@ -119,14 +119,17 @@ def test_tiers() -> None:
         ({"bf16": True}, r"'bf16': expected a section, \{...\}, not True"),
         ({"bfloat16": {"enabled": True}}, "'bfloat16.enabled': an old name; write 'bf16'"),
         ({"zero_optimisation": {"stage": 3}}, "not known; did you mean 'zero_optimization.stage'"),
-        ({"train_batch_size": -8, "train_micro_batch_size_per_gpu": 4}, "'train_batch_size' has to be 1"),
-        ({"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' has to be 1 or more"),
+        (
+            {"train_batch_size": -8, "train_micro_batch_size_per_gpu": 4},
+            "'train_batch_size' must be at least 1",
+        ),
+        ({"gradient_accumulation_steps": 0}, "'gradient_accumulation_steps' must be at least 1"),
         ({"zero_optimization": {"stage": "three"}}, "'zero_optimization.stage' is 'three': expected a whole"),
         ({"zero_optimization": {"stage": True}}, "expected a whole number"),
         ({"gradient_clipping": "auto"}, "'gradient_clipping' is 'auto': write the value"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "both enabled"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 12}}, r"begins at 2\*\*16"),
-        ({"fp16": {"enabled": True, "initial_scale_power": 0}}, r"begins at 2\*\*16"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 12}}, r"starts at 2\*\*16"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 0}}, r"starts at 2\*\*16"),
         ({"fp16": {"enabled": True, "hysteresis": 3}}, "'fp16.hysteresis': .* halved at every overflow"),
         ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "halved at every overflow; remove it"),
         ({"fp16": {"enabled": True, "min_loss_scale": 128}}, "'fp16.min_loss_scale': .* has no minimum"),
@@ -188,7 +191,7 @@ def test_all_problems_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("source", [None, 3, ["ds.json"]])
 def test_what_is_no_configuration_at_all(source: Any) -> None:
-    with pytest.raises(zero.ConfigError, match="is no DeepSpeed configuration"):
+    with pytest.raises(zero.ConfigError, match="is not a DeepSpeed configuration"):
         zero.from_deepspeed(source)
 
 
@@ -197,7 +200,7 @@ def test_a_file_that_is_none(tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "ds.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(zero.ConfigError, match=r"ds\.json is no DeepSpeed configuration"):
+    with pytest.raises(zero.ConfigError, match=r"ds\.json is not a DeepSpeed configuration"):
         zero.from_deepspeed(path)
 
 

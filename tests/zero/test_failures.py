@@ -70,7 +70,7 @@ def test_a_dead_rank_of_another_copy_is_named(disposable: Ranks) -> None:
         assert kind == "CommunicationError"
         assert re.search(r"rank\(s\) .*\b2\b.* did not answer", message), message
         assert seconds < 4 * TIMEOUT
-    assert "(this group's ranks 0 to 1 are 2, 3 of the job)" in outcomes[3].value[1]
+    assert "(ranks 0 to 1 of this group are ranks 2, 3 of the job)" in outcomes[3].value[1]
 
 
 def diverging_body(context: Context, path: tuple[int, ...]) -> tuple[str, str, float]:
@@ -373,7 +373,7 @@ def usage_body(context: Context) -> dict[str, str]:
         except zero.UsageError as error:
             messages[name] = str(error)
 
-    attempt("step first", engine.step)
+    attempt("call engine.step() first", engine.step)
     attempt("not a tensor", lambda: engine.backward(3.0))  # type: ignore[arg-type]
     attempt("not a scalar", lambda: engine.backward(model(batch)["logits"]))
     attempt("no gradient", lambda: engine.backward(torch.zeros(())))
@@ -391,7 +391,7 @@ def usage_body(context: Context) -> dict[str, str]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_calls_in_the_wrong_order(cluster: Clusters, size: int) -> None:
     for found in cluster(size).run(usage_body):
-        assert "call engine.backward(loss) first" in found["step first"]
+        assert "call engine.backward(loss) first" in found["call engine.step() first"]
         assert "got float" in found["not a tensor"]
         assert "one element" in found["not a scalar"]
         assert "does not depend on any parameter" in found["no gradient"]
@@ -525,7 +525,9 @@ def nothing_trained_body(context: Context) -> list[str]:
             warnings.simplefilter("always")
             engine.backward(engine(x).square().mean())
             engine.step()
-        said.append("; ".join(str(w.message) for w in caught if "this step changes none" in str(w.message)))
+        said.append(
+            "; ".join(str(w.message) for w in caught if "this step changes nothing" in str(w.message))
+        )
     return said
 
 

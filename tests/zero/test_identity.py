@@ -151,8 +151,8 @@ def test_parameters_that_something_holds(cluster: Clusters, device: str) -> None
         assert set(said.values()) == {"ok"}
     else:
         assert "weak references" in said["weak"]
-        assert "part of a graph" in said["graph"]
-        assert "part of a graph" in said["old-style"]
+        assert "part of an autograd graph" in said["graph"]
+        assert "part of an autograd graph" in said["old-style"]
         assert all("model.to('sim') first" in message for message in said.values() if message != "ok")
 
 

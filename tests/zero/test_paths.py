@@ -956,7 +956,7 @@ def left_over_body(context: Context) -> dict[str, Any]:
 def test_what_outlives_an_engine(cluster: Clusters) -> None:
     for found in cluster(2).run(left_over_body):
         assert found["whole"] == ((4, WIDTH), True)
-        assert "are gone" in found["told"]
+        assert "no longer exist" in found["told"]
 
 
 def rank_dependent(model: nn.Module, step: int, rank: int) -> Tensor:

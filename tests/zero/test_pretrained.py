@@ -291,7 +291,7 @@ def wrong_index(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "message"),
-    [(cut_file, "00002-of-00003.*is cut"), (empty_index, "index"), (wrong_index, "'gain' is in")],
+    [(cut_file, "00002-of-00003.*is truncated"), (empty_index, "index"), (wrong_index, "'gain' is in")],
 )
 def test_damaged_files_are_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
     save_weights(tmp_path / "weights")

@@ -189,7 +189,7 @@ def test_weights_have_what_is_changed_through_the_optimizer(cluster: Clusters, s
 def refused_body(context: Context) -> None:
     engine = zero.initialize(model := fresh(), adamw(model), zero.Config(timeout=20))
     engine.backward(language_loss(model, 0, context.rank))
-    with pytest.raises(zero.UsageError, match="step first"):
+    with pytest.raises(zero.UsageError, match=r"call engine\.step\(\) first"):
         engine.refresh_weights()
     engine.step()
     with zero.gathered(model), pytest.raises(zero.UsageError, match=r"refresh_weights inside zero\.gathered"):

@@ -497,8 +497,8 @@ def test_state_dicts_that_do_not_fit(cluster: Clusters) -> None:
         assert "missing: blocks.0.up.weight" in found["missing"]
         assert "unexpected: blocks.9.up.weight" in found["unexpected"]
         assert "of another shape: gain: (3,) instead of ()" in found["shape"]
-        assert "no dense tensor with all its values: gain, shift" in found["numpy"]
-        assert "rank 0 passes str instead of names and tensors" in found["path"]
+        assert "not a dense tensor with all its values: gain, shift" in found["numpy"]
+        assert "rank 0 passed str instead of a mapping of names to tensors" in found["path"]
         assert "rank 0 passes NoneType instead" in found["none"]
         assert found["unchanged"] == "True"
         assert found["partial"] == "True"
@@ -591,7 +591,7 @@ def scheduler_body(context: Context) -> dict[str, Any]:
 def test_the_optimizer_stays_the_users(cluster: Clusters) -> None:
     for found in cluster(2).run(scheduler_body):
         assert found["same object"]
-        assert "other parameters than at zero.initialize" in found["refused"]
+        assert "different parameters than at zero.initialize" in found["refused"]
         assert found["rates"] == pytest.approx([1.0, 1 / 2, 1 / 3])
         assert found["moved"][0] > 0.9  # Adam's first step is as long as the learning rate
         assert found["calls"] == ["pre", "post", "pre", "post"]

@@ -163,7 +163,9 @@ def resealed(text: str) -> bytes:
 
 def test_another_version_is_refused_by_its_number(saved: Tree) -> None:
     storage = damaged(saved, "manifest.json", lambda d: d.replace(b'"version":1', b'"version":2', 1))
-    with pytest.raises(zero.CorruptCheckpointError, match=r"version 2 of the format, and this zero reads 1"):
+    with pytest.raises(
+        zero.CorruptCheckpointError, match=r"format version 2, but this version of zero reads 1"
+    ):
         contents(RUNS / NAME, storage)
 
 

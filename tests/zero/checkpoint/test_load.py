@@ -327,17 +327,17 @@ def test_what_does_not_fit_is_refused(cluster: Clusters, tmp_path: Path) -> None
     path = tmp_path / "runs" / "step-3"
     cluster(2).run(save_body, path=str(path), stage=3)
     for found in cluster(3).run(refused_body, path=str(path)):
-        assert "is no complete checkpoint" in found["nowhere"]
+        assert "is not a complete checkpoint" in found["nowhere"]
         assert found["nowhere"].endswith("Complete checkpoints nearby: step-3")
         assert found["no latest"].startswith("CheckpointError")
         assert "StateError: the checkpoint does not fit: not fitting: blocks.0" in found["width"]
         assert "missing in the checkpoint: blocks.3" in found["layers"]
         assert "torch.optim.adamw.AdamW and this one torch.optim.sgd.SGD; weights_only" in found["optimizer"]
-        assert "has 2 param_groups and this one 1" in found["groups"]
+        assert "has 2 param_groups, but this one has 1" in found["groups"]
         assert "has no ['sampler']; it has ['scheduler', 'order', 'note']" in found["restore"]
         assert "UsageError: restore['note'] is of str, which has no load_state_dict()" in found["value"]
         assert "UsageError: rename: the checkpoint has nothing called head" in found["rename"]
-        assert "neither one value per element nor one number" in found["lumps"]
+        assert "neither one value per element nor a single number" in found["lumps"]
         assert found["gathered"].startswith("load_checkpoint inside zero.gathered")
 
 
@@ -388,7 +388,7 @@ def damaged_body(context: Context, good: str, bad: str) -> dict[str, Any]:
     found["save"] = raised(lambda: job.save(good + "-again"))
     found["state"] = raised(job.engine.state_dict)
     job.engine.load_checkpoint(good, weights_only=True)
-    found["weights alone"] = raised(lambda: job.train(1))
+    found["only the weights"] = raised(lambda: job.train(1))
     job.load(good)
     job.train(1)
     found["steps"] = job.engine.steps
@@ -414,7 +414,7 @@ def test_a_damaged_checkpoint_is_named_on_every_rank_and_never_used(
         assert "interrupted" in found["train"]
         assert "interrupted" in found["save"]
         assert "interrupted" in found["state"]
-        assert "interrupted" in found["weights alone"]
+        assert "interrupted" in found["only the weights"]
         assert found["steps"] == 4
 
 

@@ -174,8 +174,8 @@ def test_tensors_come_back() -> None:
         ({"b": b"1"}, r"state\['b'\] is a bytes"),
         (torch.ones(2).to_sparse(), r"state is a Tensor"),
         (torch.ones(2, device="meta"), r"state is a Tensor"),
-        ("\ud800", r"has no UTF-8 form"),
-        ({"\ud800": 1}, r"has no UTF-8 form"),
+        ("\ud800", r"cannot be encoded as UTF-8"),
+        ({"\ud800": 1}, r"cannot be encoded as UTF-8"),
         ({torch.ones(1): 1}, r"is a tensor; use numbers"),
     ],
 )

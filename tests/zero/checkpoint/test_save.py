@@ -195,9 +195,9 @@ def test_errors_reach_every_rank_and_leave_what_was_there(cluster: Clusters, tmp
         assert found["later"] == found["waiting"] == found["denied"]
         assert found["once"] == "nothing raised"
         assert found["left"] == ["empty", "good", "latest"]
-        assert found["file in the way"].endswith("manifest.json is in the way: it is no directory")
-        assert "exists and is no checkpoint; it is left alone" in found["not ours"]
-        assert "exists and is no checkpoint; it is left alone" in found["parent"]
+        assert found["file in the way"].endswith("manifest.json exists but is not a directory")
+        assert "exists and is not a checkpoint, so it was left untouched" in found["not ours"]
+        assert "exists and is not a checkpoint, so it was left untouched" in found["parent"]
         assert "cannot name a checkpoint" in found["latest"]
         assert "cannot name a checkpoint" in found["hidden"]
         assert "keep_last must be at least 1" in found["keep"]
@@ -268,7 +268,7 @@ def test_paths_that_differ_are_told_on_every_rank(cluster: Clusters, tmp_path: P
     for told in cluster(2).run(other_paths_body, runs=str(tmp_path)):
         assert "at-0" in told
         assert "at-1" in told
-        assert "every rank has to pass the same path" in told
+        assert "every rank must pass the same path" in told
     assert os.listdir(tmp_path) == []
 
 
@@ -289,7 +289,7 @@ def test_a_dead_rank_is_named(cluster: Clusters, tmp_path: Path, async_: bool) -
     assert first.error.startswith(
         "CommunicationError: saving a checkpoint, rank 0 waited 6 s for 'file' of rank"
     )
-    assert "every rank has to call save_checkpoint" in first.error
+    assert "every rank must call save_checkpoint" in first.error
     assert complete(tmp_path, DISK) == ["before"]
     assert sorted(os.listdir(tmp_path)) == ["before", "latest"]
     cluster(1).run(one_more_body, runs=str(tmp_path))

@@ -194,7 +194,7 @@ def groups_body(context: Context, path: str) -> dict[str, Any]:
 def test_options_go_to_the_groups_of_their_parameters(cluster: Clusters, tmp_path: Path) -> None:
     for found in cluster(2).run(groups_body, path=str(tmp_path / "c")):
         assert found["options"] == [(0.0, 0.25, None), (0.1, 0.125, {"a": 1})]
-        assert "in another param_group than in the checkpoint: " in found["divided"]
+        assert "in a different param_group than in the checkpoint: " in found["divided"]
 
 
 @pytest.mark.parametrize(

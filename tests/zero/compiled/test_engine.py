@@ -276,7 +276,7 @@ def hooks_body(context: Context) -> list[str]:
 def test_hooks_on_parameters_are_refused(cluster: Clusters) -> None:
     for said in cluster(2).run(hooks_body):
         assert len(said) == 2
-        assert all("gradients in one graph never come to them" in each for each in said)
+        assert all("gradients in a compiled graph never reach" in each for each in said)
 
 
 def test_settings() -> None:

@@ -125,17 +125,17 @@ def grow(metadata: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (change("relative_path", "../secret"), "no file beside it"),
-        (change("relative_path", "/etc/passwd"), "no file beside it"),
+        (change("relative_path", "../secret"), "not a file next to it"),
+        (change("relative_path", "/etc/passwd"), "not a file next to it"),
         (change("relative_path", "__7_0.distcp"), "is missing"),
-        (change("offset", 1 << 50), "is cut"),
-        (change("offset", -8), "is cut"),
-        (change("offset", 64), "torch.save|data.pkl|reaches|makes no sense"),
-        (change("length", 100), "has no room"),
+        (change("offset", 1 << 50), "is truncated"),
+        (change("offset", -8), "is truncated"),
+        (change("offset", 64), "torch.save|data.pkl|extends|invalid pickle"),
+        (change("length", 100), "does not fit"),
         (change("transform_descriptors", ("zstd",)), "compressed"),
         (cut_chunk((0, 0), (199, 300)), "overlap or leave gaps"),
-        (cut_chunk((0, 0), (201, 300)), "has no room|overlap|not what"),
-        (cut_chunk((0, 0), (1 << 30, 1)), "has no room"),
+        (cut_chunk((0, 0), (201, 300)), "does not fit|overlap|does not match"),
+        (cut_chunk((0, 0), (1 << 30, 1)), "does not fit"),
         (cut_chunk((0, 0), (-200, -300)), "sizes"),
         (cut_chunk((1, 0), (200, 300)), "is missing"),
         (lose_chunk, "leave gaps"),
@@ -157,7 +157,7 @@ def test_cut_and_missing_files_are_named(tmp_path: Path, tensors: saved.State) -
     save(tmp_path / "dcp", tensors, BOXES)
     path = tmp_path / "dcp" / "__1_0.distcp"
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(zero.CorruptCheckpointError, match=r"__1_0\.distcp is cut"):
+    with pytest.raises(zero.CorruptCheckpointError, match=r"__1_0\.distcp is truncated"):
         open_source(tmp_path / "dcp")
     path.unlink()
     with pytest.raises(zero.CheckpointError, match=r"not complete: __1_0\.distcp is missing"):

@@ -213,7 +213,7 @@ def test_two_runs_at_once_are_refused(tmp_path: Path, checkpoint: Path) -> None:
 def test_what_is_in_the_way_is_left_alone(tmp_path: Path, checkpoint: Path) -> None:
     out = tmp_path / "out"
     out.write_text("a file")
-    with pytest.raises(zero.CheckpointError, match="exists and is no directory"):
+    with pytest.raises(zero.CheckpointError, match="exists and is not a directory"):
         run(checkpoint, out)
     out.unlink()
     out.mkdir()
@@ -221,9 +221,9 @@ def test_what_is_in_the_way_is_left_alone(tmp_path: Path, checkpoint: Path) -> N
     with pytest.raises(zero.CheckpointError, match="exists and holds"):
         run(checkpoint, out)
     (out / "runs").mkdir()
-    with pytest.raises(zero.CheckpointError, match=r"is no model's directory: it holds 'runs'"):
+    with pytest.raises(zero.CheckpointError, match=r"is not a model directory: it holds 'runs'"):
         run(checkpoint, out, Options(overwrite=True))
-    with pytest.raises(zero.CheckpointError, match=r"is no model's directory: it holds 'manifest\.json'"):
+    with pytest.raises(zero.CheckpointError, match=r"is not a model directory: it holds 'manifest\.json'"):
         run(checkpoint, checkpoint, Options(overwrite=True))
     with pytest.raises(zero.CheckpointError, match="there is no directory"):
         run(checkpoint, tmp_path / "nowhere" / "out")

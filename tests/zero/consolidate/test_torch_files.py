@@ -134,8 +134,8 @@ def nested(depth: int) -> Any:
     [
         (lambda: nn.Linear(2, 2), "Linear. Save state dicts"),
         (lambda: {"a": torch.ones(2), "ema": Wrapped()}, "Wrapped. Save state dicts"),
-        (lambda: torch.ones(2), "no tensors with names"),
-        (lambda: {"epoch": 3}, "no tensors with names"),
+        (lambda: torch.ones(2), "no named tensors"),
+        (lambda: {"epoch": 3}, "no named tensors"),
         (lambda: {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, "same name"),
         (lambda: {"a": torch.ones(2).to_sparse()}, "Save state dicts"),
         (lambda: {"a": torch.ones(2), "deep": nested(30)}, "more than"),
@@ -160,7 +160,9 @@ def test_other_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "old.pt").write_bytes(pickle.dumps({"a": 3}))
     (tmp_path / "cut.pt").write_bytes(b"")
     for name in ("old.pt", "cut.pt"):
-        with pytest.raises(zero.CorruptCheckpointError, match=rf"{name} is cut or is no file of torch\.save"):
+        with pytest.raises(
+            zero.CorruptCheckpointError, match=rf"{name} is truncated or not a torch\.save file"
+        ):
             open_source(tmp_path / name)
 
 

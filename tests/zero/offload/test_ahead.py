@@ -546,7 +546,7 @@ def test_an_engine_with_steps_ahead_is_freed(cluster: Clusters) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"optimizer": "device"}, "overlap is about optimizer state on the host"),
+        ({"optimizer": "device"}, "overlap applies to optimizer state on the host"),
         ({"optimizer": "disk", "path": "/tmp"}, "or a host_budget above 0"),
         ({"optimizer": "disk", "path": "/tmp", "host_budget": 0}, "or a host_budget above 0"),
         ({"optimizer": "host", "host_budget": 0}, "or a host_budget above 0"),

@@ -214,14 +214,14 @@ def test_a_file_system_that_wants_larger_pages(tmp_path: Path, monkeypatch: pyte
         return write(descriptor, data, place)
 
     monkeypatch.setattr(os, "pwrite", picky)
-    with pytest.warns(UserWarning, match="passes through the page cache"):
+    with pytest.warns(UserWarning, match="goes through the page cache"):
         file = SwapFile(tmp_path)
     assert file._direct == file._cached
     file.close()
 
 
 def test_a_place_that_does_not_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(zero.OffloadError, match="no file can be made there: No such file"):
+    with pytest.raises(zero.OffloadError, match="no file can be created there: No such file"):
         SwapFile(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
     with pytest.raises(zero.OffloadError, match="Not a directory"):
@@ -234,7 +234,7 @@ def test_a_full_disk_says_so_before_training(tmp_path: Path, monkeypatch: pytest
 
     file = SwapFile(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(zero.OffloadError, match=r"no room for 8192 more bytes .*No space left.*Free space"):
+    with pytest.raises(zero.OffloadError, match=r"no space for 8192 more bytes .*No space left.*Free space"):
         file.allocate(5000)
 
 
@@ -442,7 +442,7 @@ def full_disk_body(context: Context, path: str) -> str:
 
 def test_a_full_disk_stops_initialize_and_not_training(cluster: Clusters, tmp_path: Path) -> None:
     (told,) = cluster(1).run(full_disk_body, path=str(tmp_path))
-    assert re.search(r"no room for \d+ more bytes .*No space left on device\. Free space", told)
+    assert re.search(r"no space for \d+ more bytes .*No space left on device\. Free space", told)
     assert os.listdir(tmp_path) == []
 
 

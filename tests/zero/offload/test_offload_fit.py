@@ -295,7 +295,7 @@ def test_options_without_effect_are_refused(tmp_path: Any) -> None:
     model = nn.Linear(4, 4)
     compact = zero.Offload(optimizer="disk", path=tmp_path, compact=True)
     with pytest.raises(
-        zero.ConfigError, match=r"bf16 parameters, and the model has none: .*precision='bf16'"
+        zero.ConfigError, match=r"bf16 parameters, but the model has none: .*precision='bf16'"
     ):
         zero.initialize(model, torch.optim.AdamW(model.parameters()), zero.Config(offload=compact))
     with pytest.raises(

@@ -213,7 +213,7 @@ def test_no_place_on_one_rank_is_told_to_all(cluster: Clusters, tmp_path: Path) 
     for found in cluster(2).run(no_place_body, path=str(tmp_path)):
         directory, space = found
         assert re.match("rank 1: Offload.path=.*nothing.*No such file", directory)
-        assert re.match("rank 1: no room for .* bytes of state .*No space left", space)
+        assert re.match("rank 1: no space for .* bytes of state .*No space left", space)
 
 
 def other_tiers_body(context: Context, path: str) -> str:

@@ -247,7 +247,7 @@ def test_auto_places_parts_of_a_unit(cluster: Clusters, device: str, size: int) 
     ("settings", "told"),
     [
         ({"optimizer": "host", "sub_group_size": 0}, "greater than or equal to 1"),
-        ({"params": "host", "sub_group_size": 64}, "sub_group_size is of optimizer state"),
+        ({"params": "host", "sub_group_size": 64}, "sub_group_size applies to offloaded optimizer state"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(settings: dict[str, Any], told: str) -> None:

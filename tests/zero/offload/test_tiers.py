@@ -296,12 +296,15 @@ def test_gradients_go_with_their_optimizer_state() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"params": "host", "fraction": 0.5}, "optimizer is not set to: optimizer='host' or 'disk'"),
-        ({"optimizer": "host", "fraction": {"params": 0.5}}, "params is not set to: params='host' or 'disk'"),
-        ({"optimizer": "host", "fraction": {"gradients": 0.5}}, "gradients is not set to: gradients='host'"),
-        ({"optimizer": "host", "fraction": 0.0}, "the part of optimizer must be a number above 0"),
-        ({"params": "host", "fraction": {"params": 1.5}}, "the part of params must be .* at most 1"),
-        ({"params": "host", "fraction": {"parameters": 0.5}}, "no kind of state; known: optimizer, params"),
+        ({"params": "host", "fraction": 0.5}, "optimizer does not: set optimizer='host' or 'disk'"),
+        ({"optimizer": "host", "fraction": {"params": 0.5}}, "params does not: set params='host' or 'disk'"),
+        ({"optimizer": "host", "fraction": {"gradients": 0.5}}, "gradients does not: set gradients='host'"),
+        ({"optimizer": "host", "fraction": 0.0}, "the fraction of optimizer must be a number above 0"),
+        ({"params": "host", "fraction": {"params": 1.5}}, "the fraction of params must be .* at most 1"),
+        (
+            {"params": "host", "fraction": {"parameters": 0.5}},
+            "not a kind of state; known: optimizer, params",
+        ),
         ({"params": "host", "fraction": "half"}, "must be a number"),
     ],
 )
@@ -340,12 +343,18 @@ def test_a_budget_for_each_kind() -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"params": "host", "host_budget": 5}, "optimizer is not set to: optimizer='host' or 'disk'"),
-        ({"optimizer": "host", "host_budget": {"params": 5}}, "params is not set to: params='host'"),
+        ({"params": "host", "host_budget": 5}, "optimizer does not: set optimizer='host' or 'disk'"),
+        ({"optimizer": "host", "host_budget": {"params": 5}}, "params does not: set params='host'"),
         ({"optimizer": "host", "host_budget": {"parameters": 5}}, "no budget; known: optimizer, params"),
-        ({"optimizer": "host", "host_budget": -1}, "the budget for optimizer must be bytes, 0 or more"),
-        ({"params": "host", "host_budget": {"params": 0.5}}, "the budget for params must be bytes"),
-        ({"optimizer": "host", "host_budget": "much"}, "'much' is no size"),
+        (
+            {"optimizer": "host", "host_budget": -1},
+            "the budget for optimizer must be a number of bytes, at least 0",
+        ),
+        (
+            {"params": "host", "host_budget": {"params": 0.5}},
+            "the budget for params must be a number of bytes",
+        ),
+        ({"optimizer": "host", "host_budget": "much"}, "'much' is not a size"),
     ],
 )
 def test_budgets_that_do_not_fit_are_refused(settings: dict[str, Any], told: str) -> None:

@@ -251,8 +251,8 @@ def test_no_room_to_come_ahead(cluster: Clusters, device: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({}, "set optimizer='host', or leave step='host'"),
-        ({"optimizer": "disk", "path": "/"}, "set optimizer='host', or leave step='host'"),
+        ({}, "set optimizer='host', or keep step='host'"),
+        ({"optimizer": "disk", "path": "/"}, "set optimizer='host', or keep step='host'"),
         ({"optimizer": "host", "overlap": True}, "overlap=False or step='host'"),
         ({"optimizer": "host", "compact": True}, "compact=False or step='host'"),
     ],

@@ -139,7 +139,9 @@ def _by_owner(
         if whole is not None:
             owners.setdefault(whole, []).append(parameter)
         elif isinstance(parameter, ShardedParameter):
-            raise UsageError("the module of a sharded parameter, and its engine, are gone: it has no values")
+            raise UsageError(
+                "a sharded parameter's module and its engine no longer exist, so it has no values"
+            )
     return owners
 
 
@@ -160,16 +162,16 @@ def _refuse_to_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_
         whole = own[WHOLE_ATTRIBUTE].alive() if WHOLE_ATTRIBUTE in own else None
         if whole is not None and not whole.locate(own[NAME_ATTRIBUTE])[0].shown:
             raise UsageError(
-                "model.load_state_dict() changes this rank's whole values at most, and not what the engine "
-                "steps: call engine.load_state_dict(state), which takes rank 0's, or load inside "
-                "`with zero.gathered(model, write_rank=0):`"
+                "model.load_state_dict() would change at most this rank's whole values, not what the engine "
+                "steps: call engine.load_state_dict(state), which uses rank 0's state, or load inside `with "
+                "zero.gathered(model, write_rank=0):`"
             )
 
 
 def _check_rank(whole: WholeValues, write_rank: int | None) -> None:
     size = whole.communicator.group.size
     if write_rank is not None and not 0 <= write_rank < size:
-        raise UsageError(f"write_rank={write_rank} is no rank of this job of {size}")
+        raise UsageError(f"write_rank={write_rank} is not a rank of this job of {size}")
 
 
 def _check_unchanged(versions: Mapping[nn.Parameter, int]) -> None:
@@ -201,5 +203,5 @@ def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, WholeV
 def _fate(name: str, whole: WholeValues) -> str:
     """Say, for a message, what becomes of a change that is not written back."""
     if whole.locate(name)[0].resident:
-        return "this rank has the change, and masters and other ranks may not"
+        return "this rank has the change, but the masters and other ranks may not"
     return "the change is lost"

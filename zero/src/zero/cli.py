@@ -68,14 +68,17 @@ class Target(str, Enum):
 
 
 Checkpoint = Annotated[
-    Path, typer.Argument(help="A checkpoint, or a directory of several, whose latest is taken.")
+    Path, typer.Argument(help="A checkpoint, or a directory of checkpoints, of which the latest is used.")
 ]
-Workers = Annotated[int | None, typer.Option(min=1, help="Threads; by default two per core.")]
-Memory = Annotated[str, typer.Option(help="Memory for all buffers together; Python takes about 60 MB more.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Number of threads; by default two per core.")]
+Memory = Annotated[str, typer.Option(help="Memory for all buffers together; Python needs about 60 MB more.")]
 Include = Annotated[
-    list[str] | None, typer.Option(help="Only tensors whose names match, e.g. 'model.*'; may be repeated.")
+    list[str] | None,
+    typer.Option(help="Include only tensors whose names match, e.g. 'model.*'; may be repeated."),
 ]
-Exclude = Annotated[list[str] | None, typer.Option(help="No tensors whose names match; may be repeated.")]
+Exclude = Annotated[
+    list[str] | None, typer.Option(help="Exclude tensors whose names match; may be repeated.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON to stdout, and nothing else.")]
 
 
@@ -125,7 +128,7 @@ def plan(
         str, typer.Option(help="A name in torch.optim, or Lion; muon steps matrices, AdamW the rest.")
     ] = "AdamW",
     optimizer_options: Annotated[
-        str, typer.Option(help="Its arguments as JSON, e.g. '{\"momentum\": 0.9}'.")
+        str, typer.Option(help="The optimizer's arguments as JSON, e.g. '{\"momentum\": 0.9}'.")
     ] = "{}",
     offload: Annotated[
         list[str] | None,
@@ -133,7 +136,9 @@ def plan(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A JSON file with further settings: fields of zero.Config, or DeepSpeed's."),
+        typer.Option(
+            help="A JSON file with further settings: fields of zero.Config, or a DeepSpeed configuration."
+        ),
     ] = None,
     autocast: Annotated[
         Autocast | None, typer.Option(help="Assume that the forward runs under torch.autocast.")
@@ -141,7 +146,9 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(help="Memory of one device, e.g. 80GB: exit code 1 if nothing fits.")
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Show stages and offload side by side.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Compare stages and offload settings side by side.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the memory and traffic of a training step, before anything is allocated.
@@ -195,7 +202,7 @@ def consolidate(
     workers: Workers = None,
     memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace weights that are in OUT; other files there stay.")
+        bool, typer.Option("--overwrite", help="Replace weights in OUT; other files there are kept.")
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Read OUT back and compare it with the checkpoint.")
@@ -225,20 +232,21 @@ def consolidate(
     files = f"{len(result.files)} file{'s' if len(result.files) > 1 else ''}"
     print(f"{result.out}: {result.tensors} tensors, {human(result.nbytes)} in {files}, {seconds:.1f} s")
     _warn("infinite in fp16, although finite in the checkpoint", result.overflowed)
-    _warn("left out, since it is no tensor", result.left_out)
+    _warn("skipped (not a tensor)", result.left_out)
 
 
 @app.command()
 @clean
 def convert(
     weights: Annotated[
-        Path, typer.Argument(help="A checkpoint or weights, in any format that consolidate reads.")
+        Path, typer.Argument(help="A checkpoint or weights, in any format that `zero consolidate` reads.")
     ],
     out: Annotated[Path, typer.Argument(help="The checkpoint to write; its parent must exist.")],
     to: Annotated[
         Target,
         typer.Option(
-            help="universal: from zero's checkpoint to a DeepSpeed universal one, optimizer state included."
+            help="universal: convert a zero checkpoint to a DeepSpeed universal one, including optimizer "
+            "state."
         ),
     ] = Target.zero,
     include: Include = None,
@@ -269,7 +277,7 @@ def convert(
             with open_source(weights) as source:
                 result = to_zero(source, out, options, progress)
     print(f"{result.out}: {result.tensors} tensors, {human(result.nbytes)}")
-    _warn("left out, since it is no tensor", result.left_out)
+    _warn("skipped (not a tensor)", result.left_out)
 
 
 @app.command()
@@ -299,7 +307,7 @@ def verify(checkpoint: Checkpoint, workers: Workers = None) -> None:
         print(problem)
     if problems:
         raise typer.Exit(1)
-    print(f"{path}: intact" if summed else f"{path}: complete; it has no checksums to compare with")
+    print(f"{path}: intact" if summed else f"{path}: complete; it has no checksums to verify")
 
 
 @contextmanager

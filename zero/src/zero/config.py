@@ -90,14 +90,14 @@ class Config(Validated):
         given = tuple(value) if isinstance(value, (list, set, frozenset)) else value
         for module in given if isinstance(given, tuple) else ():
             if isinstance(module, nn.Module):
-                raise ValueError(f"write the class, {type(module).__name__}, or its name instead of a module")
+                raise ValueError(f"pass the class, {type(module).__name__}, or its name instead of a module")
         return given
 
     @field_validator("offload", mode="before")
     @classmethod
     def _as_offload(cls, value: Any) -> Any:
         if isinstance(value, str) and value != "auto":
-            raise ValueError("write 'auto', or what is to leave the device: zero.Offload(optimizer='host')")
+            raise ValueError("must be 'auto', or say what leaves the device: zero.Offload(optimizer='host')")
         return value
 
     @field_validator("compile", mode="before")
@@ -116,13 +116,15 @@ class Config(Validated):
     def _gathers_to_change(self) -> Config:
         for name in ("gather_dtype", "autocast_modules"):
             if getattr(self, name) and self.stage < 3:
-                raise ValueError(f"{name}: below stage 3 no weights travel to be computed with; set stage=3")
+                raise ValueError(
+                    f"{name}: below stage 3 no weights are gathered for the computation; set stage=3"
+                )
         return self
 
     @model_validator(mode="after")
     def _shards_to_share(self) -> Config:
         if self.shard_ranks is not None and self.stage == 0:
-            raise ValueError("shard_ranks: at stage 0 every rank has all of the model; set stage=1, 2 or 3")
+            raise ValueError("shard_ranks: at stage 0 every rank has the whole model; set stage=1, 2 or 3")
         return self
 
     @model_validator(mode="after")
@@ -136,7 +138,7 @@ class Config(Validated):
         if self.tiers.params != "device" and self.stage < 3:
             raise ValueError("offload: below stage 3 the parameters stay whole on the device; set stage=3")
         if self.tiers.activations != "device" and self.compiling is None:
-            raise ValueError("offload: activations move in compiled graphs; set compile=True")
+            raise ValueError("offload: activations are offloaded only in compiled graphs; set compile=True")
         if self.tiers.compact and self.precision not in ("bf16", "model"):
             raise ValueError("offload: compact splits masters of bf16 parameters; set precision='bf16'")
         return self

@@ -77,20 +77,21 @@ SCALING = {
 }
 """How the engine's loss scale changes, if it is not fixed."""
 HINTS = {
-    "optimizer": "make it in the program, e.g. torch.optim.AdamW(model.parameters(), lr=1e-4), and pass it "
+    "optimizer": "create it in the program, e.g. torch.optim.AdamW(model.parameters(), lr=1e-4), and pass it "
     "to zero.initialize",
-    "scheduler": "make it in the program, from torch.optim.lr_scheduler",
+    "scheduler": "create it in the program, from torch.optim.lr_scheduler",
     "seed": "call torch.manual_seed in the program",
     **dict.fromkeys(
         ("comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "wandb"),
-        "only reports, changes no value; remove it (engine.traffic and engine.memory_report() have figures)",
+        "only reports and changes no values; remove it (engine.traffic and engine.memory_report() have "
+        "figures)",
     ),
     "torch_autocast": "run the model under torch.autocast (in float16 with loss_scale='dynamic')",
     "bfloat16": "an old name; write 'bf16'",
     "zero_optimization.cpu_offload": "an old name; write 'offload_optimizer': {'device': 'cpu'}",
     "zero_optimization.cpu_offload_params": "an old name; write 'offload_param': {'device': 'cpu'}",
     "activation_checkpointing": "use torch.utils.checkpoint in the model",
-    "fp16.initial_scale_power": "the loss scale begins at 2**16; remove it",
+    "fp16.initial_scale_power": "the loss scale starts at 2**16; remove it",
     "fp16.hysteresis": "the loss scale is halved at every overflow, as with 1; remove it",
     "fp16.consecutive_hysteresis": "the loss scale is halved at every overflow; remove it",
     "fp16.min_loss_scale": "the loss scale has no minimum; remove it",
@@ -110,7 +111,7 @@ def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | Non
     leaves = _Leaves(_read(source))
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
     if ranks < 1:
-        raise ConfigError(f"world_size={ranks}: a job has 1 rank or more")
+        raise ConfigError(f"world_size={ranks}: a job has at least 1 rank")
     zero = "zero_optimization."
     values = {
         "stage": leaves.take(zero + "stage", 0),
@@ -155,7 +156,7 @@ class _Leaves:
         """Take a count of 1 or more; 0 if none is given."""
         given, value = self._values.get(path), self.take(path, 0)
         if value < 1 and isinstance(given, (int, float)):
-            self.problem(f"{path!r} has to be 1 or more")
+            self.problem(f"{path!r} must be at least 1")
         return max(value, 0)
 
     def drop(self, section: str) -> None:
@@ -166,7 +167,7 @@ class _Leaves:
         """Take a word and return its counterpart in `known`; None if none is given."""
         word = self.take(path, "")
         if word and word not in known:
-            self.problem(f"{path!r} is {word!r}, none of {', '.join(known)}")
+            self.problem(f"{path!r} is {word!r}, not one of {', '.join(known)}")
         return known.get(word)
 
     def problem(self, text: str) -> None:
@@ -181,9 +182,7 @@ class _Leaves:
         for hint, paths in hints.items():
             self.problem(f"{', '.join(paths)}: {hint}")
         if self._problems:
-            raise ConfigError(
-                "the DeepSpeed configuration cannot be taken over: " + "; ".join(self._problems)
-            )
+            raise ConfigError("the DeepSpeed configuration cannot be converted: " + "; ".join(self._problems))
 
     def _hint(self, path: str) -> str:
         """Say what to do about a key that was not taken."""
@@ -193,7 +192,7 @@ class _Leaves:
         if any(known.startswith(f"{path}.") for known in self._known):
             return f"expected a section, {{...}}, not {self._values[path]!r}"
         near = difflib.get_close_matches(path, self._known, n=1, cutoff=0.95)
-        return f"not known; did you mean {near[0]!r}?" if near else "no counterpart; remove it"
+        return f"unknown; did you mean {near[0]!r}?" if near else "no counterpart; remove it"
 
 
 def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
@@ -202,9 +201,9 @@ def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     try:
         given = json.loads(Path(source).read_text())
     except (OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"{source} is no DeepSpeed configuration: {error}") from error
+        raise ConfigError(f"{source} is not a DeepSpeed configuration: {error}") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"{source} is no DeepSpeed configuration: expected a JSON object")
+        raise ConfigError(f"{source} is not a DeepSpeed configuration: expected a JSON object")
     return given
 
 
@@ -235,7 +234,7 @@ def _accumulation(leaves: _Leaves, ranks: int) -> int:
     if found * micro * ranks != total or steps not in (0, found):
         leaves.problem(
             f"'train_batch_size' {total} is not 'train_micro_batch_size_per_gpu' {micro} times {ranks} ranks "
-            f"times {steps or 'a whole number'} of accumulation steps"
+            f"times {steps or 'a whole number'} (accumulation steps)"
         )
     return max(found, 1)
 
@@ -270,7 +269,7 @@ def _offload(leaves: _Leaves, zero: str) -> Offload | None:
     paths = [leaves.take(f"{zero}offload_{kind}.nvme_path", "") for kind in ("optimizer", "param")]
     wanted = {path for path, tier in zip(paths, (optimizer, params), strict=True) if path and tier == "disk"}
     if len(wanted) > 1:
-        leaves.problem(f"'nvme_path' has to be one directory, not {' and '.join(sorted(wanted))}")
+        leaves.problem(f"'nvme_path' must be a single directory, not {' and '.join(sorted(wanted))}")
     optimizer = optimizer if fraction else "device"
     if optimizer == params == "device":
         return None

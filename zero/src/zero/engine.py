@@ -216,7 +216,7 @@ class Engine:
     def explain(self) -> Explanation:
         """Report what compilation has made of the model so far; `str()` of the result is for people."""
         if self._passes.compiled is None:
-            raise UsageError("explain() is about compiled models: set zero.Config(compile=True)")
+            raise UsageError("explain() describes compiled models: set zero.Config(compile=True)")
         return self._passes.compiled.explain()
 
     @property
@@ -269,7 +269,9 @@ class Engine:
         """
         self._parking.check()
         if self._micro_steps:
-            raise UsageError("refresh_weights between backward() and step(): step first")
+            raise UsageError(
+                "refresh_weights() was called between backward() and step(): call engine.step() first"
+            )
         self._check_complete()
         self._check_not_in_use("refresh_weights")
         with self._changing_weights(self.units):
@@ -319,7 +321,7 @@ class Engine:
         """
         _, group, index = self._whole.locate(name)
         if self._micro_steps and not self.is_boundary and self._reducer.local:
-            raise UsageError("with local accumulation gradients are complete at the last micro-batch only")
+            raise UsageError("with local accumulation, gradients are complete only at the last micro-batch")
         have = next((g for g in self._reducer.all if g.group is group), None)
         if have is None or not have.slice.present or index not in have.used:
             return None
@@ -361,8 +363,8 @@ class Engine:
         self._check_refreshed()
         if self._micro_steps:
             raise UsageError(
-                "save_checkpoint between the micro-batches of an optimizer step: their gradients would be "
-                "lost; save after engine.step(), or call engine.zero_grad() first"
+                "save_checkpoint() was called between the micro-batches of an optimizer step, whose "
+                "gradients would be lost: save after engine.step(), or call engine.zero_grad() first"
             )
         self._checkpoints.save(path, self.steps, state or {}, rank_state or {}, keep_last, async_)
 
@@ -430,7 +432,10 @@ class Engine:
         `reload_states()`, on every rank.
         """
         if self._micro_steps:
-            raise UsageError("offload_states between backward() and step(): there are gradients; step first")
+            raise UsageError(
+                "offload_states() was called between backward() and step(), while there are gradients: call "
+                "engine.step() first"
+            )
         self._check_complete()
         self._check_not_in_use("offload_states")
         self._whole.take_in_frozen()
@@ -508,7 +513,7 @@ class Engine:
         if self._passes.in_use():
             shown = any(unit.shown for unit in self.units)
             where = "zero.gathered: leave the block" if shown else "a forward: let it return"
-            raise UsageError(f"{call} inside {where} first")
+            raise UsageError(f"{call}() was called inside {where} first")
 
     def _interrupt(self) -> None:
         """Record that some values are new and others old: the engine refuses to go on until a load."""
@@ -608,8 +613,8 @@ class Engine:
     def _check_complete(self) -> None:
         if self._interrupted:
             raise UsageError(
-                "an optimizer step or a load was interrupted and some values are new, others old: "
-                "restore a checkpoint with engine.load_checkpoint, or build model and engine anew"
+                "an optimizer step or a load was interrupted and some values are new, others old: restore a "
+                "checkpoint with engine.load_checkpoint, or build the model and the engine again"
             )
 
     def _check_gradients(self) -> None:
@@ -618,7 +623,7 @@ class Engine:
         if changed or self._sharded_optimizer.absent.changed():
             names = {parameter: name for name, parameter in self.module.named_parameters()}
             which = [names[parameter] for parameter in changed if parameter in names]
-            raise UsageError(_NOT_HEEDED.format(some(which) or "of what is in optimizer.param_groups"))
+            raise UsageError(_NOT_HEEDED.format(some(which) or "of parameters in optimizer.param_groups"))
 
     def _show_absent(self) -> None:
         """After the last backward of a step, put stand-ins that raise on use where gradients would be.
@@ -642,35 +647,36 @@ class Engine:
 
 
 _NOTHING_TO_STEP = (
-    "no parameter of the engine has a gradient on any rank, so this step changes none: are all of them "
-    "frozen now, or does the loss depend on something else?"
+    "no parameter of the engine has a gradient on any rank, so this step changes nothing: are all of them "
+    "frozen now, or does the loss not depend on them?"
 )
 
 
 _NOT_HEEDED = (
-    "`.grad` was removed or replaced between backward() and step(), which changes nothing of the gradients "
-    "that the engine has: {}. To drop this step's gradients call engine.zero_grad() instead of "
-    "optimizer.zero_grad(), and no step(); to leave a parameter as it is, freeze it before the forward, with "
-    "requires_grad_(False)"
+    "`.grad` was removed or replaced between backward() and step(), which does not change the gradients that "
+    "the engine holds: {}. To drop this step's gradients, call engine.zero_grad() instead of "
+    "optimizer.zero_grad(), and do not call step(); to leave a parameter unchanged, freeze it before the "
+    "forward, with requires_grad_(False)"
 )
 
 
 _LEFT_BEHIND = (
-    "values in optimizer.param_groups were changed in place outside of a step, and the weights do not have "
-    "them yet: {}. Call engine.refresh_weights() on every rank behind such a change"
+    "values in optimizer.param_groups were changed in place outside a step, and the weights do not have them "
+    "yet: {}. Call engine.refresh_weights() on every rank after such a change"
 )
 
 
 _ANOTHER_WAY = (
-    "the backward came into a unit by another way than the unit's output: the loss has something that was "
-    "made inside it, such as a feature that a hook has taken, or that a module keeps. Return it from there, "
-    "or do forward and backward inside `with zero.gathered(model):`"
+    "the backward entered a unit other than through its output: the loss uses something that was computed "
+    "inside the unit, such as a feature that a hook captured or a module keeps. Return it from the unit, or "
+    "run forward and backward inside `with zero.gathered(model):`"
 )
 
 
 def _asking_to_repeat(what: str) -> OutOfMemoryError:
     return OutOfMemoryError(
-        f"no room for what {what} computes. All optimizer state of this rank has moved to the host now: "
-        "where every rank says so, repeat the micro-batches of this optimizer step on all of them; where "
-        "others went on, they wait for this one in vain: start the job again from a checkpoint"
+        f"out of memory: no room for what the {what} computes. All optimizer state of this rank has now "
+        "moved to the host: if every rank reports this, repeat the micro-batches of this optimizer step on "
+        "all of them; if other ranks went on, they will time out waiting for this one: start a new job from "
+        "a checkpoint"
     )

@@ -270,10 +270,10 @@ class Passes(Uncopied):
 
 
 _OUTSIDE = (
-    "gradients of this model's parameters outside engine.backward(loss). Of loss.backward(): call "
-    "engine.backward(loss) instead. Of another engine's backward that goes through this model: freeze it "
-    "meanwhile, with model.requires_grad_(False). Of torch.autograd.grad: a compiled model cannot tell it "
-    "apart; leave zero.Config(compile=...) out"
+    "gradients of this model's parameters were computed outside engine.backward(loss). If by "
+    "loss.backward(): call engine.backward(loss) instead. If by another engine's backward that goes through "
+    "this model: freeze it during that backward, with model.requires_grad_(False). If by "
+    "torch.autograd.grad: a compiled model cannot tell it apart; remove zero.Config(compile=...)"
 )
 
 

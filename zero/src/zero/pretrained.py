@@ -43,8 +43,8 @@ class Request:
         """Return the weights; their files are opened when they are read."""
         if not is_safetensors(self.path):
             raise CheckpointError(
-                f"{self.path} is no file of safetensors, and no directory with model.safetensors or an "
-                "index; `zero consolidate` makes such weights from checkpoints and from files of torch.save"
+                f"{self.path} is neither a safetensors file nor a directory with model.safetensors or an "
+                "index; `zero consolidate` makes such weights from checkpoints and torch.save files"
             )
         return SafetensorsWeights(self.path, self.storage)
 

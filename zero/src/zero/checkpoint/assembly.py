@@ -35,7 +35,7 @@ def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> byt
     try:
         Manifest.model_validate_json(unseal("zero-checkpoint", data))
     except ValueError as error:
-        raise CheckpointError(f"the state of this job makes no valid checkpoint: {error}") from error
+        raise CheckpointError(f"this job's state does not form a valid checkpoint: {error}") from error
     return data
 
 

@@ -203,8 +203,8 @@ def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: OwnedPiec
     if value.dim() and piece.piece.length < spec.numel:
         raise StateError(
             f"optimizer state {name!r} of {spec.name!r} has shape {tuple(value.shape)} for "
-            f"{piece.piece.length} of {spec.numel} elements: neither one value per element nor one number, "
-            "so it would mean nothing on other ranks; leave Config(whole_parameters=False) out"
+            f"{piece.piece.length} of {spec.numel} elements: neither one value per element nor a single "
+            "number, so it would be meaningless on other ranks; remove Config(whole_parameters=False)"
         )
 
 

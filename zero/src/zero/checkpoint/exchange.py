@@ -74,12 +74,13 @@ class Exchange:
             yield
         except RuntimeError as error:
             raise CommunicationError(
-                f"{self._silence(topic, waiting)}: the job's store does not answer: {error}"
+                f"{self._silence(topic, waiting)}. The job's store does not respond: {error}"
             ) from error
 
     def _silence(self, topic: str, waiting: Iterable[int]) -> str:
         names = ", ".join(map(str, waiting))
         return (
-            f"saving a checkpoint, rank {self.rank} waited {self._timeout:.0f} s for {topic!r} of rank(s) "
-            f"{names or 'none'} in vain: every rank has to call save_checkpoint; look at their output first"
+            f"while saving a checkpoint, rank {self.rank} timed out after {self._timeout:.0f} s waiting for "
+            f"{topic!r} from rank(s) {names or 'none'}: every rank must call save_checkpoint; look at the "
+            "output of those ranks first"
         )

@@ -89,8 +89,9 @@ def _check_same(seen: Sequence[tuple[str, int]]) -> None:
     for rank, (path, digest) in enumerate(seen):
         if digest != seen[0][1]:
             raise CheckpointError(
-                f"the ranks see different checkpoints: rank 0 in {seen[0][0]}, rank {rank} in {path}. It was "
-                "replaced meanwhile, or is not the same file system, or they were given different paths"
+                f"the ranks see different checkpoints: rank 0 in {seen[0][0]}, rank {rank} in {path}. Either "
+                "it was replaced during the load, or the ranks use different file systems or were given "
+                "different paths"
             )
 
 
@@ -131,8 +132,8 @@ class _Load:
         for name, value in options.restore.items():
             if not hasattr(value, "load_state_dict"):
                 raise UsageError(
-                    f"restore[{name!r}] is of {type(value).__name__}, which has no load_state_dict(): leave "
-                    f"it out, and take the value from what load_checkpoint returns, .state[{name!r}]"
+                    f"restore[{name!r}] is a {type(value).__name__}, which has no load_state_dict(): remove "
+                    f"it, and read the value from what load_checkpoint returns, .state[{name!r}]"
                 )
 
     def fill(self) -> None:

@@ -45,19 +45,19 @@ class OptimizerLoad:
         optimizer, saved = self._optimizer, self._manifest.optimizer
         if kind_of(optimizer) != saved.kind:
             raise StateError(
-                f"the checkpoint's optimizer is {saved.kind} and this one {kind_of(optimizer)}; "
-                "weights_only=True loads the weights alone"
+                f"the checkpoint's optimizer is {saved.kind}, but this one is {kind_of(optimizer)}; "
+                "weights_only=True loads only the weights"
             )
         if len(saved.param_groups) != len(optimizer.param_groups):
             raise StateError(
-                f"the checkpoint's optimizer has {len(saved.param_groups)} param_groups and this one "
-                f"{len(optimizer.param_groups)}; weights_only=True loads the weights alone"
+                f"the checkpoint's optimizer has {len(saved.param_groups)} param_groups, but this one has "
+                f"{len(optimizer.param_groups)}; weights_only=True loads only the weights"
             )
         kinds, before = kinds_of_groups(optimizer), self._saved_kinds
         if any(kinds[own] != before[group] for own, group in self._saved_group.items()):
             raise StateError(
-                f"the checkpoint's param_groups are of {', '.join(before)} and these of "
-                f"{', '.join(kinds)}; weights_only=True loads the weights alone"
+                f"the checkpoint's param_groups belong to {', '.join(before)}, but this optimizer's to "
+                f"{', '.join(kinds)}; weights_only=True loads only the weights"
             )
         missing: dict[str, None] = {}  # a parameter may have several pieces
         other: dict[str, None] = {}
@@ -68,9 +68,9 @@ class OptimizerLoad:
                 other[f"{spec.name} ({', '.join(entry.state)})"] = None
         raise_for(
             {
-                "without optimizer state (strict=False begins without it)": list(missing) if strict else [],
-                "with other optimizer state": list(other),
-                "in another param_group than in the checkpoint": self._elsewhere if strict else [],
+                "without optimizer state (strict=False starts without it)": list(missing) if strict else [],
+                "with different optimizer state": list(other),
+                "in a different param_group than in the checkpoint": self._elsewhere if strict else [],
             }
         )
 

@@ -85,7 +85,7 @@ class TensorEntry(_Record):
         end = 0
         for piece in self.slices:
             if piece.start != end or not piece.length:
-                raise ValueError(f"its slices leave out or repeat elements at {end}")
+                raise ValueError(f"its slices skip or repeat elements at {end}")
             end += piece.length
         if end != self.numel:
             raise ValueError(f"its slices hold {end} of {self.numel} elements")
@@ -109,7 +109,7 @@ class FileEntry(_Record):
     @model_validator(mode="after")
     def _has_a_table(self) -> Self:
         if self.checksums_at > self.bytes:
-            raise ValueError(f"the checksums of {self.name} begin after its end")
+            raise ValueError(f"the checksums of {self.name} start past its end")
         return self
 
 
@@ -181,17 +181,19 @@ class Manifest(_Record):
         for key, tensor in self.tensors.items():
             for piece in tensor.slices:
                 if piece.file >= len(self.files):
-                    raise ValueError(f"tensor {key!r} lies in file {piece.file} of {len(self.files)}")
+                    raise ValueError(
+                        f"tensor {key!r} is in file {piece.file}, but there are only {len(self.files)} files"
+                    )
                 file = self.files[piece.file]
                 end = piece.offset + piece.length * tensor.item_bytes
                 blocks = -(-piece.length * tensor.item_bytes // self.block_bytes)
                 table = (file.bytes - file.checksums_at) // 4
                 if end > file.checksums_at or piece.block + blocks > table:
-                    raise ValueError(f"tensor {key!r} reaches beyond {file.name}")
+                    raise ValueError(f"tensor {key!r} extends past the end of {file.name}")
         keys = [state_key(key, p.name) for p in self.parameters for key in p.state]
         for key in [*(model_key(p.name) for p in self.parameters), *map(model_key, self.buffers), *keys]:
             if key not in self.tensors:
-                raise ValueError(f"tensor {key!r} is not there")
+                raise ValueError(f"tensor {key!r} is missing")
         return self
 
 
@@ -244,8 +246,8 @@ def unseal(kind: Literal["zero-checkpoint", "zero-latest"], data: bytes) -> byte
         return b"{" + body
     other = re.fullmatch(rb'\{"format":"%s","version":(\d+),"crc32":"[0-9a-f]{8}",' % kind.encode(), head)
     if other and int(other[1]) != VERSION:
-        raise ValueError(f"it has version {int(other[1])} of the format, and this zero reads {VERSION}")
-    raise ValueError("its checksum does not match: it was damaged, or changed by hand")
+        raise ValueError(f"it has format version {int(other[1])}, but this version of zero reads {VERSION}")
+    raise ValueError("its checksum does not match: it was damaged or edited by hand")
 
 
 def is_row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -35,7 +35,7 @@ def check_name(path: Path) -> None:
     try:
         path.name.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{str(path)!r} cannot name a checkpoint: it has no UTF-8 form") from None
+        raise UsageError(f"{str(path)!r} cannot name a checkpoint: it cannot be encoded as UTF-8") from None
 
 
 class Publication:
@@ -59,7 +59,7 @@ class Publication:
             for name in sorted({n[1:].rpartition(".")[0] for n in self._leftovers()}):
                 self._put_right(self._path.with_name(name))
             if self._storage.exists(self.staging):
-                raise CheckpointError(f"another save of {self._path} is under way")
+                raise CheckpointError(f"another save of {self._path} is in progress")
             self._check_replaceable()
             self._check_latest()
             self._storage.make_directory(self.staging)
@@ -129,13 +129,13 @@ class Publication:
         path, storage = self._path, self._storage
         if storage.is_link(path):
             raise CheckpointError(
-                f"{path} is a symbolic link, which would be replaced; save under a name of its own"
+                f"{path} is a symbolic link, which saving would replace; choose another name"
             )
         if not storage.exists(path) or storage.exists(path / MANIFEST):
             return
         if not storage.is_directory(path) or storage.names(path):
             raise CheckpointError(
-                f"{path} exists and is no checkpoint; it is left alone: choose another name"
+                f"{path} exists and is not a checkpoint, so it was left untouched: choose another name"
             )
 
     def _check_latest(self) -> None:
@@ -145,7 +145,7 @@ class Publication:
         if not foreign and storage.exists(path):
             foreign = names_another(path.parent, read_whole(storage, path), storage)
         if foreign:
-            raise CheckpointError(f"{path} is another program's; save in a directory of its own")
+            raise CheckpointError(f"{path} belongs to another program; save to a different directory")
 
     def _point(self) -> list[str]:
         """Make `latest` name the new checkpoint; returns the names that rotate out."""
@@ -190,7 +190,7 @@ class Publication:
             self._storage.make_directory(path)
             self._storage.sync_directory(path.parent)
         elif not self._storage.is_directory(path):
-            raise CheckpointError(f"{path} is in the way: it is no directory")
+            raise CheckpointError(f"{path} exists but is not a directory")
         else:
             with suppress(OSError):  # not ours: it may not even be readable
                 self._storage.sync_directory(path.parent)

@@ -46,8 +46,8 @@ def _named(parent: Path, storage: Storage) -> str:
         return read_latest(parent, storage).checkpoint
     except OSError as error:
         raise CheckpointError(
-            f"{parent / LATEST} cannot be read: {error}. Load a checkpoint by its own name; "
-            f"there are {_listed(complete(parent, storage))}"
+            f"{parent / LATEST} cannot be read: {error}. Load a checkpoint by its own name; available: "
+            f"{_listed(complete(parent, storage))}"
         ) from error
 
 
@@ -59,13 +59,13 @@ def read_latest(parent: Path, storage: Storage) -> Latest:
     """
     data = read_whole(storage, parent / LATEST)
     if names_another(parent, data, storage):
-        raise CheckpointError(f"{parent / LATEST} is another program's{_hint(parent, storage)}")
+        raise CheckpointError(f"{parent / LATEST} belongs to another program{_hint(parent, storage)}")
     try:
         return Latest.model_validate_json(form.unseal("zero-latest", data))
     except ValueError as error:
         raise CorruptCheckpointError(
             f"{parent / LATEST} cannot be used: {_short(error)}. Load a checkpoint by its own name; "
-            f"there are {_listed(complete(parent, storage))}"
+            f"available: {_listed(complete(parent, storage))}"
         ) from error
 
 
@@ -98,7 +98,7 @@ class Checkpoint:
             data = read_whole(storage, path / MANIFEST)
         except OSError as error:
             raise CheckpointError(
-                f"{path} is no checkpoint: its {MANIFEST} cannot be read: {error}"
+                f"{path} is not a checkpoint: its {MANIFEST} cannot be read: {error}"
             ) from error
         try:
             self.manifest = Manifest.model_validate_json(form.unseal("zero-checkpoint", data))
@@ -137,8 +137,8 @@ class Checkpoint:
         stop = start + into.nbytes // item
         if start < 0 or stop > tensor.numel or into.nbytes % item:
             raise StateError(
-                f"{key!r} has {tensor.numel} elements of {item} bytes; asked for {into.nbytes} bytes from "
-                f"element {start} on"
+                f"{key!r} has {tensor.numel} elements of {item} bytes; {into.nbytes} bytes were requested "
+                f"from element {start} on"
             )
         index, position = self._slice_at(key, start), start
         while position < stop:
@@ -220,7 +220,9 @@ class Checkpoint:
         file, checksums = self._file(piece.file)
         block, at = self.manifest.block_bytes, piece.offset + begin
         if values.nbytes < wanted:
-            raise CorruptCheckpointError(f"{file.path} ends at byte {at + values.nbytes}, within {key!r}")
+            raise CorruptCheckpointError(
+                f"{file.path} ends at byte {at + values.nbytes}, in the middle of {key!r}"
+            )
         for offset in range(0, wanted, block):
             number = 4 * (piece.block + (begin + offset) // block)
             if crc32(values[offset : offset + block]) != int.from_bytes(
@@ -273,7 +275,7 @@ def _checksums(file: File, entry: FileEntry) -> bytes:
         header = bytearray(min(8 + int.from_bytes(length, "little"), entry.bytes))
         file.read(0, memoryview(header))
         file.read(entry.checksums_at, memoryview(table))
-    sums = (("header", header, entry.header), ("table of checksums", table, entry.checksums))
+    sums = (("header", header, entry.header), ("checksum table", table, entry.checksums))
     for what, buffer, expected in sums:
         if crc32(buffer) != expected:
             raise CorruptCheckpointError(f"{file.path} is damaged: the checksum of its {what} does not match")
@@ -297,8 +299,8 @@ def _present(parent: Path, name: str, storage: Storage) -> Path | None:
 def _fail_to_find(path: Path, storage: Storage, what: str) -> Path:
     found = complete(path, storage) or complete(path.parent, storage)
     raise CheckpointError(
-        f"{path} is no complete checkpoint: {what}, and there is no {MANIFEST}. "
-        f"Complete checkpoints nearby: {_listed(found)}{_hint(path, storage)}"
+        f"{path} is not a complete checkpoint: {what}, and there is no {MANIFEST}. Complete checkpoints "
+        f"nearby: {_listed(found)}{_hint(path, storage)}"
     )
 
 
@@ -306,9 +308,9 @@ def _hint(path: Path, storage: Storage) -> str:
     """What to do with files of other formats that are there instead, as the end of an error message."""
     names = storage.names(path) if storage.is_directory(path) else [path.name]
     if any(name.endswith(".safetensors") for name in names):
-        return ". Weights in safetensors are loaded with load_pretrained()"
+        return ". Load safetensors weights with load_pretrained()"
     if any(name == LATEST or name == ".metadata" or name.endswith("_model_states.pt") for name in names):
-        return ". `zero convert` makes checkpoints of DeepSpeed's and of torch.distributed.checkpoint's"
+        return ". `zero convert` converts checkpoints of DeepSpeed and of torch.distributed.checkpoint"
     return ""
 
 

@@ -92,7 +92,7 @@ class Job:
             else:
                 problem = problem_of(self.failure, _PART.format(self.exchange.rank))
         except Exception as error:
-            problem = problem_of(error, f"{self.publication.staging} could not be made")
+            problem = problem_of(error, f"{self.publication.staging} could not be created")
         self.exchange.publish("directory", [problem, str(self.publication.staging)])
         if problem and self.failure is None:
             raise error_of(problem)
@@ -102,8 +102,8 @@ class Job:
         here, rank = self.publication.staging, self.exchange.rank
         if not self.storage.is_directory(here):
             raise CheckpointError(
-                f"rank 0 has made {there}, and rank {rank} finds no {here}: "
-                "every rank has to pass the same path, on a file system that all ranks share"
+                f"rank 0 created {there}, but rank {rank} does not see {here}: every rank must pass the same "
+                "path, on a file system that all ranks share"
             )
 
     def _write(self, staging: Path) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class Job:
                 size = 0
             if size != entry["bytes"]:
                 raise CheckpointError(
-                    f"of the {entry['bytes']} bytes that rank {rank} wrote rank 0 sees {size}: the "
+                    f"rank 0 sees {size} of the {entry['bytes']} bytes that rank {rank} wrote: the "
                     "checkpoint must be on a file system that all ranks share"
                 )
 

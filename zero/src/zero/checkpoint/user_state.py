@@ -48,8 +48,8 @@ def encode(value: Any, key: str, parts: list[Part], what: str) -> Any:
     if isinstance(value, dict):
         return _encode_dict(value, key, parts, what)
     raise UsageError(
-        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: it takes JSON values, tuples, "
-        "Counters, dense tensors, and at the top level objects with state_dict()"
+        f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: it can hold JSON values, "
+        "tuples, Counters, dense tensors, and at the top level objects with state_dict()"
     )
 
 
@@ -93,7 +93,7 @@ def _storable(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{what} is a string that has no UTF-8 form: {text!r}") from None
+        raise UsageError(f"{what} is a string that cannot be encoded as UTF-8: {text!r}") from None
     return text
 
 

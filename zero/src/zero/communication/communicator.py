@@ -273,8 +273,8 @@ class Communicator:
         if unequal:
             every = self.share_all(facts[unequal[0]].splitlines())
             raise RankMismatchError(
-                f"the ranks disagree about {' and '.join(unequal)}: {_first_difference(every)}. These must "
-                "be the same on all of them"
+                f"the ranks disagree about {' and '.join(unequal)}, which must be the same on all ranks: "
+                f"{_first_difference(every)}"
             )
 
     def share(self, value: Any) -> Any:
@@ -326,7 +326,10 @@ class Communicator:
     ) -> NamedHandle:
         """Count, log and issue a collective. numel: of the whole buffer, equal on all ranks."""
         if self.failed:
-            raise CommunicationError(f"no collective is possible after an earlier failure: {self.failed}")
+            raise CommunicationError(
+                f"no collective is possible after an earlier failure: {self.failed}. Start a new job from "
+                "the last checkpoint"
+            )
         text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')}){origin}"
         self._count += 1
         kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
@@ -362,7 +365,9 @@ class Communicator:
         ranks = range(first, first + self.shards.size)
         if group is self.copies:
             ranks = range(self.shards.rank, self.group.size, self.shards.size)
-        return f" (this group's ranks 0 to {group.size - 1} are {', '.join(map(str, ranks))} of the job)"
+        return (
+            f" (ranks 0 to {group.size - 1} of this group are ranks {', '.join(map(str, ranks))} of the job)"
+        )
 
     def _explain_mismatch(self) -> NoReturn:
         self.failed = "the ranks issued different collectives"
@@ -374,9 +379,9 @@ class Communicator:
             (name, rank)
             for rank, theirs in enumerate(every)
             for name in {**every[0], **theirs}
-            if repr(every[0].get(name, "not there")) != repr(theirs.get(name, "not there"))  # NaN equals NaN
+            if repr(every[0].get(name, "missing")) != repr(theirs.get(name, "missing"))  # NaN equals NaN
         )
-        first, other = (every[r].get(name, "not there") for r in (0, rank))
+        first, other = (every[r].get(name, "missing") for r in (0, rank))
         values = f"{first} on rank 0 and {other} on rank {rank}"
         raise RankMismatchError(f"{name} is {values}. {_SETTINGS_ADVICE}")
 
@@ -406,14 +411,14 @@ def _transportable(tensor: Tensor) -> Tensor:
 
 
 _WORTHLESS = (
-    "What was computed since then is worthless on all ranks, which may include the last optimizer step: look "
-    "at the log of each rank for the first that failed, and go on from the last checkpoint in a new job"
+    "Everything computed since then is invalid on all ranks, possibly including the last optimizer step: "
+    "check the ranks' logs for the one that failed first, and start a new job from the last checkpoint"
 )
 _ADVICE = (
     "Every rank must run the same modules in the same order; a branch that depends on the rank's data is "
     "the usual cause"
 )
 _SETTINGS_ADVICE = (
-    "Every rank steps its part of one model and must do it the same way: where a scheduler follows a loss, "
+    "Every rank steps its part of one model and must do so in the same way: if a scheduler follows a loss, "
     "as ReduceLROnPlateau does, give it the mean over the ranks"
 )

@@ -76,8 +76,8 @@ def ranks_of_copy(shard_ranks: int | None, ranks: int) -> int:
     each = ranks if shard_ranks is None else min(shard_ranks, ranks)
     if ranks % each:
         raise ConfigError(
-            f"shard_ranks={each} does not divide the {ranks} ranks of the job: every copy of the model needs "
-            "as many"
+            f"shard_ranks={each} does not divide the job's {ranks} ranks: every copy of the model needs the "
+            "same number of ranks"
         )
     return each
 
@@ -99,6 +99,6 @@ def _explained(call: Callable[[], T], timeout: float) -> T:
         return call()
     except CollectiveError as error:
         raise CommunicationError(
-            f"the ranks did not all join the job within {timeout:.0f} s; look for one that ended early. "
-            f"Cause here: {error}"
+            f"not all ranks joined the job within {timeout:.0f} s; look for one that exited early. Error on "
+            f"this rank: {error}"
         ) from error

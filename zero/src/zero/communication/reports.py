@@ -92,7 +92,7 @@ class Reports:
             parts.append(f"It failed on rank {rank} first: collective {first.number}, {first.text}, {first}")
         parts += self._absence(mine, reports)
         if len(parts) == 1 and self._timed_out(mine):
-            parts.append("All ranks had come to it: look at what connects them")
+            parts.append("All ranks had reached it: check the connections between them")
         return ". ".join(parts)
 
     def _publish(self, log: Log, failure: Failure | None) -> None:
@@ -135,7 +135,7 @@ class Reports:
         if silent:
             limit = f"until the timeout of {self._group.timeout:.0f} s"
             return [f"rank(s) {_names(silent)} did not answer (dead, or waiting for others {limit})"]
-        return [f"rank(s) {_names(behind)} had not come to it"] if behind else []
+        return [f"rank(s) {_names(behind)} had not reached it"] if behind else []
 
 
 def _names(ranks: list[int]) -> str:

@@ -115,8 +115,8 @@ def _kept(room: int, persistent: Sequence[Candidate]) -> str:
     names = ", ".join(f"{c.unit} ({sizes.human(c.nbytes)})" for c in persistent) or "nothing"
     saved = sum(c.saved * c.seconds for c in persistent)
     return (
-        f"gathered until the weights change, within {sizes.human(room)}: {names}; "
-        f"saves {saved * 1e3:.3g} ms of gathers a step"
+        f"kept gathered until the weights change, within {sizes.human(room)}: {names}; saves "
+        f"{saved * 1e3:.3g} ms of gathers per step"
     )
 
 

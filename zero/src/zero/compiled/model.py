@@ -151,8 +151,8 @@ class CompiledModel:
         if not self._units_wait:
             self._compile_units()
         warnings.warn(
-            f"zero: the model is compiled unit by unit, because it is not one graph: {self._why} "
-            f"(engine.explain() says more){self._lost}",
+            f"zero: the model is compiled unit by unit, because it is not one graph: {self._why} (see "
+            f"engine.explain()){self._lost}",
             stacklevel=3,
         )
         return result
@@ -175,8 +175,8 @@ _UNTRACED = (TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependent
 
 
 _HOOKS = (
-    "a parameter has hooks (register_hook, register_post_accumulate_grad_hook), and gradients in one graph "
-    "never come to them: remove the hooks, or leave zero.Config(compile=...) out"
+    "a parameter has hooks (register_hook, register_post_accumulate_grad_hook), which gradients in a "
+    "compiled graph never reach: remove the hooks, or remove zero.Config(compile=...)"
 )
 
 

@@ -230,5 +230,5 @@ def lookup(handle: int) -> Runtime:
     """The runtime behind a graph's handle. Raises UsageError where its engine is gone."""
     runtime = _runtimes.get(handle)
     if runtime is None:
-        raise UsageError("a compiled graph outlived its engine; build the engine anew")
+        raise UsageError("a compiled graph ran after its engine was freed; create a new engine")
     return runtime

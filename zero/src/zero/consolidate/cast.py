@@ -29,7 +29,7 @@ def cast(values: memoryview, stored: str, into: memoryview, wanted: str) -> bool
         _to_bf16(source.astype(np.float32, copy=False), np.frombuffer(into, np.uint16))
         return False
     if wanted not in _PLAIN:
-        raise CheckpointError(f"values are not cast from {stored} to {wanted}")
+        raise CheckpointError(f"cannot cast values from {stored} to {wanted}")
     found = np.frombuffer(into, _PLAIN[wanted])
     with np.errstate(over="ignore", invalid="ignore"):  # a signalling NaN becomes a quiet one
         if wanted == "F16" and stored == "F64":
@@ -48,7 +48,7 @@ def _widened(values: memoryview, stored: str) -> Floats:
         return (np.frombuffer(values, np.uint8).astype(np.uint16) << 8).view(np.float16)
     if stored == "F8_E4M3":
         return _E4M3[np.frombuffer(values, np.uint8)]
-    raise CheckpointError(f"values are not cast from {stored}")
+    raise CheckpointError(f"cannot cast values from {stored}")
 
 
 def _to_bf16(source: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> None:

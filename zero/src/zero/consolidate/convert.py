@@ -87,7 +87,7 @@ def _sum(file: File, offset: int, nbytes: int, table: bytearray, block: int, pag
     """Read bytes from `offset` on, and enter their checksums in the table from block number `block` on."""
     values = file.read_around(offset, nbytes, pages)
     if values.nbytes < nbytes:
-        raise CheckpointError(f"{file.path} is shorter than it was written")
+        raise CheckpointError(f"{file.path} is shorter than what was written")
     for number, first in enumerate(range(0, nbytes, BLOCK), start=block):
         table[4 * number : 4 * number + 4] = crc32(values[first : first + BLOCK]).to_bytes(4, "little")
     return values

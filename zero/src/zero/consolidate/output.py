@@ -220,7 +220,7 @@ class Comparison:
             if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(part.values, np.uint8)):
                 raise CheckpointError(
                     f"{part.file.name} does not read back as it was written: {part.chosen.name!r}, from byte "
-                    f"{part.offset} on; the disk or the memory of this machine is at fault"
+                    f"{part.offset} on; this machine's disk or memory is faulty"
                 )
             compared += found.nbytes
         return compared

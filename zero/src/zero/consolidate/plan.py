@@ -92,7 +92,7 @@ def choose(
             chosen.append(Chosen(index, names[0], tuple(names[1:]), tensor.shape, target, tensor.numel))
     _check_names(name for tensor in chosen for name in (tensor.name, *tensor.aliases))
     if not chosen:
-        raise UsageError("no tensors are left to write; see the patterns to include and exclude")
+        raise UsageError("no tensors are left to write; check the include and exclude patterns")
     return chosen
 
 
@@ -168,7 +168,7 @@ def _check_names(names: Iterable[str]) -> None:
     seen = {METADATA}
     for name in names:
         if name in seen:
-            raise CheckpointError(f"{name!r} cannot be the name of a tensor: it is taken")
+            raise CheckpointError(f"{name!r} cannot be the name of a tensor: it is already in use")
         seen.add(name)
 
 
@@ -177,6 +177,6 @@ def _check_patterns(tensors: Sequence[TensorInfo], patterns: Sequence[str]) -> N
     useless = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if useless:
         raise UsageError(
-            f"no tensor is called anything like {', '.join(map(repr, useless))}; "
-            f"names look like {', '.join(map(repr, names[:4]))}"
+            f"no tensor name matches {', '.join(map(repr, useless))}; names look like "
+            f"{', '.join(map(repr, names[:4]))}"
         )

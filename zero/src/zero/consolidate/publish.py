@@ -111,7 +111,7 @@ class Staging:
         if not storage.exists(out):
             return
         if not storage.is_directory(out):
-            raise CheckpointError(f"{out} exists and is no directory; choose another name")
+            raise CheckpointError(f"{out} exists and is not a directory; choose another name")
         names = storage.names(out)
         if names and not overwrite:
             raise CheckpointError(
@@ -121,5 +121,5 @@ class Staging:
         others = [n for n in names if storage.is_directory(out / n) or n in (MANIFEST, LATEST)]
         if others:
             raise CheckpointError(
-                f"{out} is no model's directory: it holds {others[0]!r}; choose another name"
+                f"{out} is not a model directory: it holds {others[0]!r}; choose another name"
             )

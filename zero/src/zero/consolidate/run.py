@@ -248,5 +248,5 @@ def _translated(out: Path, plan: Plan) -> Iterator[None]:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         needed = f": {sum(file.nbytes for file in plan.files):,} bytes are needed" if full else ""
         raise CheckpointError(
-            f"{out} could not be written: {error}{needed}; nothing is left behind"
+            f"{out} could not be written: {error}{needed}; nothing was left behind"
         ) from error

@@ -95,8 +95,8 @@ class AbsentGradients:
 
 def _absent(what: str) -> UsageError:
     return UsageError(
-        f"{what} needs the values of a parameter's `.grad`, which the engine has, in slices. Set "
-        "Config(clip_norm=...) to clip, Config(loss_scale='dynamic') in the place of a GradScaler; "
+        f"{what} needs the values of a parameter's `.grad`, which the engine holds in slices. Set "
+        "Config(clip_norm=...) to clip, and Config(loss_scale='dynamic') instead of a GradScaler; "
         "engine.grad_norm is the norm, engine.full_gradient(name) a whole gradient; engine.backward and "
-        "engine.step come in the place of loss.backward and optimizer.step"
+        "engine.step replace loss.backward and optimizer.step"
     )

@@ -127,8 +127,8 @@ class Balancer:
             self._accelerator.memory.trim()
             self._count_anew()  # the next steps tell how much may come back
             warnings.warn(
-                f"the device ran out of memory: {human(freed)} of optimizer state moved to the host, so that "
-                "what failed can be repeated. Steps need more than was measured at first",
+                f"the device ran out of memory: {human(freed)} of optimizer state was moved to the host so "
+                "that the failed operation can be repeated. Steps need more memory than was first measured",
                 RuntimeWarning,
                 stacklevel=2,
             )

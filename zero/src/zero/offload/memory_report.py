@@ -185,8 +185,8 @@ i {{ display: inline-block; width: 0.9em; height: 0.9em; margin-right: 0.3em }}
 svg {{ border-left: 1px solid #999; border-bottom: 1px solid #999 }}
 </style>
 <h1>Device memory over a step</h1>
-<p>Peak {peak} of {capacity}. The most in use between points at which units come, go and are stepped, by what
-it is for; temporary is what was given back before the next point.</p>
+<p>Peak {peak} of {capacity}. The most in use between samples, by category. Samples are taken when units are
+gathered, released or stepped; temporary is what was freed again before the next sample.</p>
 {picture}
 <p>{legend}</p>
 <table><tr>{head}</tr>{rows}</table>

@@ -63,6 +63,6 @@ class Parking:
 
 
 _ELSEWHERE = (
-    "reload_states() has failed on another rank, whose error says why. Nothing is lost: when there is room, "
-    "call it again on every rank"
+    "reload_states() failed on another rank, whose error says why. Nothing is lost: once there is room, call "
+    "it again on every rank"
 )

@@ -23,8 +23,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> d
             raise OptimizerError(f"{kind} cannot be sharded: {NEVER[kind]}; use another optimizer")
     if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
         raise OptimizerError(
-            "the optimizer has state already; call zero.initialize before its first step, and restore "
-            "state with engine.load_checkpoint"
+            "the optimizer already has state; call zero.initialize before its first step, and restore state "
+            "with engine.load_checkpoint"
         )
     _check_whole_parameters(optimizer, config)
     return _param_groups(optimizer, model)
@@ -36,11 +36,11 @@ def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
     bases = {base.__name__ for each in members(optimizer) for base in type(each).__mro__}
     kind = ", ".join(bases & LOOKS_AT_MATRICES)
     if config.whole_parameters is False and kind:
-        raise OptimizerError(f"{kind} looks at whole matrices: leave Config(whole_parameters=False) out")
+        raise OptimizerError(f"{kind} needs whole matrices: remove Config(whole_parameters=False)")
     if config.whole_parameters and all(rule_for(each) is not None for each in members(optimizer)):
         raise OptimizerError(
-            f"{name_of(optimizer)} works element by element, and slices are stepped by a kernel: leave "
-            "Config(whole_parameters=True) out"
+            f"{name_of(optimizer)} works element by element, so a kernel steps its slices: remove "
+            "Config(whole_parameters=True)"
         )
     if config.whole_parameters is None:
         _warn_of_strangers(optimizer)
@@ -51,8 +51,8 @@ def _warn_of_strangers(optimizer: Optimizer) -> None:
     if strangers:
         warnings.warn(
             f"{' and '.join(strangers)} will step whole parameters, each on one rank. That is exact if it "
-            "steps every parameter by itself, from its own gradient; what looks at all of them together "
-            "would see some. Config(whole_parameters=True) says that it does not",
+            "steps every parameter by itself, from its own gradient; an optimizer that looks at all of them "
+            "together would see only some. Config(whole_parameters=True) states that it does not",
             stacklevel=6,
         )
 
@@ -64,7 +64,7 @@ def _param_groups(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, 
         for position, parameter in enumerate(group["params"]):
             if parameter not in mine:
                 raise OptimizerError(
-                    f"param_groups[{index}]['params'][{position}] of shape {tuple(parameter.shape)} is no "
+                    f"param_groups[{index}]['params'][{position}] of shape {tuple(parameter.shape)} is not a "
                     "parameter of the model; build the optimizer from this model's parameters"
                 )
             owner[parameter] = index

@@ -85,8 +85,8 @@ def _refuse_late(group: Options, *names: str) -> None:
     for name in names:
         if group[name]:
             raise OptimizerError(
-                f"the optimizer got {name}={group[name]} after zero.initialize, where no group had any: set "
-                "it before"
+                f"{name}={group[name]} was set after zero.initialize, when no param_group had it: set it "
+                "before zero.initialize"
             )
 
 

@@ -138,9 +138,7 @@ class OwnStep:
         """Before a collective, if the step has any: make sure that all ranks have come through what each does
         by itself. Raises OptimizerError if one has failed."""
         if self._meets and self._communicator.agree():
-            raise OptimizerError(
-                f"the step of {self._names} has failed on another rank, whose error says why"
-            )
+            raise OptimizerError(f"the step of {self._names} failed on another rank, whose error says why")
 
     def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
         numel = owned.numel + (0 if owned.routes is None else owned.sub.numel)

@@ -208,12 +208,12 @@ class ShardedOptimizer:
         """
         if wrapped := [each for each in self._served if is_wrapped(each)]:
             raise OptimizerError(
-                f"the step of {name_of(*wrapped)} was replaced after zero.initialize, which steps it by a "
-                "kernel and would not call that: replace it before"
+                f"the step of {name_of(*wrapped)} was replaced after zero.initialize, but a kernel steps it "
+                "and would not call the replacement: replace it before zero.initialize"
             )
         if self._group_lengths() != self._lengths:
             raise OptimizerError(
-                "the optimizer's param_groups have other parameters than at zero.initialize; give it all "
+                "the optimizer's param_groups have different parameters than at zero.initialize; give it all "
                 "parameters before that, and change only hyper-parameters later"
             )
         for index, rule in self._rules.items():

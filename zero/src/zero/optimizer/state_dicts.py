@@ -19,7 +19,7 @@ def refuse_state_dicts(optimizer: Optimizer) -> None:
 
 def _refuse_to_save(optimizer: Optimizer) -> None:
     raise UsageError(
-        "optimizer.state_dict() would hold this rank's slices alone: engine.save_checkpoint saves the "
+        "optimizer.state_dict() would hold only this rank's slices: engine.save_checkpoint saves the "
         "optimizer's whole state, engine.full_optimizer_state(name) returns that of a parameter, and "
         "optimizer.param_groups has the hyper-parameters"
     )
@@ -27,14 +27,14 @@ def _refuse_to_save(optimizer: Optimizer) -> None:
 
 def _refuse_to_copy() -> None:
     raise UsageError(
-        "an optimizer that an engine steps cannot be copied or pickled, it has this rank's slices alone: "
-        "engine.save_checkpoint saves its whole state"
+        "an optimizer that an engine steps cannot be copied or pickled, because it has only this rank's "
+        "slices: engine.save_checkpoint saves its whole state"
     )
 
 
 def _refuse_to_load(optimizer: Optimizer, state: dict[str, Any]) -> None:
     raise UsageError(
-        "optimizer.load_state_dict() would not change the state that the engine steps: load what "
-        "engine.save_checkpoint saved with engine.load_checkpoint, and set hyper-parameters in "
+        "optimizer.load_state_dict() would not change the state that the engine steps: use "
+        "engine.load_checkpoint to load what engine.save_checkpoint saved, and set hyper-parameters in "
         "optimizer.param_groups"
     )

@@ -60,8 +60,8 @@ def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> di
             type(optimizer).step(probe)
     except Exception as error:
         raise OptimizerError(
-            f"how much state {name_of(optimizer)} keeps is not known, and a copy of it does not step "
-            f"({type(error).__name__}: {error}). So it can neither be planned nor held to a host_budget"
+            f"the size of {name_of(optimizer)}'s state is not known, and a copy of it cannot step "
+            f"({type(error).__name__}: {error}), so it can be neither planned nor held to a host_budget"
         ) from error
     return {
         p: _values_per_element(probe.state[small], optimizer.state.get(p, {}), p, small)

@@ -32,7 +32,7 @@ def planner_for(
     """Plans of a model for any settings; the model is built once."""
     if autocast is not None and is_guessed(target):
         raise UsageError(
-            "--autocast needs the model's classes, and a checkpoint has names alone: write "
+            "--autocast needs the model's classes, but a checkpoint has only names: write "
             "package.module:function or file.py:function for one that returns the model"
         )
     model = model_of(target)
@@ -71,7 +71,7 @@ def verdict(made: Plan, memory: int) -> str:
     if not fits(made, memory):
         return f"does not fit: {phase} needs {human(peaks[phase] - memory)} more than {human(memory)}"
     left = memory - max(peaks["forward"], peaks["backward"])
-    return f"fits: {human(left)} of {human(memory)} are left for activations and all else"
+    return f"fits: {human(left)} of {human(memory)} are left for activations and everything else"
 
 
 def compared(planned: Planned, base: Config) -> dict[str, Plan]:

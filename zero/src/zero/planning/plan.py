@@ -105,8 +105,8 @@ def _check_dtypes(model: nn.Module, config: Config) -> None:
     narrow = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize < 2}
     if narrow and config.dtype is None:
         raise ConfigError(
-            f"parameters are {', '.join(sorted(map(str, narrow)))}, which no device trains as it is; choose "
-            "a precision: 'bf16', 'fp16' or 'fp32'"
+            f"parameters are {', '.join(sorted(map(str, narrow)))}, which no device can train in; choose a "
+            "precision: 'bf16', 'fp16' or 'fp32'"
         )
 
 

@@ -42,14 +42,15 @@ def model_of(target: str) -> nn.Module:
     if is_guessed(target):
         if target.endswith(".py"):
             raise UsageError(
-                f"{target} has more than a model: write {target}:function for one that returns it"
+                f"{target} contains more than a model: write {target}:function for a function that returns "
+                "the model"
             )
         with open_source(target) as source:
             return from_names(source.tensors)
     if not colon or not expression:
         raise UsageError(
             f"{target!r} is neither a path nor a function: write package.module:function or file.py:function "
-            "for one that returns the model, or the path of a checkpoint or of weights"
+            "for a function that returns the model, or the path of a checkpoint or of weights"
         )
     names = _Names(_imported(place))
     try:
@@ -60,7 +61,7 @@ def model_of(target: str) -> nn.Module:
     except (Exception, SystemExit) as error:
         raise UsageError(f"{target}: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{target} is {type(model).__name__}, and not a torch.nn.Module")
+        raise UsageError(f"{target} is {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
@@ -130,7 +131,7 @@ def from_names(tensors: tuple[TensorInfo, ...]) -> nn.Module:
             for name in (tensor.name, *tensor.aliases):
                 _put(root, name.split("."), parameter)
     if not root:
-        raise UsageError("there are no parameters in it")
+        raise UsageError("it contains no parameters")
     return _module(root)
 
 
@@ -139,9 +140,9 @@ def _put(tree: dict[str, Any], path: list[str], parameter: nn.Parameter) -> None
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise UsageError(f"{'.'.join(path)!r} lies in {parent!r}, which is a parameter itself")
+            raise UsageError(f"{'.'.join(path)!r} is inside {parent!r}, which is itself a parameter")
     if last in tree:
-        raise UsageError(f"{'.'.join(path)!r} is a parameter, and others lie in it")
+        raise UsageError(f"{'.'.join(path)!r} is a parameter, but other parameters are inside it")
     tree[last] = parameter
 
 
@@ -176,7 +177,7 @@ def _read(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(given, dict):
-        raise ConfigError(f"{file} does not hold an object of settings")
+        raise ConfigError(f"{file} does not contain a JSON object of settings")
     return given
 
 

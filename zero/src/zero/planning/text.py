@@ -33,7 +33,7 @@ def _state(memory: MemoryPlan) -> list[str]:
         rows.append([name, *(_bytes(getattr(memory.rest[tier], name)) for tier in TIERS)])
     rows.append(["gradients, until the step", *(_bytes(memory.gradients[tier]) for tier in TIERS)])
     if memory.buffers:
-        rows.append(["buffers of the disk", "-", _bytes(memory.buffers), "-"])
+        rows.append(["disk buffers", "-", _bytes(memory.buffers), "-"])
     return table(rows)
 
 
@@ -42,21 +42,21 @@ def _peaks(memory: MemoryPlan) -> list[str]:
     for phase, held in memory.peaks.items():
         parts = held.total, held.parameters, held.gathered, held.gradients, held.optimizer
         rows.append([phase, *map(_bytes, parts)])
-    return [*table(rows), "besides activations, buffers of modules, and what libraries take"]
+    return [*table(rows), "in addition: activations, module buffers, and what libraries take"]
 
 
 def _traffic(traffic: TrafficPlan) -> list[str]:
     moved = {kind.replace("_", "-"): nbytes for kind, nbytes in traffic.collectives.items()}
     moved |= {
         "sent to other ranks": traffic.link,
-        "of this to other copies": traffic.to_copies,
+        "of which to other copies": traffic.to_copies,
         "device to host": traffic.to_host,
         "host to device": traffic.to_device,
         "read from disk": traffic.read,
         "written to disk": traffic.written,
     }
     rows = [[name, _bytes(nbytes)] for name, nbytes in moved.items() if nbytes]
-    return table([["moved in an optimizer step", ""], *rows]) if rows else ["nothing moves"]
+    return table([["moved per optimizer step", ""], *rows]) if rows else ["nothing moves"]
 
 
 def _bytes(nbytes: int) -> str:

@@ -34,7 +34,7 @@ class Compile(Validated):
     @classmethod
     def _not_negative(cls, value: int | str) -> int | str:
         if isinstance(value, int) and value < 0:
-            raise ValueError("must be 'auto', or bytes, 0 or more")
+            raise ValueError("must be 'auto' or a number of bytes, at least 0")
         return value
 
     @property

@@ -93,9 +93,9 @@ class Offload(Validated):
         parts = value if isinstance(value, Mapping) else {"optimizer": value}
         for kind, part in parts.items():
             if kind not in get_args(Kind):
-                raise ValueError(f"{kind!r} is no kind of state; known: {', '.join(get_args(Kind))}")
+                raise ValueError(f"{kind!r} is not a kind of state; known: {', '.join(get_args(Kind))}")
             if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 < part <= 1:
-                raise ValueError(f"the part of {kind} must be a number above 0, and at most 1")
+                raise ValueError(f"the fraction of {kind} must be a number above 0 and at most 1")
         return Parts(**{kind: float(part) for kind, part in parts.items()})
 
     @field_validator("host_budget", mode="before")
@@ -109,37 +109,40 @@ class Offload(Validated):
             if kind not in Budgets.model_fields:
                 raise ValueError(f"{kind!r} has no budget; known: {', '.join(Budgets.model_fields)}")
             if nbytes is not None and (isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0):
-                raise ValueError(f"the budget for {kind} must be bytes, 0 or more, or e.g. '8GiB'")
+                raise ValueError(
+                    f"the budget for {kind} must be a number of bytes, at least 0, or e.g. '8GiB'"
+                )
         return Budgets(**found)
 
     @field_validator("path", mode="before")
     @classmethod
     def _not_empty(cls, value: Any) -> Any:
         if value == "":
-            raise ValueError(
-                "no directory is named; write path='/local/disk', or path='.' for the current one"
-            )
+            raise ValueError("path is empty; write path='/local/disk', or path='.' for the current one")
         return Path(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Offload:
         on_disk = "disk" in (self.optimizer, self.params, self.gradients)
         if on_disk and self.path is None:
-            raise ValueError("state on disk needs a place: Offload(..., path='/local/disk')")
+            raise ValueError("state on disk needs a directory: Offload(..., path='/local/disk')")
         if self.path is not None and not on_disk:
-            raise ValueError("path is given, but nothing is on disk: Offload(optimizer='disk', ...)")
+            raise ValueError("path is given, but nothing is on disk: set Offload(optimizer='disk', ...)")
         if self.optimizer == "device" and "sub_group_size" in self.model_fields_set:
-            raise ValueError("sub_group_size is of optimizer state: set optimizer='host' or 'disk'")
+            raise ValueError(
+                "sub_group_size applies to offloaded optimizer state: set optimizer='host' or 'disk'"
+            )
         for kind in get_args(Kind):
             for name, value in (("fraction", self._fraction(kind)), ("host_budget", self.budget(kind))):
                 if value is not None and getattr(self, kind) in ("device", None):
                     raise ValueError(
-                        f"{name} is of what leaves the device, {kind} is not set to: {kind}='host' or 'disk'"
+                        f"{name} applies to what leaves the device, but {kind} does not: set {kind}='host' "
+                        "or 'disk'"
                     )
         self._check_step()
         self._check_overlap()
         if self.compact and self.optimizer != "disk":
-            raise ValueError("compact is about masters on disk: set optimizer='disk'")
+            raise ValueError("compact applies to masters on disk: set optimizer='disk'")
         return self
 
     def _check_step(self) -> None:
@@ -147,13 +150,13 @@ class Offload(Validated):
             return
         if self.optimizer != "host":
             raise ValueError(
-                f"step='device' is about optimizer state on the host, optimizer={self.optimizer!r} is not: "
-                "set optimizer='host', or leave step='host'"
+                f"step='device' applies to optimizer state on the host, but optimizer={self.optimizer!r}: "
+                "set optimizer='host', or keep step='host'"
             )
         for name in ("overlap", "compact"):
             if getattr(self, name):
                 raise ValueError(
-                    f"{name} is about steps by the host's kernels: leave {name}=False or step='host'"
+                    f"{name} applies to steps by the host's kernels: keep {name}=False or step='host'"
                 )
 
     def _check_overlap(self) -> None:
@@ -161,10 +164,11 @@ class Offload(Validated):
         nothing = budget == 0 or (self.optimizer == "disk" and budget is None)
         if self.overlap and (self.optimizer == "device" or nothing):
             raise ValueError(
-                "overlap is about optimizer state on the host: set optimizer='host', or a host_budget above 0"
+                "overlap applies to optimizer state on the host: set optimizer='host', or a host_budget "
+                "above 0"
             )
         if self.overlap and self.gradients not in (None, "host"):
-            raise ValueError("overlap steps from gradients on the host: leave gradients=None")
+            raise ValueError("overlap steps from gradients on the host: keep gradients=None")
 
     def part(self, kind: Kind) -> float:
         """Fraction, of 1, of a kind of state that leaves the device if the kind is not set to stay there."""

@@ -15,7 +15,7 @@ def size(text: str) -> int:
     """Parse a number of bytes, e.g. "5GB" (powers of 1000) or "512MiB" (of 1024); raises UsageError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise UsageError(f"{text!r} is no size; write e.g. 5GB, 512MiB or a number of bytes")
+        raise UsageError(f"{text!r} is not a size; write e.g. 5GB, 512MiB or a number of bytes")
     number, unit, binary = match[1], match[2].upper(), match[3]
     return int(float(number) * (_BINARY if binary else _UNITS)[unit])
 

@@ -39,8 +39,8 @@ def check_model(model: nn.Module, shapes_only: bool = False) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ModelError(
-                f"module {name!r} is TorchScript, whose parameters cannot be gathered for its forward: leave "
-                "torch.jit out, and let Config(compile=...) compile the model"
+                f"module {name!r} is TorchScript, whose parameters cannot be gathered for its forward: "
+                "remove torch.jit, and let Config(compile=...) compile the model"
             )
     named = list(model.named_parameters())
     if not named:
@@ -78,13 +78,13 @@ def check_movable(model: nn.Module, device: torch.device) -> None:
     for name, parameter in model.named_parameters():
         if deferred_init.is_deferred(parameter) or torch._has_compatible_shallow_copy_type(parameter, there):
             continue
-        first = f"model.to({device.type!r}) first, before the optimizer is made"
+        first = f"call model.to({device.type!r}) before creating the optimizer"
         cannot = f"parameter {name!r} cannot move to {device.type!r}"
         if weakref.getweakrefcount(parameter):
             raise ModelError(f"{cannot}: there are weak references to it, as in torch.nn.LSTM; {first}")
         if _is_in_graph(parameter):
             raise ModelError(
-                f"{cannot}: it is part of a graph; let go of what was computed with it, or {first}"
+                f"{cannot}: it is part of an autograd graph; free what was computed with it, or {first}"
             )
 
 
@@ -145,10 +145,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> N
     if is_lazy(parameter):
         raise ModelError(f"parameter {name!r} is lazy and has no shape yet; run the model once first")
     if is_lost(parameter):
-        raise ModelError(f"this model cannot be used any more: see parameter {name!r}, {LOST}")
+        raise ModelError(f"this model can no longer be used: see parameter {name!r}, {LOST}")
     if isinstance(parameter, ShardedParameter) or NAME_ATTRIBUTE in parameter.__dict__:
         if not deferred_init.is_deferred(parameter):
-            raise ModelError(f"parameter {name!r} belongs to an engine already; one model has one engine")
+            raise ModelError(f"parameter {name!r} already belongs to an engine; a model can have only one")
         return
     if parameter.is_meta and not shapes_only:
         raise ModelError(
@@ -157,8 +157,8 @@ def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> N
         )
     if is_traceable_wrapper_subclass(parameter):
         raise ModelError(
-            f"parameter {name!r} is a {type(parameter).__name__}, whose values lie in tensors inside of "
-            "it; zero shards plain parameters: leave out fully_shard, tensor parallelism and quantization"
+            f"parameter {name!r} is a {type(parameter).__name__}, which wraps the tensors that hold its "
+            "values; zero shards plain parameters: remove fully_shard, tensor parallelism or quantization"
         )
     if parameter.is_complex() or parameter.layout is not torch.strided:
         raise ModelError(
@@ -178,9 +178,9 @@ def _check_buffer(name: str, buffer: Tensor) -> None:
     if buffer.layout is not torch.strided or buffer.is_nested:
         kind = "nested" if buffer.is_nested else buffer.layout
         raise ModelError(
-            f"buffer {name!r} is {kind}, and has no one piece of memory to give to other ranks; register its "
-            "dense parts as buffers, such as indices() and values(), and put it together in forward, or keep "
-            "it in a plain attribute, which is each rank's own"
+            f"buffer {name!r} is {kind}, so it has no single block of memory to send to other ranks; "
+            "register its dense parts, such as indices() and values(), as buffers and assemble it in "
+            "forward, or keep it in a plain attribute, separate on each rank"
         )
 
 

@@ -93,7 +93,7 @@ def _taking_over(model: nn.Module) -> Iterator[None]:
     except BaseException as error:
         abandon(model.named_parameters())
         if isinstance(error, OutOfMemoryError):
-            raise OutOfMemoryError(f"{error}. The model is in pieces now: {ANEW}") from error
+            raise OutOfMemoryError(f"{error}. The model is now incomplete: {ANEW}") from error
         raise
 
 

@@ -22,27 +22,30 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device
             _check_own_steps(each, config)
     if config.tiers.compact and not _has_split_masters(model, config):
         raise ConfigError(
-            "Offload(compact=True) splits masters of trainable bf16 parameters, and the model has none: set "
-            "precision='bf16', or leave compact=False"
+            "Offload(compact=True) splits masters of trainable bf16 parameters, but the model has none: set "
+            "precision='bf16', or keep compact=False"
         )
     if config.offload == "auto" and device.type == HOST.type:
         warnings.warn(
-            "offload='auto' has nothing to move: on this device everything is in the host's memory already",
+            "offload='auto' has nothing to move: on this device everything is already in host memory",
             stacklevel=4,
         )
 
 
 def _check_own_steps(optimizer: Optimizer, config: Config) -> None:
     """Raise ConfigError if an optimizer that steps itself is to step from disk, on a visit or ahead."""
-    serves = f"serves what kernels step: Adam, AdamW, SGD, Lion. This {name_of(optimizer)} steps its own"
+    serves = (
+        f"serves optimizers that kernels step: Adam, AdamW, SGD, Lion. This {name_of(optimizer)} steps its "
+        "own"
+    )
     if config.tiers.optimizer == "disk":
         raise ConfigError(
-            f"Offload(optimizer='disk') {serves} tensors, which have to be in memory: optimizer='host'"
+            f"Offload(optimizer='disk') {serves} tensors, which must be in memory: set optimizer='host'"
         )
     if config.tiers.step == "device":
-        raise ConfigError(f"Offload(step='device') {serves} tensors, all at once: step='host'")
+        raise ConfigError(f"Offload(step='device') {serves} tensors, all at once: set step='host'")
     if config.tiers.overlap:
-        raise ConfigError(f"Offload(overlap=True) {serves} tensors, all at once: overlap=False")
+        raise ConfigError(f"Offload(overlap=True) {serves} tensors, all at once: set overlap=False")
 
 
 def _has_split_masters(model: nn.Module, config: Config) -> bool:

@@ -41,19 +41,19 @@ def written(name: str) -> ModelError:
 
 def replaced(names: Sequence[str]) -> ModelError:
     """Make the error for parameters that have other memory than the engine's."""
-    return ModelError(f"other memory than the engine's is behind {some(names)}. {_REPLACED}")
+    return ModelError(f"the memory of {some(names)} is no longer the engine's. {_REPLACED}")
 
 
 def changed_since() -> UsageError:
     """A backward comes to a forward that has computed with other weights."""
     return UsageError(
-        "the weights have changed since the forward that this loss comes from: by a step, a load, "
-        "refresh_weights or zero.gathered(..., write_rank=...). Its gradients would be of two different "
+        "the weights have changed since the forward that this loss comes from, by a step, a load, "
+        "refresh_weights or zero.gathered(..., write_rank=...). Its gradients would mix two different "
         "models: run the forward again, then engine.backward(loss)"
     )
 
 
 _REPLACED = (
-    "It was replaced: by model.to(...), by an assignment to `.data`, or by flatten_parameters() of an RNN. "
+    "It was replaced by model.to(...), by an assignment to `.data`, or by an RNN's flatten_parameters(). "
     "Choose dtype and device before zero.initialize, and change values inside `with zero.gathered(...)`"
 )

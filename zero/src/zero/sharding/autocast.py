@@ -125,11 +125,12 @@ def _name(rule: type[nn.Module] | str) -> str:
 
 
 _VANISH = (
-    "this forward runs under torch.autocast in fp16, and small gradients vanish: "
-    "zero.Config(loss_scale='dynamic') keeps them, as a GradScaler does where there is no engine"
+    "this forward runs under torch.autocast in fp16, where small gradients underflow: set "
+    "zero.Config(loss_scale='dynamic'), which takes the place of a GradScaler"
 )
 _WIDE = (
-    "matrices of {classes} ({share:.0%} of the model) travel in fp32 under torch.autocast, and what it makes "
-    "of them stays until backward. Name the classes whose matrices it casts before each use, and they travel "
-    "cast, and go: zero.Config(autocast_modules={names}); or use compile=True, where graphs show the use"
+    "matrices of {classes} ({share:.0%} of the model) are gathered in fp32 under torch.autocast, and its "
+    "cast copies of them stay in memory until backward. If it casts them before each use, name their "
+    "classes, and they are gathered already cast, without copies: zero.Config(autocast_modules={names}); or "
+    "use compile=True, where the graph shows the use"
 )

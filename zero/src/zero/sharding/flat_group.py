@@ -236,7 +236,7 @@ class FlatGroup:
         backward, longer than `home`. beside: the cast that a forward under way computes in.
         """
         if self._private is None and (self.home.common or self.form(beside) != OWN):
-            self._private = allocate(self._stores, "to show", self.unit, self.home.nbytes, self._copy)
+            self._private = allocate(self._stores, "for a copy of", self.unit, self.home.nbytes, self._copy)
             self._bind_to(self._private)
 
     def _copy(self) -> FlatBuffer:

@@ -119,11 +119,11 @@ def _who(args: Iterable[Any], kwargs: dict[str, Any] | None) -> tuple[str, str]:
 
 
 SHARDED = (
-    "which is sharded over the ranks now. Call its module (not module.forward), or read it inside "
-    "`with zero.gathered(parameter):`; engine.state_dict() has the whole model"
+    "which is sharded over the ranks. Call its module (not module.forward), or read it inside `with "
+    "zero.gathered(parameter):`; engine.state_dict() has the whole model"
 )
-ANEW = "free model and optimizer, and build them anew"
-LOST = f"which a zero.initialize that failed has left in pieces: {ANEW}"
+ANEW = "free the model and the optimizer, and build them again"
+LOST = f"which a failed zero.initialize left incomplete: {ANEW}"
 UNBORN = (
     "which was made under zero.init() and has no values yet. zero.initialize() fills its shards; "
     "read it inside `with zero.gathered(parameter):` after that"

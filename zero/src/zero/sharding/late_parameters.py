@@ -40,7 +40,9 @@ class LateParameters:
             thawed = {id(p) for p in self._frozen if p.requires_grad}
         names = self._names(p for p in self._frozen if id(p) in thawed) if thawed else []
         if names:  # not those that have left the model
-            raise ModelError(f"frozen at zero.initialize, and not any more: {some(names)}. {_THAWED}")
+            raise ModelError(
+                f"parameters frozen at zero.initialize are no longer frozen: {some(names)}. {_THAWED}"
+            )
         self._refuse("trained", [p for p in self._new() if p.requires_grad])
 
     def _check_rebound(self) -> None:
@@ -62,7 +64,10 @@ class LateParameters:
             if old != new
         ]
         if changed:
-            what = f"changed in place since the last step, which this step undoes: {some(changed)}"
+            what = (
+                "parameters were changed in place since the last step, and this step undoes the changes: "
+                f"{some(changed)}"
+            )
             warnings.warn(f"{what}. {_CHANGED}", stacklevel=3)
 
     def check_model(self) -> None:
@@ -74,15 +79,16 @@ class LateParameters:
         moved = [name for name, parameter in now.items() if then.get(name) != parameter]
         if moved:
             raise ModelError(
-                f"not what had these names at zero.initialize, and so not saved or loaded: {some(moved)}. "
-                "Layers are wrapped, compiled one by one, tied or put elsewhere before it"
+                "parameters whose names have changed since zero.initialize are not saved or loaded: "
+                f"{some(moved)}. Wrap, compile, tie or move layers before zero.initialize"
             )
 
     def _refuse(self, what: str, new: Sequence[nn.Parameter]) -> None:
         if new:
             raise ModelError(
-                f"not in the model at zero.initialize, and so not {what}: {some(self._names(new))}. "
-                "Adapters, resized embeddings and whatever else changes the model come before it"
+                f"parameters that were not in the model at zero.initialize are not {what}: "
+                f"{some(self._names(new))}. Add adapters, resize embeddings and make other changes to the "
+                "model before zero.initialize"
             )
 
     def _new(self) -> Iterator[nn.Parameter]:
@@ -112,10 +118,10 @@ def _names_of(module: nn.Module) -> dict[str, int]:
 
 
 _CHANGED = (
-    "The step computes weights from masters that are elsewhere, in fp32 or on the host: change both, inside "
-    "`with zero.gathered(parameters, write_rank=0):`"
+    "The step computes the weights from separate masters, in fp32 or on the host: change both, inside `with "
+    "zero.gathered(parameters, write_rank=0):`"
 )
 _THAWED = (
-    "The engine has no gradients and no optimizer state for them: have them trainable at zero.initialize and "
-    "freeze them after it, with requires_grad_(False), for as long as they should stay as they are"
+    "The engine has no gradients and no optimizer state for them: let them be trainable at zero.initialize, "
+    "and freeze them afterwards, with requires_grad_(False), for as long as they should not change"
 )

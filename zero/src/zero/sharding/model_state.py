@@ -69,7 +69,10 @@ def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, 
 def _no_state(state: object) -> str:
     if isinstance(state, Mapping):
         return ""
-    return f"rank 0 passes {type(state).__name__} instead of names and tensors; a file is for torch.load"
+    return (
+        f"rank 0 passed {type(state).__name__} instead of a mapping of names to tensors; load files with "
+        "torch.load"
+    )
 
 
 def _pack(rest: dict[str, Any], into: BytesIO) -> str:
@@ -107,7 +110,7 @@ def _misfits(model: nn.Module, state: Mapping[str, Any], strict: bool) -> str:
         for n, e in expected.items()
         if isinstance(e, Tensor) and n in state and not _is_whole_tensor(state[n])
     ]
-    problems = {"of another shape": shapes, "no dense tensor with all its values": strange}
+    problems = {"with a different shape": shapes, "not a dense tensor with all its values": strange}
     if strict:
         problems["missing"] = [n for n in expected if n not in state]
         problems["unexpected"] = [n for n in state if n not in expected]

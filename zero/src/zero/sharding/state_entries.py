@@ -62,8 +62,8 @@ def first_names(module: nn.Module) -> dict[nn.Parameter, str]:
         entries = entries_of(module)
     except Exception as error:
         warnings.warn(
-            f"model.state_dict() raises {type(error).__name__}: {error}. Parameters go by the names of "
-            "named_parameters(), and nothing can be saved",
+            f"model.state_dict() raises {type(error).__name__}: {error}. The names of named_parameters() "
+            "are used instead, and nothing can be saved",
             stacklevel=5,
         )
         return {parameter: name for name, parameter in module.named_parameters()}

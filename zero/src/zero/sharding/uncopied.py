@@ -13,5 +13,6 @@ class Uncopied:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError(
             "a model that has an engine cannot be copied or pickled: copy it before zero.initialize; "
-            "engine.state_dict() has its values for torch.save, and engine.save_checkpoint all of training"
+            "engine.state_dict() has its values for torch.save, and engine.save_checkpoint saves the whole "
+            "training state"
         )

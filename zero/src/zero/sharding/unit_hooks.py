@@ -312,7 +312,9 @@ class _Call:
     def begin(self) -> None:
         hooks = self._hooks()
         if hooks is None:
-            raise UsageError("the model and its engine are gone: keep them until engine.backward(loss)")
+            raise UsageError(
+                "the model and its engine no longer exist: keep them until engine.backward(loss)"
+            )
         hooks.begin_backward(self)
 
     def end(self) -> None:

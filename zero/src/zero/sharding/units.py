@@ -44,7 +44,7 @@ def find_units(model: nn.Module, rule: UnitRule, persistent_below: int = 0) -> l
     """
     chosen = dict(_chosen(model, rule))
     if rule != "auto" and not chosen:
-        what = "the model itself alone, whose rest is a unit anyway: name parts of it"
+        what = "only the model itself, whose remainder is a unit anyway: name parts of it"
         if not _matches(rule, "", model):
             what = "no module with parameters; check the class or the function"
         raise ConfigError(f"units={rule!r} matches {what}")

@@ -69,7 +69,7 @@ class WholeValues(Uncopied):
         """Return where a parameter lives; raises StateError for an unknown name, UsageError for no string."""
         if not isinstance(name, str):
             raise UsageError(
-                f"expected a parameter's name, as model.named_parameters() has it, got {type(name).__name__}"
+                f"expected a parameter's name as in model.named_parameters(), got {type(name).__name__}"
             )
         place = self._places.get(name)
         if place is None:
@@ -165,7 +165,7 @@ class WholeValues(Uncopied):
             lost += unit.end_show()
             unit.release()
         if lost:
-            warnings.warn(f"the values that {some(lost)} {_LOST}", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"the values of {some(lost)} {_LOST}", RuntimeWarning, stacklevel=5)
 
     def write_back(self, names: Sequence[str], source: int) -> None:
         """Write held parameters' values from rank `source` into every rank's shards and masters.
@@ -243,6 +243,6 @@ def spread_buffer(communicator: Communicator, name: str, buffer: Tensor) -> None
 
 
 _LOST = (
-    "were given by an assignment to `.data` inside zero.gathered() are dropped on leaving it, and they have "
-    "the engine's again: pass write_rank=<the rank that writes> to keep them"
+    "that were assigned to `.data` inside zero.gathered() are dropped at the end of the block, and the "
+    "engine's values are back: pass write_rank=<the rank that writes> to keep them"
 )

@@ -95,7 +95,9 @@ class DcpSource(RecordSource):
     def _info(self, name: str, entry: Mapping[str, Any]) -> TensorInfo:
         dtype, shape = entry["properties"].state[0], _sizes(entry["size"])
         if not isinstance(name, str) or dtype not in ITEM_BYTES:
-            raise CorruptCheckpointError(f"{self.path}: {name!r} has the dtype {dtype!r}, which is not read")
+            raise CorruptCheckpointError(
+                f"{self.path}: {name!r} has the dtype {dtype!r}, which is not supported"
+            )
         return TensorInfo(name, shape, dtype, dtype, "parameter")
 
     def _places_of(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Sizes], _Place]:
@@ -105,20 +107,22 @@ class DcpSource(RecordSource):
         for index, info in ((key.state, value.state) for key, value in stored.items()):
             name, file = index["fqn"], info["relative_path"]
             if info.get("transform_descriptors"):
-                raise CheckpointError(f"{self.path}: {name!r} is compressed or encrypted: not read")
+                raise CheckpointError(
+                    f"{self.path}: {name!r} is compressed or encrypted, which is not supported"
+                )
             if file not in limits:
                 limits[file] = self._size_of(file)
             place = _Place(self.path / file, int(info["offset"]), int(info["length"]))
             if min(place.offset, place.nbytes) < 0 or place.offset + place.nbytes > limits[file]:
-                raise CorruptCheckpointError(f"{place.path} is cut: it ends within {name!r}")
+                raise CorruptCheckpointError(f"{place.path} is truncated: it ends within {name!r}")
             places[name, _sizes(index.get("offset") or ())] = place
         return places
 
     def _size_of(self, file: Any) -> int:
         if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{self.path / METADATA} names {file!r}, which is no file beside it")
+            raise CheckpointError(f"{self.path / METADATA} names {file!r}, which is not a file next to it")
         if not (self.path / file).is_file():
-            raise CheckpointError(f"{self.path} is not complete: {file} is missing")
+            raise CheckpointError(f"{self.path} is incomplete: {file} is missing")
         return (self.path / file).stat().st_size
 
     def _chunks_of(
@@ -138,7 +142,7 @@ class DcpSource(RecordSource):
             nbytes = math.prod(sizes) * ITEM_BYTES[info.dtype]
             if any(e > n for e, n in zip(ends, info.shape, strict=True)) or nbytes > chunk.place.nbytes:
                 raise CorruptCheckpointError(
-                    f"{self.path}: {info.name!r} has no room for its chunk at {offsets}"
+                    f"{self.path}: the chunk of {info.name!r} at {offsets} does not fit"
                 )
             parts += list(stretches(Box(offsets, sizes), info.shape))
             yield chunk
@@ -166,12 +170,12 @@ class DcpSource(RecordSource):
         same = isinstance(content, StoredTensor) and content.shape == chunk.sizes
         if not same or content.dtype != info.dtype:
             raise CorruptCheckpointError(
-                f"{chunk.place.path}: the chunk of {info.name!r} is not what {METADATA} says"
+                f"{chunk.place.path}: the chunk of {info.name!r} does not match {METADATA}"
             )
 
 
 def _sizes(value: Any) -> Sizes:
     sizes = tuple(int(n) for n in value)
     if min(sizes, default=0) < 0 or math.prod(sizes) >= 1 << 62:
-        raise ValueError(f"{sizes} are no sizes")
+        raise ValueError(f"{sizes} are not valid sizes")
     return sizes

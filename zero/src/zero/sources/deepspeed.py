@@ -57,7 +57,7 @@ class ShardedSource(DeepSpeedWeights):
         """Raise unless there are files of all ranks, all from the same save."""
         if self._stage == 3 and self.model_files != self._ranks:
             raise CheckpointError(
-                f"{self.path} has {self.model_files} files of model states for {self._ranks} ranks"
+                f"{self.path} has {self.model_files} model-state files for {self._ranks} ranks"
             )
         for file, state in zip(files, states, strict=True):
             count = state.get("partition_count")
@@ -67,13 +67,13 @@ class ShardedSource(DeepSpeedWeights):
             if count != self._ranks:
                 raise CheckpointError(
                     f"{file.path} was saved by {count} ranks, and {self.path} has files of {self._ranks}: it "
-                    "is not complete, or mixed from several saves"
+                    "is incomplete, or mixed from several saves"
                 )
             step, first = _step(file, state), _step(files[0], states[0])
             if step != first:
                 raise CheckpointError(
-                    f"{file.path} is of step {step} and {files[0].path.name} of step {first}: the directory "
-                    "is mixed from several saves"
+                    f"{file.path} is from step {step} and {files[0].path.name} from step {first}: the "
+                    "directory is mixed from several saves"
                 )
 
 

@@ -87,9 +87,9 @@ def _find(path: Path, pointer: str, complete: Callable[[Path], bool]) -> Path | 
     if tag.startswith("{") or not tag:  # zero's own
         return None
     if Path(tag).name != tag:
-        raise CheckpointError(f"{path / pointer} names {tag!r}, which is no directory beside it")
+        raise CheckpointError(f"{path / pointer} names {tag!r}, which is not a directory next to it")
     if not complete(path / tag):
-        raise CheckpointError(f"{path / pointer} names {tag!r}, which is not there, or not complete")
+        raise CheckpointError(f"{path / pointer} names {tag!r}, which is missing or incomplete")
     return path / tag
 
 
@@ -101,17 +101,19 @@ def _by_rank(tag: Path, pattern: re.Pattern[str], what: str) -> list[Path]:
     found: dict[int, Path] = {}
     for name in _names(tag):
         if _OTHER.fullmatch(name):
-            raise CheckpointError(f"{tag / name} is of a job with pipeline stages or experts: not read")
+            raise CheckpointError(
+                f"{tag / name} comes from a job with pipeline stages or experts, which is not supported"
+            )
         match = pattern.fullmatch(name)
         if match is None:
             continue
         if int(match[2]):
-            raise CheckpointError(f"{tag / name} is of a model-parallel job, which is not read")
+            raise CheckpointError(f"{tag / name} comes from a model-parallel job, which is not supported")
         rank = int(match[1] or 0)
         if rank in found:
             raise CheckpointError(f"{tag} has two files of rank {rank}: {found[rank].name} and {name}")
         found[rank] = tag / name
     missing = [rank for rank in range(max(found, default=0)) if rank not in found]
     if missing:
-        raise CheckpointError(f"{tag} is not complete: the {what} states of rank {missing[0]} are missing")
+        raise CheckpointError(f"{tag} is incomplete: the {what} states of rank {missing[0]} are missing")
     return [found[rank] for rank in sorted(found)]

@@ -59,7 +59,7 @@ class DeepSpeedWeights(RecordSource):
     def describe(self) -> None:
         paths = model_files(self.path)
         if not paths:
-            raise CheckpointError(f"{self.path} is not complete: it has no files of model states")
+            raise CheckpointError(f"{self.path} is incomplete: it has no model-state files")
         first = self.torch_file(paths[0], client=True)
         if not isinstance(first.content, Mapping):
             raise CorruptCheckpointError(f"{first.path} holds no model states")
@@ -125,7 +125,7 @@ class DeepSpeedWeights(RecordSource):
         if not isinstance(value, StoredTensor):
             self.left_out += (name,)
         elif kind == "frozen" and self._sharded:
-            raise CorruptCheckpointError(f"{file.path} names {name!r} and does not say where its values are")
+            raise CorruptCheckpointError(f"{file.path} names {name!r} but does not say where its values are")
         else:
             whole = FileStretch(0, file, value, 0, value.numel)
             self._add(name, value.shape, value.dtype, kind, [whole])
@@ -150,7 +150,7 @@ def mapping(file: TorchFile, key: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise CorruptCheckpointError(f"{file.path}: {key!r} is no dict of names, but {type(value).__name__}")
+        raise CorruptCheckpointError(f"{file.path}: {key!r} is {type(value).__name__}, not a dict of names")
     return value
 
 
@@ -159,7 +159,7 @@ def _groups(file: TorchFile) -> list[dict[str, Shape]]:
     groups = file.content.get("param_shapes")
     groups = [groups] if isinstance(groups, Mapping) else groups
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
-        raise CorruptCheckpointError(f"{file.path} does not say which parameters there are (param_shapes)")
+        raise CorruptCheckpointError(f"{file.path} does not list the parameters (param_shapes)")
     return [{name: _shape(file, name, shape) for name, shape in group.items()} for group in groups]
 
 
@@ -175,6 +175,6 @@ def _aliases(file: TorchFile, known: set[str]) -> dict[str, list[str]]:
     aliases: dict[str, list[str]] = {}
     for alias, name in mapping(file, "shared_params").items():
         if name not in known:
-            raise CorruptCheckpointError(f"{file.path}: {alias!r} is tied to {name!r}, which is not there")
+            raise CorruptCheckpointError(f"{file.path}: {alias!r} is tied to {name!r}, which is missing")
         aliases.setdefault(name, []).append(alias)
     return aliases

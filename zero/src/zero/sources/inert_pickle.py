@@ -131,16 +131,18 @@ def strangers_in(value: Any) -> Iterator[Stranger]:
 
 def refusal(path: Path, name: str) -> CheckpointError:
     """The error for a file that holds an object of a class or function `name`, which is not read."""
-    return CheckpointError(f"{path} holds objects that are not read, since that would run their code: {name}")
+    return CheckpointError(
+        f"{path} holds objects that are not read, because that would run their code: {name}"
+    )
 
 
 def _tensor(storage: StoredStorage, dtype: Any, offset: int, shape: Any, stride: Any) -> StoredTensor:
     tensor = StoredTensor(storage.key, dtype, offset, tuple(shape), tuple(stride))
     numbers = (offset, *tensor.shape, *tensor.stride)
     if dtype not in ITEM_BYTES or len(tensor.shape) != len(tensor.stride):
-        raise ValueError(f"{tensor} is no tensor")
+        raise ValueError(f"{tensor} is not a tensor")
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*numbers, tensor.numel)):
-        raise ValueError(f"{tensor} cannot be as large as it says")
+        raise ValueError(f"{tensor} cannot be as large as it claims")
     return tensor
 
 
@@ -222,7 +224,7 @@ def load(data: bytes, known: Mapping[str, Any], path: Path, strangers: bool = Fa
         raise
     except Exception as error:  # whatever a hostile pickle makes the unpickler raise
         what = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpointError(f"{path} holds a pickle that makes no sense: {what}") from error
+        raise CorruptCheckpointError(f"{path} holds an invalid pickle: {what}") from error
 
 
 class _Unpickler(pickle._Unpickler):
@@ -243,5 +245,5 @@ class _Unpickler(pickle._Unpickler):
     def persistent_load(self, saved: Any) -> StoredStorage:
         kind, (dtype,), key, _, numel = saved
         if kind != "storage" or not isinstance(key, str) or not isinstance(numel, int):
-            raise ValueError(f"{saved!r} is no storage")
+            raise ValueError(f"{saved!r} is not a storage")
         return StoredStorage(dtype, key, numel)

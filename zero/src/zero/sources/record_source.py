@@ -82,7 +82,9 @@ class RecordSource(Source):
         except Exception as error:  # a malicious file may hold anything anywhere
             self.close()
             what = f"{type(error).__name__}: {error}"
-            raise CorruptCheckpointError(f"{path} is not laid out as {self.format} is: {what}") from error
+            raise CorruptCheckpointError(
+                f"{path} does not have the layout of {self.format}: {what}"
+            ) from error
 
     @property
     def sums_records(self) -> bool:

@@ -92,10 +92,10 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{path} is cut or is no file of safetensors: {error}") from error
+        raise CorruptCheckpointError(f"{path} is truncated or not a safetensors file: {error}") from error
     metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict):
-        raise CorruptCheckpointError(f"{path} is no file of safetensors: its header is no object")
+        raise CorruptCheckpointError(f"{path} is not a safetensors file: its header is not an object")
     return header, 8 + length
 
 
@@ -108,16 +108,16 @@ def _placed(
         for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
             if entry["dtype"] not in ITEM_BYTES:
                 known = ", ".join(ITEM_BYTES)
-                raise CheckpointError(f"{path}: {name!r} is {entry['dtype']}; what is read is {known}")
+                raise CheckpointError(f"{path}: {name!r} is {entry['dtype']}; supported are {known}")
             first, last = entry["data_offsets"]
             shape = tuple(int(n) for n in entry["shape"])
             further = tuple(aliases.get(name, ()))
             tensor = SafeTensor(path, name, entry["dtype"], shape, begin + first, further)
             if first != end or last - first != tensor.nbytes or min(shape, default=0) < 0:
-                raise ValueError(f"{name!r} does not have the place that its shape says")
+                raise ValueError(f"the place of {name!r} does not match its shape")
             yield tensor
             end = last
         if begin + end != size:
-            raise ValueError(f"it has {size} bytes, and its tensors end at {begin + end}")
+            raise ValueError(f"it has {size} bytes, but its tensors end at {begin + end}")
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(f"{path} is cut or is no file of safetensors: {error}") from error
+        raise CorruptCheckpointError(f"{path} is truncated or not a safetensors file: {error}") from error

@@ -59,7 +59,7 @@ class TorchFile:
         self.records = records_of(path, start, nbytes)
         self._by_name = {record.name.partition("/")[2]: record for record in self.records}
         if "byteorder" in self._by_name and self._read("byteorder") != b"little":
-            raise CheckpointError(f"{path} was saved on a big-endian machine, which is not read")
+            raise CheckpointError(f"{path} was saved on a big-endian machine, which is not supported")
         known = {**TENSORS, **stand_ins}
         self.content = inert_pickle.load(self._read("data.pkl"), known, path, strangers)
 
@@ -68,7 +68,7 @@ class TorchFile:
         record = self._by_name.get(f"data/{tensor.storage}")
         end = (tensor.offset + span(tensor.shape, tensor.stride)) * tensor.item_bytes
         if record is None or end > record.nbytes:
-            raise CorruptCheckpointError(f"{self.path}: its tensors and its records do not belong together")
+            raise CorruptCheckpointError(f"{self.path}: its tensors and its records do not match")
         return record, tensor.offset * tensor.item_bytes
 
     def number(self, tensor: StoredTensor) -> float:
@@ -84,7 +84,7 @@ class TorchFile:
         record = self._by_name.get(name)
         if record is None or record.nbytes > _LARGEST_PICKLE:
             raise CorruptCheckpointError(
-                f"{self.path} is no file of torch.save: its {name} is missing, or larger than "
+                f"{self.path} is not a torch.save file: its {name} is missing, or larger than "
                 f"{_LARGEST_PICKLE} bytes"
             )
         with self.path.open("rb") as file:
@@ -109,7 +109,8 @@ def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Re
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         raise CorruptCheckpointError(
-            f"{path} is cut or is no file of torch.save (those of torch before 1.6 are not read): {error}"
+            f"{path} is truncated or not a torch.save file (files of torch before 1.6 are not supported): "
+            f"{error}"
         ) from error
 
 
@@ -150,11 +151,13 @@ def _records(path: Path, file: IO[bytes] | Window, size: int) -> Iterator[Record
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED:
-                raise CorruptCheckpointError(f"{path}: {entry.filename!r} is compressed; torch does not")
+                raise CorruptCheckpointError(
+                    f"{path}: {entry.filename!r} is compressed, which torch.save never does"
+                )
             file.seek(entry.header_offset)
             signature, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
             offset = entry.header_offset + _LOCAL_HEADER.size + name + extra
             if signature != b"PK\3\4" or offset + entry.file_size > size:
-                raise CorruptCheckpointError(f"{path}: the record {entry.filename!r} reaches beyond its end")
+                raise CorruptCheckpointError(f"{path}: the record {entry.filename!r} extends past its end")
             summed = entry.CRC or not entry.file_size  # torch writes zero where it takes none
             yield Record(entry.filename, offset, entry.file_size, entry.CRC if summed else None)

@@ -47,7 +47,7 @@ class TorchSource(RecordSource):
         if self.path.is_dir() and (self.path / INDEX).exists():
             check_weight_map(self.path / INDEX, self._weight_map, found)
         if not self._infos:
-            raise CheckpointError(f"{self.path} holds no tensors with names, such as a state dict's")
+            raise CheckpointError(f"{self.path} holds no named tensors, such as those of a state dict")
         self.tensors = tuple(self._infos)
 
     def _paths(self) -> list[Path]:
@@ -85,7 +85,7 @@ def _check_stranger(path: Path, value: Any, name: str) -> None:
     """Raise CheckpointError if weights may be in an object that is not read."""
     for stranger in strangers_in(value):
         if not name or any(True for _ in tensors_in(stranger)):
-            raise refusal(path, f"{stranger.name}. Save state dicts, of tensors in plain containers")
+            raise refusal(path, f"{stranger.name}. Save state dicts that hold tensors in plain containers")
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,9 +21,9 @@ def read_weight_map(index: Path) -> dict[str, str]:
         raise CorruptCheckpointError(f"{index} cannot be used: {error}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{index} names {name!r}, which is no file beside it")
+            raise CheckpointError(f"{index} names {name!r}, which is not a file next to it")
         if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index.parent} is not complete: {name} is missing")
+            raise CheckpointError(f"{index.parent} is incomplete: {name} is missing")
     return dict(weight_map)
 
 
@@ -36,4 +36,4 @@ def check_weight_map(index: Path, weight_map: dict[str, str], found: list[tuple[
         places[name] = file
     for name, file in weight_map.items():
         if places.get(name) != file:
-            raise CorruptCheckpointError(f"{index} says that {name!r} is in {file}, and it is not")
+            raise CorruptCheckpointError(f"{index} says that {name!r} is in {file}, but it is not")

@@ -144,9 +144,9 @@ class Placer:
         told = "; ".join(f"{kind}: {what}" for kind, what in found.items() if what)
         if told:
             warnings.warn(
-                f"Offload(fraction=...) moves whole groups (a unit's matrices, or the rest of it) of all but "
-                f"optimizer state that kernels step. {told}. "
-                "Make units smaller with Config(units=...), or let all of it leave",
+                "Offload(fraction=...) moves whole groups (a unit's matrices, or the rest of it) of "
+                f"everything but optimizer state that kernels step. {told}. Make units smaller with "
+                "Config(units=...), or offload all of it",
                 stacklevel=3,
             )
 

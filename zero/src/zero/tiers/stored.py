@@ -37,7 +37,7 @@ class Stored(ABC):
     def __getitem__(self, window: slice) -> Stored:
         begin, end, step = window.indices(self._numel)
         if step != 1:
-            raise ValueError("stored values are sliced with step 1")
+            raise ValueError("stored values can only be sliced with step 1")
         return self.part(begin, max(end, begin))
 
     def to(self, device: torch.device) -> Tensor:

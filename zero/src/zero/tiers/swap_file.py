@@ -65,8 +65,8 @@ class SwapFile:
             os.posix_fallocate(self._cached, self._reserved, nbytes)
         except OSError as error:
             raise OffloadError(
-                f"no room for {nbytes} more bytes of state beside {self._reserved} in {self.folder}: "
-                f"{error.strerror}. Free space there, choose another Offload(path=...), or more ranks"
+                f"no space for {nbytes} more bytes of state beside {self._reserved} in {self.folder}: "
+                f"{error.strerror}. Free space there, choose another Offload(path=...), or use more ranks"
             ) from error
         self._reserved += nbytes
 
@@ -146,7 +146,7 @@ class SwapFile:
             what = "read from" if call is os.preadv else "written to"
             raise OffloadError(
                 f"{buffer.nbytes} bytes of state could not be {what} the disk of {self.folder}: "
-                f"{error.strerror}. Restore a checkpoint once the disk is sound"
+                f"{error.strerror}. Load a checkpoint once the disk works again"
             ) from error
 
 
@@ -232,8 +232,8 @@ def _open(folder: Path) -> tuple[int, int]:
         cached, name = tempfile.mkstemp(prefix=_PREFIX, dir=folder)  # mode 0600
     except OSError as error:
         raise OffloadError(
-            f"Offload(path={str(folder)!r}): no file can be made there: {error.strerror}. "
-            "It must be a directory that this user may write to, on a local disk"
+            f"Offload(path={str(folder)!r}): no file can be created there: {error.strerror}. It must be a "
+            "directory that this user may write to, on a local disk"
         ) from error
     try:
         return _open_direct(name, folder, cached), cached
@@ -259,8 +259,8 @@ def _open_direct(name: str, folder: Path, cached: int) -> int:
     except (AttributeError, OSError):
         pass
     warnings.warn(
-        f"the file system of {folder} has no O_DIRECT in pages of {PAGE} bytes: state on disk passes through "
-        "the page cache",
+        f"the file system of {folder} does not support O_DIRECT in pages of {PAGE} bytes: state on disk "
+        "goes through the page cache",
         stacklevel=2,
     )
     return cached
