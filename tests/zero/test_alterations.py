@@ -86,7 +86,7 @@ def forward_body(context: Context) -> dict[str, Any]:
 
 def test_a_forward_that_changes_its_weights_is_refused(cluster: Clusters) -> None:
     for found in cluster(2).run(forward_body):
-        replaced = "other memory than the engine's is behind {}. It was replaced: "
+        replaced = "the memory of {} is no longer the engine's. It was replaced by "
         assert found["data"].startswith(replaced.format("0.linear.weight"))
         assert found["frozen"].startswith(replaced.format("0.linear.bias"))
         assert found["in place"].startswith(
@@ -148,7 +148,9 @@ def assigned_body(context: Context, stage: int, precision: str) -> dict[str, Any
             fill(0.25)
             engine(features(0, 0, model))  # with what is shown
         found["told"] = [str(w.message) for w in told]
-    wrong = pytest.raises(zero.ModelError, match=r"engine's is behind 1\.linear\.weight\.")
+    wrong = pytest.raises(
+        zero.ModelError, match=r"the memory of 1\.linear\.weight is no longer the engine's\."
+    )
     with wrong, zero.gathered(model, write_rank=0):
         model[0].linear.weight.data = torch.zeros_like(model[0].linear.weight)
         model[1].linear.weight.data = model[1].linear.weight.data[:3].clone()
@@ -233,7 +235,9 @@ def frozen_body(context: Context, stage: int, path: str) -> dict[str, bool]:
         plain.follow()
     found["in a block"] = same(engine.state_dict())
     model.key[0].weight.data = model.key[0].weight.data.half()
-    with pytest.raises(zero.ModelError, match=r"is behind key\.0\.weight\. It was replaced"):
+    with pytest.raises(
+        zero.ModelError, match=r"the memory of key\.0\.weight is no longer the engine's\. It was replaced"
+    ):
         engine.state_dict()
     return found
 

@@ -123,8 +123,8 @@ def test_verify_names_every_damaged_file(checkpoint: Path) -> None:
 
 def test_errors_are_one_message(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "not a checkpoint" in refused("inspect", tmp_path)
-    assert "not a checkpoint" in refused("verify", tmp_path / "nowhere")
+    assert "no checkpoint" in refused("inspect", tmp_path)
+    assert "no checkpoint" in refused("verify", tmp_path / "nowhere")
     assert "'5 parsecs' is not a size" in refused(
         "consolidate", checkpoint, out, "--max-shard-size", "5 parsecs"
     )

@@ -43,7 +43,7 @@ from zero.setup.checks import check_model
         ({"autocast_modules": (nn.Linear(2, 2),)}, "write the class, Linear, or its name"),
         (
             {"offload": "host"},
-            "offload = 'host': write 'auto', or what is to leave the device: zero.Offload(",
+            "offload = 'host': must be 'auto', or say what leaves the device: zero.Offload(",
         ),
         ({"persistent_below": -1}, "persistent_below = -1"),
         ({"prefetch": -1}, "prefetch = -1"),
@@ -199,7 +199,7 @@ EXPECTED = {
     "foreign parameter": "OptimizerError: param_groups[0]['params'][",
     "nothing trainable": "OptimizerError: the optimizer has no trainable parameter",
     "LBFGS": "OptimizerError: LBFGS cannot be sharded",
-    "Adafactor": "OptimizerError: Adafactor looks at whole matrices",
+    "Adafactor": "OptimizerError: Adafactor needs whole matrices",
     "stepped": "OptimizerError: the optimizer already has state",
     "dict config": "ConfigError: expected a zero.Config, got dict",
     "dtype": "ConfigError: the device '{device}' does not support torch.float8_e5m2",

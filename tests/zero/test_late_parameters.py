@@ -78,7 +78,7 @@ def thawed_body(context: Context, stage: int) -> None:
     step()
     model.blocks[0].up.requires_grad_(True)
     with pytest.raises(
-        zero.ModelError, match=r"frozen at zero.initialize, and not any more: blocks\.0\.up\.w"
+        zero.ModelError, match=r"frozen at zero.initialize are no longer frozen: blocks\.0\.up\.w"
     ):
         step()
     model.blocks[0].up.requires_grad_(False)
@@ -211,7 +211,8 @@ def test_weights_that_the_next_step_overwrites_are_told(cluster: Clusters) -> No
     for found in cluster(2).run(changed_body):
         assert len(found["lost"]) == 2
         assert (
-            "which this step undoes: norm.weight. The step computes weights from masters" in found["lost"][0]
+            "and this step undoes the changes: norm.weight. The step computes the weights from separate "
+            "masters" in found["lost"][0]
         )
         assert len(found["away"]) == 2 * len(found["undone"])
         assert found["kept"] == found["fp32"] == []

@@ -55,7 +55,7 @@ MINE = "rank 0: collective 2, all_gather of unit 'b', failed"
         ),
         pytest.param(
             {r: report(r + 1, 2, failure(2, LATE)) for r in range(3)},
-            f"{MINE} after 10.1 s: it broke. All ranks had come to it: look at what connects them",
+            f"{MINE} after 10.1 s: it broke. All ranks had reached it: check the connections between them",
             id="all waited in it",
         ),
         pytest.param(
@@ -64,8 +64,8 @@ MINE = "rank 0: collective 2, all_gather of unit 'b', failed"
                 1: report(2, 1, failure(1, LATE, "stuck")),
                 2: report(3, 2, None),
             },
-            f"{MINE} after 10.1 s: it broke. It failed on rank 1 first: collective 1, all_gather of unit 'a',"
-            " after 10.1 s: stuck. rank(s) 1 had not come to it",
+            f"{MINE} after 10.1 s: it broke. It failed on rank 1 first: collective 1, all_gather of unit "
+            "'a', after 10.1 s: stuck. rank(s) 1 had not reached it",
             id="one was stuck before it",
         ),
     ],

@@ -105,7 +105,7 @@ def test_gathered(cluster: Clusters, size: int, stage: int, precision: str) -> N
         assert found["others keep their fp32"] or precision == "bf16"
         lost = "change is lost" if stage == 3 and size > 1 else "masters and other ranks may not"
         assert f"{lost} unless you pass write_rank" in found["lost write"]
-        assert "write_rank=9 is no rank" in found["rank"]
+        assert "write_rank=9 is not a rank" in found["rank"]
         for name, given in {"name": "str", "pairs": "tuple", "engine": "Engine"}.items():
             assert f"takes parameters or a module, got {given}" in found[name]
         assert "expected a parameter's name" in found["no name"]
@@ -496,10 +496,10 @@ def test_state_dicts_that_do_not_fit(cluster: Clusters) -> None:
     for found in cluster(2).run(misfit_body):
         assert "missing: blocks.0.up.weight" in found["missing"]
         assert "unexpected: blocks.9.up.weight" in found["unexpected"]
-        assert "of another shape: gain: (3,) instead of ()" in found["shape"]
+        assert "with a different shape: gain: (3,) instead of ()" in found["shape"]
         assert "not a dense tensor with all its values: gain, shift" in found["numpy"]
         assert "rank 0 passed str instead of a mapping of names to tensors" in found["path"]
-        assert "rank 0 passes NoneType instead" in found["none"]
+        assert "rank 0 passed NoneType instead" in found["none"]
         assert found["unchanged"] == "True"
         assert found["partial"] == "True"
         assert "no parameter 'nonsense'" in found["name"]

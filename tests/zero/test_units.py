@@ -48,7 +48,7 @@ def test_nested_units_own_what_is_innermost() -> None:
 def test_a_rule_that_matches_nothing_is_an_error() -> None:
     with pytest.raises(zero.ConfigError, match="matches no module"):
         names(LanguageModel(), nn.Conv2d)
-    with pytest.raises(zero.ConfigError, match="matches the model itself alone"):
+    with pytest.raises(zero.ConfigError, match="matches only the model itself"):
         names(LanguageModel(), "LanguageModel")
 
 

@@ -370,10 +370,12 @@ def refusals_body(context: Context) -> list[str]:
 
 
 REFUSED = (
-    "OptimizerError: Muon looks at whole matrices",
+    "OptimizerError: Muon needs whole matrices",
     "OptimizerError: AdamW works element by element",
-    "ConfigError: Offload(optimizer='disk') serves what kernels step: Adam, AdamW, SGD, Lion. This Muon",
-    "ConfigError: Offload(overlap=True) serves what kernels step: Adam, AdamW, SGD, Lion. This Muon",
+    "ConfigError: Offload(optimizer='disk') serves optimizers that kernels step: Adam, AdamW, SGD, Lion. "
+    "This Muon",
+    "ConfigError: Offload(overlap=True) serves optimizers that kernels step: Adam, AdamW, SGD, Lion. This "
+    "Muon",
     "OptimizerError: the list of optimizers is empty",
     "OptimizerError: expected a torch.optim.Optimizer or a list of them, got NoneType",
     "OptimizerError: a parameter of shape () is in two optimizers, AdamW and SGD",
@@ -614,7 +616,8 @@ def mismatch_body(context: Context, path: str) -> list[str]:
 def test_optimizers_that_do_not_fit_are_found(cluster: Clusters, tmp_path: Path) -> None:
     for messages in cluster(2).run(mismatch_body, path=str(tmp_path / "step-1")):
         assert messages[0].startswith(
-            "StateError: the checkpoint does not fit: with other optimizer state: 1.weight (momentum_buffer)"
+            "StateError: the checkpoint does not fit: with different optimizer state: 1.weight "
+            "(momentum_buffer)"
         )
         assert messages[1].startswith("StateError: the checkpoint's optimizer has 2 param_groups")
         assert messages[2].startswith(

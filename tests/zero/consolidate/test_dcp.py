@@ -160,7 +160,7 @@ def test_cut_and_missing_files_are_named(tmp_path: Path, tensors: saved.State) -
     with pytest.raises(zero.CorruptCheckpointError, match=r"__1_0\.distcp is truncated"):
         open_source(tmp_path / "dcp")
     path.unlink()
-    with pytest.raises(zero.CheckpointError, match=r"not complete: __1_0\.distcp is missing"):
+    with pytest.raises(zero.CheckpointError, match=r"is incomplete: __1_0\.distcp is missing"):
         open_source(tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(b"no pickle")
     with pytest.raises(zero.CorruptCheckpointError, match=r"\.metadata"):

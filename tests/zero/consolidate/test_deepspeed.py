@@ -230,7 +230,7 @@ MODEL = "zero_pp_rank_{}_mp_rank_00_model_states.pt".format
     ("change", "message"),
     [
         (remove(OPTIMIZER(1)), "the optimizer states of rank 1 are missing"),
-        (remove(OPTIMIZER(2)), "model states for 2 ranks|was saved by 3 ranks"),
+        (remove(OPTIMIZER(2)), "model-state files for 2 ranks|was saved by 3 ranks"),
         (remove(MODEL(1)), "the model states of rank 1 are missing"),
         (remove(MODEL(2)), "2 model-state files for 3 ranks"),
         (cut(OPTIMIZER(1)), "is truncated"),
@@ -294,7 +294,7 @@ def test_files_of_two_saves_are_not_mixed(tmp_path: Path, model: Model) -> None:
     tag = save(tmp_path / "checkpoint", model, Layout())
     later = save(tmp_path / "later", model, Layout(step=4))
     (tag / OPTIMIZER(1)).write_bytes((later / OPTIMIZER(1)).read_bytes())
-    with pytest.raises(zero.CheckpointError, match=r"rank_1.*is of step 4\.0 and .* of step 3\.0"):
+    with pytest.raises(zero.CheckpointError, match=r"rank_1.*is from step 4\.0 and .* from step 3\.0"):
         open_source(tag)
 
 

@@ -257,7 +257,7 @@ def test_fp16_that_overflows_is_told(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_for_the_workers_is_refused(tmp_path: Path, checkpoint: Path) -> None:
-    with pytest.raises(zero.UsageError, match="3 workers in 100 bytes"):
+    with pytest.raises(zero.UsageError, match="3 workers with 100 bytes"):
         run(checkpoint, tmp_path / "out", Options(workers=3, memory=100))
 
 

@@ -570,4 +570,6 @@ def refused_body(context: Context) -> str:
 
 def test_overlap_needs_an_optimizer_that_a_kernel_serves(cluster: Clusters) -> None:
     for told in cluster(1).run(refused_body):
-        assert "overlap=True) serves what kernels step: Adam, AdamW, SGD, Lion. This Adagrad" in told
+        assert (
+            "overlap=True) serves optimizers that kernels step: Adam, AdamW, SGD, Lion. This Adagrad"
+        ) in told

@@ -90,7 +90,7 @@ class Config(Validated):
         given = tuple(value) if isinstance(value, (list, set, frozenset)) else value
         for module in given if isinstance(given, tuple) else ():
             if isinstance(module, nn.Module):
-                raise ValueError(f"pass the class, {type(module).__name__}, or its name instead of a module")
+                raise ValueError(f"write the class, {type(module).__name__}, or its name instead of a module")
         return given
 
     @field_validator("offload", mode="before")
