@@ -40,7 +40,7 @@ SCALING = (("medium", 2), ("medium", 1), ("medium", 4), ("small", 2), ("large", 
 """The sizes and ranks for which `all` runs `step`."""
 
 app = typer.Typer(
-    help="zero beside its peers on this machine: medians of interleaved runs.", add_completion=False
+    help="zero compared with its peers on this machine: medians of interleaved runs.", add_completion=False
 )
 
 
@@ -77,11 +77,13 @@ MarkdownFile = Annotated[Path | None, typer.Option("--markdown", help="Write the
 Name = Annotated[str, typer.Option(help="Store as benchmarks/results/<date>-<name>.{json,md,svg}.")]
 Ranks = Annotated[int, typer.Option(min=1, max=64, help="Processes.")]
 Threads = Annotated[int, typer.Option(min=1, help="OMP threads per rank.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Turns of everything that is compared.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds of everything that is compared.")]
 Limit = Annotated[float, typer.Option(min=1, help="Seconds after which a call that hangs is a failure.")]
 
 
-Folder = Annotated[str | None, typer.Option(help="On the disk to measure; the one of temporary files.")]
+Folder = Annotated[
+    str | None, typer.Option(help="Folder on the disk to measure; by default that of temporary files.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -100,18 +102,18 @@ def step_(
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
     rounds: Rounds = 7,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps in a turn.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn.")] = 4,
     peer: Annotated[str, typer.Option("--peers", help="Comma-separated.")] = ",".join(peers.PEERS),
     memory: Annotated[
-        bool, typer.Option(help="Also measure memory where no device counts it, in launches of its own.")
+        bool, typer.Option(help="Also measure memory where no device counts it, in separate launches.")
     ] = True,
     limit: Limit = 120.0,
-    optimizer: Annotated[StepOptimizer, typer.Option(help="muon: beside AdamW; no DeepSpeed.")] = (
+    optimizer: Annotated[StepOptimizer, typer.Option(help="muon: in addition to AdamW; no DeepSpeed.")] = (
         StepOptimizer.adamw
     ),
     link: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Gbit/s between two hosts that share the ranks out (needs root)."),
+        typer.Option(min=0.01, help="Gbit/s between two hosts that share the ranks (needs root)."),
     ] = None,
     within: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which no further round begins.")
@@ -122,7 +124,7 @@ def step_(
 ) -> None:
     """A training step of a small Llama-like decoder, by zero and by its peers."""
     if link is not None and ranks % COUNT:
-        raise typer.BadParameter(f"--link is between two hosts: {ranks} ranks cannot be shared out evenly")
+        raise typer.BadParameter(f"--link is between two hosts: {ranks} ranks cannot be divided evenly")
     of_muon = optimizer is StepOptimizer.muon
     named = tuple(name for name in _peers(peer) if not (of_muon and name == "deepspeed3"))
     if set(named) & set(host_peers.PEERS) and (link is None or ranks < 2 * COUNT):
@@ -205,7 +207,7 @@ def compiled_(
     batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
     rounds: Rounds = 7,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps in a turn.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn.")] = 3,
     memory: Annotated[bool, typer.Option(help="Also measure memory, on the simulated device.")] = True,
     link: Annotated[
         float | None,

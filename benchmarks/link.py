@@ -47,7 +47,7 @@ def enter(flags: int) -> None:
     try:
         system_call("unshare", flags)
     except OSError as error:
-        raise LinkError(f"this user may not make a network of its own: {error.strerror}") from error
+        raise LinkError(f"this user may not create its own network: {error.strerror}") from error
 
 
 def throttle(interface: str, gigabits: float) -> None:
@@ -69,6 +69,6 @@ def run(*command: str) -> None:
     try:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
     except FileNotFoundError as error:
-        raise LinkError(f"a limited link needs {command[0]}, of iproute2") from error
+        raise LinkError(f"a limited link needs {command[0]}, from iproute2") from error
     except subprocess.CalledProcessError as error:
         raise LinkError(f"{' '.join(command)}: {error.stderr.strip()}") from error

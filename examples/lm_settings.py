@@ -25,31 +25,33 @@ class Settings:
     """The settings of one run. Raises ValueError for invalid values, saying what would be valid."""
 
     steps: int = _flag(400, "optimizer steps", least=1)
-    batch: int = _flag(16, "rows of a step, over all ranks and micro-batches", least=1)
+    batch: int = _flag(16, "rows per step, over all ranks and micro-batches", least=1)
     lr: float = _flag(7e-4, "peak learning rate", least=0)
     layers: int = _flag(4, "transformer blocks", least=1)
-    width: int = _flag(448, "features of a position", least=1)
+    width: int = _flag(448, "features per position", least=1)
     heads: int = _flag(7, "attention heads", least=1)
-    context: int = _flag(128, "bytes of a row", least=1)
+    context: int = _flag(128, "bytes per row", least=1)
     stage: Literal[0, 1, 2, 3] = _flag(3, "what is sharded: 0 nothing ... 3 everything", choices=(0, 1, 2, 3))
     precision: Literal["fp32", "bf16"] = _flag("bf16", "dtype of the weights", choices=("fp32", "bf16"))
-    accumulate: int = _flag(1, "micro-batches of a step", least=1)
+    accumulate: int = _flag(1, "micro-batches per step", least=1)
     clip: float = _flag(1.0, "largest gradient norm; 0 does not clip", least=0)
     offload: Literal["none", "host", "disk", "auto"] = _flag(
         "none", "where optimizer state lives; auto: measured", choices=("none", "host", "disk", "auto")
     )
     swap: Path = _flag(_OUT, "directory for state on disk")  # noqa: RUF009
-    seed: int = _flag(0, "of the weights, the batches and the sample", least=0)
+    seed: int = _flag(0, "for the weights, the batches and the sample", least=0)
     out: Path = _flag(_OUT, "directory of the run")  # noqa: RUF009 (a Path is immutable)
-    resume: bool = _flag(False, "go on from the newest checkpoint in --out")
-    stop_at: int = _flag(0, "end after this step, to be resumed; 0: after the last", least=0)
+    resume: bool = _flag(False, "continue from the newest checkpoint in --out")
+    stop_at: int = _flag(0, "stop after this step, to be resumed; 0: after the last", least=0)
     eval_every: int = _flag(100, "steps between validations; 0: at the end only", least=0)
-    eval_bytes: int = _flag(65536, "validation text to look at", least=1)
+    eval_bytes: int = _flag(65536, "bytes of validation text to use", least=1)
     save_every: int = _flag(0, "steps between checkpoints; 0: at the end only", least=0)
     sample_bytes: int = _flag(300, "bytes to generate at the end", least=0)
-    memory_report: str = _flag("", "page to draw the device memory of the third step on, e.g. memory.html")
-    prompt: str = _flag("def ", "what the generated text begins with")
-    max_bytes: int = _flag(0, "read no more text than about this; 0: all", least=0)
+    memory_report: str = _flag(
+        "", "HTML page for a plot of device memory in the third step, e.g. memory.html"
+    )
+    prompt: str = _flag("def ", "what the generated text starts with")
+    max_bytes: int = _flag(0, "bytes of text to read at most, roughly; 0: all", least=0)
 
     def __post_init__(self) -> None:
         for flag in fields(self):
@@ -66,14 +68,14 @@ class Settings:
         if self.resume and not self.checkpoints.is_dir():
             raise ValueError(f"--resume: there is no checkpoint in {self.out}; start without --resume")
         if not self.prompt and self.sample_bytes:
-            raise ValueError("--prompt must not be empty: the sample goes on from it")
+            raise ValueError("--prompt must not be empty: the sample continues it")
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ValueError if the batch cannot be shared equally by the ranks."""
         shares = world_size * self.accumulate
         if self.batch % shares:
             raise ValueError(
-                f"--batch {self.batch} cannot be shared by {world_size} ranks with --accumulate "
+                f"--batch {self.batch} cannot be divided among {world_size} ranks with --accumulate "
                 f"{self.accumulate}: use a multiple of {shares}"
             )
 
@@ -81,8 +83,8 @@ class Settings:
         """Raise ValueError if a run that begins after step `start` ends before the step to be drawn."""
         if self.memory_report and self.last_step - start < REPORTED_STEP:
             raise ValueError(
-                f"--memory-report draws step {REPORTED_STEP} of a run, and this one has "
-                f"{self.last_step - start}: more --steps, or no --memory-report"
+                f"--memory-report draws step {REPORTED_STEP} of a run, but this one has "
+                f"{self.last_step - start}: increase --steps, or remove --memory-report"
             )
 
     @property

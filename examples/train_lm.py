@@ -174,10 +174,9 @@ class Run:
         settings, parameters = self.settings, sum(p.numel() for p in self.model.parameters())
         self.report.say(
             f"{parameters / 1e6:.1f} M parameters, stage {settings.stage}, {settings.precision}, "
-            f"{self.engine.world_size} x {self.engine.accelerator.name}; "
-            f"{len(self.corpus.train) / 1e6:.1f} MB to learn from, "
-            f"{len(self.corpus.validation) / 1e6:.1f} MB held out"
-            + (f"; going on after step {self.start}" if self.start else "")
+            f"{self.engine.world_size} x {self.engine.accelerator.name}; {len(self.corpus.train) / 1e6:.1f} "
+            f"MB to train on, {len(self.corpus.validation) / 1e6:.1f} MB held out"
+            + (f"; resuming after step {self.start}" if self.start else "")
         )
 
 

@@ -60,7 +60,7 @@ def misplaced(graph: dict[str, set[str]], order: list[str]) -> Iterator[str]:
     """Rooms that are missing from the table or only there, and imports of rooms that are not below."""
     rooms = {_room(name) for name in graph} - {"zero", "__main__"}
     yield from (f"{TABLE.name} has no room {room!r}" for room in sorted(rooms - set(order)))
-    yield from (f"{TABLE.name} has a room {room!r}, and zero has not" for room in sorted(set(order) - rooms))
+    yield from (f"{TABLE.name} has a room {room!r}, but zero does not" for room in sorted(set(order) - rooms))
     place = {room: i for i, room in enumerate(order)}
     for name, below in sorted(graph.items()):
         for other in sorted(below):

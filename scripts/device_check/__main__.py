@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace, deadline: float) -> list[Outcome]:
             _show(outcomes[-1])
             report.write(options.out, about, outcomes)
             if name == "shared" and not outcomes[-1].ok and plan.ranks > 1:
-                print(f"{'':<12} ranks cannot share the device: the rest runs at one rank", flush=True)
+                print(f"{'':<12} ranks cannot share the device: the rest runs on one rank", flush=True)
                 alone = {**plan.environment, "ACCELZ_CUDA_SHARED_DEVICE": "0"}
                 plan = replace(plan, ranks=1, environment=alone)
     return outcomes
@@ -104,16 +104,20 @@ def _arguments() -> argparse.ArgumentParser:
         help="a built libaccelz_cpu.so, for state on the host (default: the one installed in this Python, or "
         "built here; elsewhere: cmake -S accelz_cpu -B build && cmake --build build)",
     )
-    parser.add_argument("--quick", action="store_true", help="a small part of everything")
-    parser.add_argument("--ranks", type=int, default=2, help="the most ranks that share the device (2)")
-    parser.add_argument("--steps", type=_steps, default=list(STEPS), help=f"some of {','.join(STEPS)}")
-    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for everything")
+    parser.add_argument("--quick", action="store_true", help="run only a small part of everything")
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="the largest number of ranks that share the device (2)"
+    )
+    parser.add_argument(
+        "--steps", type=_steps, default=list(STEPS), help=f"comma-separated, some of {','.join(STEPS)}"
+    )
+    parser.add_argument("--limit", type=float, default=math.inf, help="time limit for everything, in seconds")
     parser.add_argument(
         "--tests", nargs="+", default=[], help="for the step engine: files or folders of tests"
     )
     parser.add_argument("-k", default="", help="for the step engine: an expression for pytest's -k")
     parser.add_argument(
-        "--join", type=Path, nargs="+", metavar="JSON", help="run nothing: make one result of several"
+        "--join", type=Path, nargs="+", metavar="JSON", help="run nothing: merge several results into one"
     )
     return parser
 

@@ -73,7 +73,7 @@ def info(plan: Plan) -> Outcome:
         name for name in OWN_KERNELS.get(plan.device, ()) if facts["kernels"][name] == "torch reference"
     ]
     facts["host_optimizer"] = facts["kernels"]["adamw"] if plan.device == "cpu" else _host_optimizer(plan)
-    wrong = [f"torch references serve instead of kernels: {', '.join(references)}"] if references else []
+    wrong = [f"torch references are used instead of kernels: {', '.join(references)}"] if references else []
     wrong += _what_is_wrong_with(facts["host_optimizer"])
     said = f"{facts['device_count']} device(s), torch {facts['torch']}"
     return Outcome("info", not wrong, "; ".join([said, *wrong]), detail=facts)
@@ -247,7 +247,7 @@ def _what_is_wrong_with(host_optimizer: str) -> list[str]:
         return []
     return [
         f"state on the host is stepped by {host_optimizer or 'nobody'}, not by the native library: pass one "
-        "with --native FILE, or have CMake and a C++ compiler on this machine"
+        "with --native FILE, or install CMake and a C++ compiler on this machine"
     ]
 
 

@@ -31,9 +31,7 @@ def assemble(site: Path, wheels: Path | None) -> dict[str, str]:
     ours = {project["name"].replace("-", "_") for project in projects}
     for wheel in sorted(wheels.glob("*.whl")) if wheels else []:
         if wheel.name.split("-")[0].lower() in ours:
-            raise WheelError(
-                f"{wheel} is a package of the working tree, which is used as it is: take it away"
-            )
+            raise WheelError(f"{wheel} is a package of the working tree, which is used as it is: remove it")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
     for project in projects:

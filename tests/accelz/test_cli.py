@@ -192,7 +192,7 @@ def test_check_says_what_a_capability_failed_and_what_a_selection_is(tmp_path: P
     row = _line(done.stdout, "lazy_graph  ").split()
     assert row == ["lazy_graph", "yes", "failed", "test_flush_runs_recorded_work"]
     assert "works undeclared" in _line(done.stdout, "storage_resize  ")
-    assert "Nobody uses what is not declared" in done.stdout
+    assert "What is not declared is not used" in done.stdout
     done = subprocess.run([*command, "TestRng"], check=False, **options)
     assert done.returncode == 0
     assert "foo passes the tests that match 'TestRng': 4 passed" in done.stdout

@@ -236,8 +236,8 @@ BAD: dict[str, tuple[list[str], str, Callable[[Path], object]]] = {
     "a path": (["../foo"], "cannot be a backend's name", lambda _: None),
     "first-party": (["cuda"], "'cuda' is reserved: accelz-cuda is a first-party", lambda _: None),
     "the engine's": (["zero"], "'zero' is reserved: accelz-zero is a first-party", lambda _: None),
-    "there already": (["foo"], "accelz_foo is there already", _existing),
-    "a library alone": (["foo", "--library", "x"], "--library goes with --torch-device", lambda _: None),
+    "there already": (["foo"], "accelz_foo already exists", _existing),
+    "a library alone": (["foo", "--library", "x"], "--library requires --torch-device", lambda _: None),
     "a device number": (["foo", "--device-type", "npu:0"], "--device-type is 'npu:0'", lambda _: None),
     "a list": (["foo", "--collectives", "a,b"], "--collectives is 'a,b'", lambda _: None),
 }

@@ -85,7 +85,7 @@ def test_what_cannot_be_chosen_fails_loudly(tmp_path: Path, variables: dict[str,
     done = python(tmp_path, CURRENT, **variables)
     assert done.returncode == 1
     # Other backends may be installed too; they are not chosen here, but they are listed.
-    others = r" Only where it is asked for: ACCELZ_DEVICE=sim\.|,? (cuda|hpu|xpu|sim) \(\w+\)|,? sim(?=[ .])"
+    others = r" Available only on request: ACCELZ_DEVICE=sim\.|,? (cuda|hpu|xpu|sim) \(\w+\)|,? sim(?=[ .])"
     said = re.sub(others, "", _last(done.stderr)).replace("Installed:,", "Installed:")
     assert expected.replace("{sim}", "") in said
 
@@ -215,7 +215,7 @@ def test_a_broken_backend_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     chosen, told = python(tmp_path, script).stdout.strip().split("\n")
     assert chosen == "cpu"
     assert "backend 'foo'" in told
-    assert "is broken and passed over" in told
+    assert "is broken and was skipped" in told
     assert "libfoo.so is missing" in told
     assert python(tmp_path, script, ACCELZ_DEVICE="cpu").stdout.strip() == "cpu"
     assert python(tmp_path, script, ACCELZ_DISABLE="foo").stdout.strip() == "cpu"

@@ -82,8 +82,8 @@ def test_where_memory_cannot_be_shared_each_rank_has_its_own(cluster: Clusters) 
     shared = cluster(2).run(refused_body, refusal="")
     assert all(found["common"] for found in shared)
     for refusal, reason in {
-        "no memory": "bytes of shared memory cannot be had",
-        "no system call": "no memory can be shared here",
+        "no memory": "bytes of shared memory cannot be allocated",
+        "no system call": "memory cannot be shared here",
         "another node": "",
     }.items():
         apart = cluster(2).run(refused_body, refusal=refusal)

@@ -213,7 +213,7 @@ def test_a_rank_that_dies_on_another_host(disposable: SeveralHosts) -> None:
         seconds, _ = outcome.value
         assert seconds < TIMEOUT + 2.0
     assert "between the hosts failed" in outcomes[0].value[1]
-    assert "(ranks 0 to 1 of this host are 2, 3 of the group)" in outcomes[2].value[1]
+    assert "(ranks 0 to 1 of this host are ranks 2, 3 of the group)" in outcomes[2].value[1]
 
 
 def silent_body(context: Context) -> float:
@@ -321,7 +321,7 @@ def test_where_hosts_differ_gloo_serves(several: Callable[[str], SeveralHosts]) 
     first, *others = several("AAB").run(uneven_body)
     assert first[:2] == (True, 3.0)
     assert len(first[2]) == 1
-    assert "the hosts have 2, 1 ranks; start as many on each" in first[2][0]
+    assert "the hosts have 2, 1 ranks; start the same number on each" in first[2][0]
     assert others == [(True, 3.0, [])] * 2
 
 

@@ -160,6 +160,6 @@ def test_ranks_that_disagree_get_an_error(what: str) -> None:
         for message in disposable(2).run(differing_body, what=what, limit=20):
             if what.endswith("exchanged"):
                 sent, expected = (4000, 12000) if what.startswith("more") else (12000, 4000)
-                assert f"rank 1 expects {expected} bytes of rank 0, which sends {sent}" in message
+                assert f"rank 1 expects {expected} bytes from rank 0, which sends {sent}" in message
     finally:
         disposable.stop()

@@ -53,7 +53,7 @@ def expect_one_warning(launcher: Launcher, match: str) -> None:
 
 def test_without_a_gpu(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    expect_one_warning(launcher, "torch references serve .*: there is no GPU")
+    expect_one_warning(launcher, "torch references are used .*: there is no GPU")
 
 
 @pytest.mark.usefixtures("h200")

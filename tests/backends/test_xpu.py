@@ -93,7 +93,7 @@ def test_memory_counters() -> None:
 @on_xpu(**ONE, DOUBLE_FREE_MEMORY="unknown")
 def test_a_device_that_does_not_tell_its_free_memory() -> None:
     memory = load().memory
-    with pytest.warns(UserWarning, match="does not tell its free memory"):
+    with pytest.warns(UserWarning, match="does not report its free memory"):
         stats = memory.stats()
     assert (stats.capacity >> 30, stats.free >> 30) == (16, 13)
     with warnings.catch_warnings():

@@ -152,7 +152,7 @@ def test_the_report_is_of_the_third_step_or_refused(tmp_path: Path) -> None:
     page, short = tmp_path / "memory.html", {"ranks": 1, "sample_bytes": 0}
     refused = train(tmp_path / "few", "--memory-report", str(page), steps=2, **short)
     assert refused.status == 2
-    assert "--memory-report draws step 3 of a run, and this one has 2: more --steps" in refused.errors
+    assert "--memory-report draws step 3 of a run, but this one has 2: increase --steps" in refused.errors
     assert not page.exists()
     drawn = train(tmp_path / "enough", "--memory-report", str(page), steps=3, **short)
     assert drawn.status == 0, drawn.errors
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_model_is_refused(one_rank: Outcome) -> None:
 def test_an_unequal_batch_is_refused_on_all_ranks(tmp_path: Path) -> None:
     refused = train(tmp_path, batch=3)
     assert refused.status != 0
-    assert refused.errors.count("error: --batch 3 cannot be shared by 2 ranks") == 1
+    assert refused.errors.count("error: --batch 3 cannot be divided among 2 ranks") == 1
 
 
 @pytest.mark.parametrize(

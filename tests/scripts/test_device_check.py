@@ -96,7 +96,7 @@ def test_a_device_that_is_not_there_fails(tmp_path: Path) -> None:
     code, said = device_check("nosuch", "--steps", "info,shared", "--out", str(tmp_path))
     assert code == 1
     assert said.count("FAILED") == 2
-    assert "the rest runs at one rank" in said
+    assert "the rest runs on one rank" in said
     assert "nosuch" in (tmp_path / LOG).read_text()
 
 
@@ -172,7 +172,7 @@ def test_kernels_that_do_not_run_are_told(
     monkeypatch.setattr(Plan, "run", answer)
     outcome = attempt("info", replace(plan, device="cuda"))
     assert not outcome.ok
-    assert ("serve instead of kernels: norm_and_nonfinite" in outcome.summary) is (lost is not None)
+    assert ("are used instead of kernels: norm_and_nonfinite" in outcome.summary) is (lost is not None)
     assert "stepped by torch reference, not by the native library: pass one with --native" in outcome.summary
 
 

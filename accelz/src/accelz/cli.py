@@ -24,7 +24,7 @@ from accelz.errors import AccelzError
 from accelz.patience import patience
 
 app = typer.Typer(
-    help="List accelerator backends, inspect and measure one, prove its conformance, start a new one.",
+    help="List accelerator backends; inspect, measure and check one; create a new one.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -132,7 +132,7 @@ def check(
     only: Annotated[
         str | None, typer.Option("-k", help="Run only the tests that match, as with pytest -k.")
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds that each test may take.")] = TEST_SECONDS,
+    timeout: Annotated[float, typer.Option(help="Time limit for each test, in seconds.")] = TEST_SECONDS,
 ) -> None:
     """Run the conformance kit: what the backend declares, proved.
 
@@ -158,12 +158,12 @@ def bench(
         str | None, typer.Argument(help="A backend; by default the one that would be chosen.")
     ] = None,
     elements: Annotated[
-        int, typer.Option(min=1024, help="Elements of each buffer; choose several times the device's cache.")
+        int, typer.Option(min=1024, help="Elements in each buffer; choose several times the device's cache.")
     ] = 1 << 24,
     ranks: Annotated[
         int, typer.Option(min=1, help="With 2 or more, also time collectives between that many ranks.")
     ] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds to take medians of.")] = 9,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; results are medians over them.")] = 9,
     as_json: AsJson = False,
 ) -> None:
     """How fast a backend is: kernels and copies, and collectives, beside a copy on the device."""
@@ -305,7 +305,7 @@ def _print_check(console: Console, summary: dict[str, Any], only: str | None) ->
         console.print(Text(failure), style="red", soft_wrap=True)
     console.print(_capability_table(summary))
     if any(row["state"] == "works undeclared" for row in summary["capabilities"]):
-        console.print("Nobody uses what is not declared: declare what works.", style="yellow", soft_wrap=True)
+        console.print("What is not declared is not used: declare what works.", style="yellow", soft_wrap=True)
     counts = ", ".join(f"{summary[k]} {k}" for k in ("passed", "failed", "skipped"))
     some = f" the tests that match {only!r}" if only else ""
     verdict = f"passes{some}" if summary["ok"] else "does not conform"

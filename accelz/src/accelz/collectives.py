@@ -267,7 +267,7 @@ def _check_there(*tensors: Tensor) -> None:
         if tensor.untyped_storage().nbytes() < end and tensor.numel():
             raise CollectiveError(
                 f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has no memory: its storage was "
-                "released; make it whole first"
+                "released; materialize it first"
             )
 
 
@@ -275,23 +275,23 @@ def _check_counts(buffer: Tensor, counts: Sequence[int], what: str, group: Group
     fits = len(counts) == group.size and min(counts) >= 0 and sum(counts) == buffer.numel()
     if not fits:
         raise CollectiveError(
-            f"all_to_all: {what} must have a number of elements, at least 0, for each of {group.size} ranks, "
-            f"and {buffer.numel()} in all, which the buffer has; got {list(counts)}"
+            f"all_to_all: {what} must be a number of elements, at least 0, for each of {group.size} ranks, "
+            f"adding up to the buffer's {buffer.numel()}; got {list(counts)}"
         )
 
 
 def _check_own_part(received: int, sent: int) -> None:
     if received != sent:
         raise CollectiveError(
-            f"all_to_all: this rank has {sent} elements for itself and expects {received}: make both numbers "
-            "of its own place equal"
+            f"all_to_all: this rank sends itself {sent} elements but expects {received}: make the two "
+            "numbers equal"
         )
 
 
 def _check_dtypes(output: Tensor, parts: Tensor) -> None:
     if output.dtype != parts.dtype:
         raise CollectiveError(
-            f"all_to_all: the output is {output.dtype} and what is sent {parts.dtype}: pass one dtype"
+            f"all_to_all: the output is {output.dtype} but what is sent is {parts.dtype}: use the same dtype"
         )
 
 

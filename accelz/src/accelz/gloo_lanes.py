@@ -72,9 +72,9 @@ def _check_descriptors(ranks: int, lanes: int) -> None:
     taken = len(os.listdir(folder))
     if taken + ranks + SPARE_DESCRIPTORS > limit:
         raise CollectiveError(
-            f"{taken} of {limit} file descriptors are taken, and each different size of a collective takes "
-            f"one for each of {ranks} ranks (this group has {lanes} sizes): allow more (ulimit -n), or use "
-            "fewer different sizes"
+            f"{taken} of {limit} file descriptors are in use, and each different size of a collective needs "
+            f"one for each of {ranks} ranks (this group has {lanes} sizes): raise the limit (ulimit -n), or "
+            "use fewer different sizes"
         )
 
 
@@ -141,8 +141,8 @@ class GlooLanes(Collectives):
         if wrong:
             source, target = wrong[0]
             raise CollectiveError(
-                f"all_to_all: rank {target} expects {every[target, 1, source]} bytes of rank {source}, which "
-                f"sends {every[source, 0, target]}: sent and received must fit"
+                f"all_to_all: rank {target} expects {every[target, 1, source]} bytes from rank {source}, "
+                f"which sends {every[source, 0, target]}: these must be equal"
             )
 
     def _exchange(self, operation: str, group: Group) -> direct_exchange.Exchange:

@@ -29,7 +29,9 @@ def wait_for(store: Store, keys: Sequence[str], timeout: float) -> None:
         waited = time.monotonic() - begun
         if waited > timeout:
             missing = ", ".join(key for key in keys if not store.check([key]))
-            raise dist.DistStoreError(f"waited {timeout:g} s for what other ranks have not said: {missing}")
+            raise dist.DistStoreError(
+                f"timed out after {timeout:g} s waiting for keys that other ranks have not set: {missing}"
+            )
         time.sleep(min(max(SHORTEST, PAUSE * waited), LONGEST, timeout - waited))
 
 

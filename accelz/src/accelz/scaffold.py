@@ -60,10 +60,10 @@ def write(package: Package, out: Path) -> Path:
     _check_names(package)
     target = out / package.module
     if not out.is_dir():
-        raise ScaffoldError(f"there is no folder {out}; make it, or give another one with --out")
+        raise ScaffoldError(f"there is no folder {out}; create it, or choose another one with --out")
     try:
         if target.exists():
-            raise ScaffoldError(f"{target} is there already; remove it, or give another folder with --out")
+            raise ScaffoldError(f"{target} already exists; remove it, or choose another folder with --out")
         with tempfile.TemporaryDirectory(prefix=f".{package.module}-", dir=out) as folder:
             made = Path(folder, package.module)
             _fill(made, package)
@@ -82,13 +82,13 @@ def _check_names(package: Package) -> None:
         )
     if name in RESERVED:
         raise ScaffoldError(
-            f"{name!r} is reserved: accelz-{name} is a first-party package; take another name"
+            f"{name!r} is reserved: accelz-{name} is a first-party package; choose another name"
         )
     if taken := discovery.installed(name):
         owner = taken[0].dist.name if taken[0].dist else taken[0].value
-        raise ScaffoldError(f"{name!r} is the name of an installed backend, {owner}; take another name")
+        raise ScaffoldError(f"{name!r} is the name of an installed backend, {owner}; choose another name")
     if package.library is not None and not package.torch_device:
-        raise ScaffoldError("--library goes with --torch-device; without it, import the library in _load")
+        raise ScaffoldError("--library requires --torch-device; without it, import the library in _load")
     for option, value, dotted in (
         ("--device-type", package.device_type, False),
         ("--library", package.library, True),

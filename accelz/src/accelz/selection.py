@@ -45,8 +45,8 @@ def use(name: str) -> Accelerator:
         wanted = os.environ.get("ACCELZ_DEVICE", "").strip()
         if wanted and wanted != name:
             raise SelectionError(
-                f"accelz.use({name!r}) contradicts ACCELZ_DEVICE={wanted}; "
-                "unset the variable or drop the call"
+                f"accelz.use({name!r}) contradicts ACCELZ_DEVICE={wanted}; unset the variable or remove the "
+                "call"
             )
         return _commit(load_named(name, os.environ))
 
@@ -75,7 +75,7 @@ def load_named(name: str, environ: Mapping[str, str]) -> Accelerator:
     """Load the backend `name` and no other, without changing the process's choice."""
     if name in discovery.disabled_names(environ):
         raise BackendUnavailableError(
-            f"backend {name!r} is switched off by ACCELZ_DISABLE; take it out of the list to use it"
+            f"backend {name!r} is switched off by ACCELZ_DISABLE; remove it from the list to use it"
         )
     entries = discovery.installed(name)
     if not entries:
@@ -101,7 +101,7 @@ def _choose(environ: Mapping[str, str]) -> Accelerator:
     if row := discovery.best(rows):
         return _load(row)
     unasked = " or ".join(f"ACCELZ_DEVICE={r.name}" for r in rows if r.status is Status.AVAILABLE)
-    hint = f"Only where it is asked for: {unasked}. " if unasked else ""
+    hint = f"Available only on request: {unasked}. " if unasked else ""
     raise BackendUnavailableError(f"no backend can be used here. {hint}{_advice(None, environ)}")
 
 
@@ -154,8 +154,8 @@ def _warn_broken(rows: list[BackendRow]) -> None:
     for row in rows:
         if row.status is Status.BROKEN:
             warnings.warn(
-                f"backend {row.name!r} ({row.distribution}) is broken and passed over: {row.reason} (set "
-                "ACCELZ_DEVICE, or ACCELZ_DISABLE to skip it without this)",
+                f"backend {row.name!r} ({row.distribution}) is broken and was skipped: {row.reason} (set "
+                "ACCELZ_DEVICE, or ACCELZ_DISABLE to skip it without this warning)",
                 stacklevel=4,
             )
 
@@ -167,6 +167,6 @@ def _advice(name: str | None, environ: Mapping[str, str]) -> str:
     listing = f"Installed: {installed}. Available: {available}"
     near = difflib.get_close_matches((name or "").lower(), [r.name for r in rows], n=1, cutoff=0.8)
     if near and near[0] != name:
-        return f"{listing}. Did you mean {near[0]!r}? `accelz list` has all of them"
+        return f"{listing}. Did you mean {near[0]!r}? `accelz list` shows all of them"
     what = f"pip install accelz-{name}" if name else "pip install accelz-cpu for the CPU"
-    return f"{listing}. To add it: {what}; `accelz list` has the reasons"
+    return f"{listing}. To add it: {what}; `accelz list` shows the reasons"

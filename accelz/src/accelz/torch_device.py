@@ -251,6 +251,6 @@ def _require(module: Any, names: Sequence[str], role: str) -> None:
     missing = [name for name in names if not hasattr(module, name)]
     if missing:
         raise BackendError(
-            f"{module.__name__} has no {', '.join(missing)}: {role} cannot be derived from it; "
-            f"add what is missing to the module, or give TorchAccelerator a role of your own"
+            f"{module.__name__} has no {', '.join(missing)}: {role} cannot be derived from it; add what is "
+            "missing to the module, or pass TorchAccelerator your own role"
         )

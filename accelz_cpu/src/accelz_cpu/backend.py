@@ -16,7 +16,7 @@ def accelz_backend() -> BackendDescriptor:
 
 
 def _probe() -> Probe:
-    return Probe(True, "always there")
+    return Probe(True, "always available")
 
 
 def _load() -> Accelerator:

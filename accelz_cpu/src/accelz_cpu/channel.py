@@ -154,7 +154,9 @@ class Channel(Transport):
         if self._native is None:
             raise RuntimeError("this group was destroyed")
         if os.getpid() != self._process:
-            raise RuntimeError("a forked process cannot use its parent's groups: it is none of their ranks")
+            raise RuntimeError(
+                "a forked process cannot use its parent's groups: it is not one of their ranks"
+            )
         return self._native
 
     def _usable(self) -> bool:

@@ -131,12 +131,12 @@ def _map_together(nbytes: int, meeting: _Meeting) -> mmap.mmap | None:
         return memory
     if meeting.rank == meeting.hosts.index == 0 and not all(p == APART for p in problems):
         warnings.warn(
-            f"the ranks hold each weight once per rank instead of once per node: {problems[0]}", stacklevel=2
+            f"each weight is held once per rank instead of once per node: {problems[0]}", stacklevel=2
         )
     return None
 
 
-APART = "the ranks do not see each other's processes"
+APART = "the ranks cannot see each other's processes"
 
 
 def _offer(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
@@ -145,7 +145,7 @@ def _offer(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
         descriptor = os.memfd_create("accelz")
     except OSError as error:
         meeting.tell("offer", "null")
-        return None, f"no memory can be shared here ({error})"
+        return None, f"memory cannot be shared here ({error})"
     try:
         os.posix_fallocate(descriptor, 0, nbytes)  # a lack shows now, and not as a signal at a later write
         identity = os.fstat(descriptor)
@@ -157,7 +157,7 @@ def _offer(nbytes: int, meeting: _Meeting) -> tuple[mmap.mmap | None, str]:
         return memory, ""
     except OSError as error:
         meeting.tell("offer", "null")
-        return None, f"{nbytes} bytes of shared memory cannot be had ({error})"
+        return None, f"{nbytes} bytes of shared memory cannot be allocated ({error})"
     finally:
         os.close(descriptor)
 

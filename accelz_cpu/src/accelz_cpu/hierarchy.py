@@ -143,7 +143,7 @@ class TwoLevels:
     def describe(self) -> str:
         """Say which of the group's ranks the channel's ranks are."""
         here = ", ".join(map(str, self._hosts.here))
-        return f"ranks 0 to {len(self._hosts.here) - 1} of this host are {here} of the group"
+        return f"ranks 0 to {len(self._hosts.here) - 1} of this host are ranks {here} of the group"
 
     def nbytes(self) -> int:
         return self._channel.nbytes()
@@ -208,7 +208,9 @@ class _Sequence:
 
     def append(self, collective: Callable[[TwoLevels], None]) -> dist.Work:
         if os.getpid() != self._process:
-            raise RuntimeError("a forked process cannot use its parent's groups: it is none of their ranks")
+            raise RuntimeError(
+                "a forked process cannot use its parent's groups: it is not one of their ranks"
+            )
         future: Future[None] = Future()
         with self._lock:
             if self._closed:
@@ -244,7 +246,9 @@ class _Sequence:
 
     def _run(self, collective: Callable[[TwoLevels], None]) -> None:
         if self._failure:
-            raise RuntimeError(f"no collective is possible after an earlier failure: {self._failure}")
+            raise RuntimeError(
+                f"no collective is possible after an earlier failure; start a new job: {self._failure}"
+            )
         try:
             collective(self._levels)
         except RuntimeError as error:

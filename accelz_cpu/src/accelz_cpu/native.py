@@ -111,7 +111,7 @@ def library() -> CDLL | None:
     """Return the library, or None, with one warning, if it was not built or does not load."""
     path = _find()
     if path is None:
-        _warn(f"{LIBRARY} is not there: the package was installed without a C++ compiler")
+        _warn(f"{LIBRARY} is missing: the package was installed without a C++ compiler")
         return None
     try:
         return _load(path)
@@ -135,7 +135,7 @@ def _load(path: Path) -> CDLL:
     lib = ctypes.CDLL(str(path))
     if lib.accelz_abi() != ABI:
         raise OSError(
-            f"{path} has interface {lib.accelz_abi()}, expected {ABI}: it was built from other sources"
+            f"{path} has interface {lib.accelz_abi()}, expected {ABI}: it was built from different sources"
         )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
@@ -145,9 +145,9 @@ def _load(path: Path) -> CDLL:
 
 def _warn(reason: str) -> None:
     warnings.warn(
-        f"accelz-cpu runs on plain torch and gloo, which is slower: {reason}. "
-        "Where a C++ compiler and CMake are found: "
-        "pip install --force-reinstall --no-cache-dir accelz-cpu (pip keeps what it has built without them)",
+        f"accelz-cpu runs on plain torch and gloo, which is slower: {reason}. With a C++ compiler and CMake "
+        "installed, run: pip install --force-reinstall --no-cache-dir accelz-cpu (pip caches what it built "
+        "without them)",
         RuntimeWarning,
         stacklevel=4,
     )

@@ -33,7 +33,7 @@ def open_transport(library: CDLL, group: Group, key: str) -> Transport | None:
     hosts = find_hosts(group, key)
     if not hosts.even:
         counts = ", ".join(str(len(ranks)) for ranks in hosts.ranks)
-        _warn(group, f"the hosts have {counts} ranks; start as many on each")
+        _warn(group, f"the hosts have {counts} ranks; start the same number on each")
     if not hosts.even or len(hosts.here) == 1 < group.size:
         return None
     several = len(hosts.ranks) > 1

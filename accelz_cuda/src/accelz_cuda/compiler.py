@@ -158,8 +158,8 @@ class CubinCache:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"compiled kernels cannot be kept in {self.folder}, so every process compiles its own: "
-                f"{error}; set ACCELZ_CACHE_DIR to a folder that can be written",
+                f"compiled kernels cannot be cached in {self.folder}, so every process compiles its own: "
+                f"{error}; set ACCELZ_CACHE_DIR to a writable folder",
                 RuntimeWarning,
                 stacklevel=2,
             )

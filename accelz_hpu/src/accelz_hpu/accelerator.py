@@ -63,7 +63,8 @@ class HpuAccelerator(TorchAccelerator):
         elif local_rank != self._local_rank:
             raise BackendError(
                 f"this process holds the device of local rank {self._local_rank} and cannot take that of "
-                f"{local_rank}: a process has one device for life. Start a process per device (torchrun)"
+                f"{local_rank}: a process keeps its device until it ends. Start one process per device "
+                "(torchrun)"
             )
 
     def _acquire(self, local_rank: int) -> None:
@@ -120,6 +121,6 @@ def _capabilities(lazy: bool) -> Capabilities:
 def _kernels(lazy: bool) -> Kernels:
     operator = getattr(torch.ops.hpu, OPERATOR, None)
     if operator is None:
-        warnings.warn(f"this bridge has no torch.ops.hpu.{OPERATOR}: AdamW is torch's own", stacklevel=2)
+        warnings.warn(f"this bridge has no torch.ops.hpu.{OPERATOR}: AdamW uses torch's own", stacklevel=2)
         return Kernels()
     return HpuKernels(operator, lazy)

@@ -21,7 +21,7 @@ def use_ipex() -> bool:
     except (Exception, SystemExit) as error:  # its version check calls os.exit, an AttributeError
         warnings.warn(
             f"{NAME} is installed but not used: {type(error).__name__}: {error}. Its last release is for "
-            "torch 2.8; uninstall it to be rid of this warning",
+            "torch 2.8; uninstall it to avoid this warning",
             stacklevel=2,
         )
         return False

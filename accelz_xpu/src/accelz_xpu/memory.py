@@ -27,7 +27,7 @@ class XpuMemory(ActiveMemory):
             except RuntimeError as error:
                 self._tells_free = False
                 warnings.warn(
-                    f"the device does not tell its free memory ({error}); what other processes use is "
+                    f"the device does not report its free memory ({error}); what other processes use is "
                     "counted as free",
                     stacklevel=2,
                 )

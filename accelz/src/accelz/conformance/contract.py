@@ -62,7 +62,7 @@ class ContractBroken(AssertionError):
 
     def __init__(self, method: str, expected: str, came: str = "", do: str = "") -> None:
         lines = [f"{method}: {expected}"]
-        lines += [f"  came: {came}"] if came else []
+        lines += [f"  got:  {came}"] if came else []
         lines += [f"  do:   {do}"] if do else []
         super().__init__("\n".join(lines))
         self.method = method

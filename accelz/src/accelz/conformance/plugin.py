@@ -22,15 +22,17 @@ MARKERS = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("accelz", "accelz conformance kit")
-    group.addoption("--accelz-device", metavar="NAME", help="the accelz backend to put to the test")
-    group.addoption("--accelz-report", metavar="FILE", help="write results there, one JSON object a line")
-    group.addoption("--accelz-progress", metavar="FILE", help="note there which method of the backend runs")
+    group.addoption("--accelz-device", metavar="NAME", help="the accelz backend to test")
+    group.addoption(
+        "--accelz-report", metavar="FILE", help="file to write results to, one JSON object per line"
+    )
+    group.addoption("--accelz-progress", metavar="FILE", help="file to record the running backend method in")
     group.addoption(
         "--accelz-timeout",
         metavar="SECONDS",
         type=float,
         default=TEST_SECONDS,
-        help=f"how long a test may take ({TEST_SECONDS:g})",
+        help=f"time limit for each test, in seconds ({TEST_SECONDS:g})",
     )
 
 
@@ -64,7 +66,7 @@ def _require(config: pytest.Config, name: str) -> None:
     row = next((r for r in rows if r.name == name), None)
     if row is None:
         names = ", ".join(r.name for r in rows) or "none"
-        _refuse(config, f"no backend called {name!r} is installed (there: {names})")
+        _refuse(config, f"no backend called {name!r} is installed (installed: {names})")
     elif row.status in (Status.UNAVAILABLE, Status.DISABLED):
         _refuse(config, f"{name!r} cannot be tested here: {row.reason}")
 

@@ -21,7 +21,9 @@ from accelz.conformance.marks import declares, every_capability, names
 from accelz.errors import AccelzError
 
 MISSING_OPERATOR = re.compile(r"Could not run '(aten::[\w.]+)' with arguments from")
-REGISTER = "register a kernel for it, or one fallback to the host for all (csrc/fallback.cpp of accelz-sim)"
+REGISTER = (
+    "register a kernel for it, or one host fallback for all operators (csrc/fallback.cpp of accelz-sim)"
+)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Ended:
     @property
     def how(self) -> str:
         if self.silent:
-            return "said nothing for so long that it was aborted"
+            return "was aborted because it produced no output for too long"
         return f"ended by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
 
 
@@ -63,7 +63,7 @@ def run(name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS) 
         )
         ended = supervise(process, report, 2 * timeout)
         if ended.code == NO_TESTS:
-            raise AccelzError(f"no test of the kit matches {only!r}; -k takes parts of names, as pytest's")
+            raise AccelzError(f"no test of the kit matches {only!r}; -k takes parts of names, as in pytest")
         return summary(name, report, notes, ended)
 
 
@@ -93,7 +93,7 @@ def _require(name: str) -> None:
     if not installed(name):
         names = ", ".join(e.name for e in installed()) or "none"
         raise BackendNotFoundError(
-            f"no backend called {name!r} is installed (there: {names}); pip install accelz-{name}"
+            f"no backend called {name!r} is installed (installed: {names}); pip install accelz-{name}"
         )
 
 
@@ -134,7 +134,7 @@ def _crashed(name: str, events: list[dict[str, Any]], ended: Ended, method: str)
     """Summarise a run whose process ended inside a test: that test failed. method: what it was in, or ""."""
     results = [e for e in events if e["event"] == "result"]
     test = next((e["test"] for e in reversed(events) if e["event"] == "start"), "before the first test")
-    where = f"{method}: must return\n  came: " if method else ""
+    where = f"{method}: must return\n  got:  " if method else ""
     message = f"{where}the process {ended.how} in {test}"
     failure: dict[str, Any] = {
         "test": test,

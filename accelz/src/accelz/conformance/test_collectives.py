@@ -130,7 +130,7 @@ class CollectivesContract:
     def test_async_collectives_return_at_once(self, accelerator: Accelerator, cluster: Clustered) -> None:
         """With async_op=True the call returns before the other ranks have made it."""
         for name, seconds in cluster(2).run(late_body)[0].items():
-            came = f"{seconds:.2f} s, the other rank came after {LATE_SECONDS} s"
+            came = f"{seconds:.2f} s, the other rank arrived after {LATE_SECONDS} s"
             expect(seconds < LATE_SECONDS / 2, f"Collectives.{name}", "async_op=True must not wait", came)
 
     @about(*(f"Collectives.{name}" for name in CALLS), "Handle.wait")
@@ -329,7 +329,12 @@ def barrier_body(context: Context) -> None:
             store.set(f"arrived-{round_}", "yes")
         calls.barrier(context.group)
         arrived = store.check([f"arrived-{round_}"])
-        expect(arrived, "Collectives.barrier", "must hold every rank until the last has come", "left early")
+        expect(
+            arrived,
+            "Collectives.barrier",
+            "must block every rank until the last one has arrived",
+            "left early",
+        )
     calls.barrier(context.group)
     if context.rank == last:
         for round_ in range(2):
@@ -415,9 +420,9 @@ def side_stream_body(context: Context, name: str, elsewhere: bool) -> None:
         done = waiting.record()
     done.synchronize()
     streams.synchronize()
-    expected = "must come behind the work queued on the current stream, and before what comes later"
+    expected = "must run after the work queued on the current stream, and before later work"
     if elsewhere:
-        expected = f"must order the current stream behind the {name}, which another stream has begun"
+        expected = f"must make the current stream wait for the {name}, which another stream started"
     method = "Handle.wait" if elsewhere else f"Collectives.{name}"
     expect_close(seen, _filled(name, n, size), method, expected)
 
@@ -440,7 +445,12 @@ def groups_body(context: Context) -> None:
         group = calls.new_group(ranks, 10.0)
         members = list(range(size)) if ranks is None else ranks
         if context.rank not in members:
-            expect(group is None, "Collectives.new_group", f"must be None outside of {members}", repr(group))
+            expect(
+                group is None,
+                "Collectives.new_group",
+                f"must be None on ranks outside {members}",
+                repr(group),
+            )
             continue
         assert group is not None
         _check_group(context, calls, group, members)
@@ -456,7 +466,7 @@ def _check_group(context: Context, calls: Collectives, group: Group, members: li
         full, shard = (torch.full((n,), place + 1.0, device=device) for n in (3 * group.size, 3))
         call(calls, full, shard, group).wait()
         seen = shard if name == "reduce_scatter" else full
-        expected = f"must be right in a group of some ranks, here {members}, whose ranks are its own"
+        expected = f"must work in a group of some ranks, here {members}, with ranks numbered within the group"
         expect_close(seen, _filled(name, 3, group.size), f"Collectives.{name}", expected)
     calls.barrier(group)
 
@@ -490,7 +500,12 @@ def misfit_body(context: Context) -> None:
         expected = "a tensor whose storage was released must be refused"
         expect_raises(CollectiveError, f"Collectives.{name}", expected, call)
     calls.all_reduce(shard, context.group)
-    expect_close(shard, torch.full((4,), float(size)), "Collectives.all_reduce", "must work after a misfit")
+    expect_close(
+        shard,
+        torch.full((4,), float(size)),
+        "Collectives.all_reduce",
+        "must still work after refusing arguments that do not fit",
+    )
 
 
 def fault_body(context: Context, fault: str, name: str) -> float:

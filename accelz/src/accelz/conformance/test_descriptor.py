@@ -79,7 +79,10 @@ class DescriptorContract:
             not broken, "BackendDescriptor", "must be readable and its probe must answer", "; ".join(broken)
         )
         expect(
-            len(rows) == 1, "BackendDescriptor.name", "must be one backend's alone", f"{len(rows)} have it"
+            len(rows) == 1,
+            "BackendDescriptor.name",
+            "must belong to one backend only",
+            f"{len(rows)} have it",
         )
 
     @about("accelz_backend")
@@ -123,7 +126,7 @@ class DescriptorContract:
             "BackendDescriptor.load" if load else "BackendDescriptor.probe",
             "must work in a child forked after the parent has probed",
             f"the child {CHILD_CODES.get(status, f'ended with {status}')}",
-            "let probe() initialise nothing: look at files, or ask in a subprocess",
+            "initialise nothing in probe(): look at files, or ask in a subprocess",
         )
 
     @about("BackendDescriptor.load")
@@ -158,7 +161,7 @@ class DescriptorContract:
     def test_bind_gives_a_usable_device(self, accelerator: Accelerator) -> None:
         """There is at least one device, and after bind() this process computes on the one it got."""
         count = accelerator.device_count()
-        expect(count >= 1, "Accelerator.device_count", "must be at least 1 where the probe says available")
+        expect(count >= 1, "Accelerator.device_count", "must be at least 1 if the probe says available")
         single, taken = takes_one_device(accelerator), set()
         for local_rank in _local_ranks(accelerator):
             accelerator.bind(local_rank)
@@ -197,9 +200,14 @@ class DescriptorContract:
         values = torch.arange(5.0, device=accelerator.device) * 2
         accelerator.flush()
         accelerator.streams.synchronize()
-        expect_close(values, torch.arange(5.0) * 2, "Accelerator.flush", "work before it must be done right")
+        expect_close(
+            values,
+            torch.arange(5.0) * 2,
+            "Accelerator.flush",
+            "work queued before it must give the right result",
+        )
         own = type(unguarded(accelerator)).flush is not Accelerator.flush
-        expect(own, "Accelerator.flush", "a lazy_graph device must bring its own", "the base's no-op")
+        expect(own, "Accelerator.flush", "a lazy_graph device must have its own", "the base's no-op")
 
     @about("Accelerator.bind", "Collectives.init")
     @proves("shared_device")

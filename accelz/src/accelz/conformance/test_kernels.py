@@ -45,7 +45,7 @@ class Guarded:
     def check(self, method: str, name: str) -> None:
         """Raise ContractBroken if anything outside the view was written."""
         outside = torch.cat([self._whole[part] for part in self._around]).cpu()
-        expected = f"must not write outside of {name}"
+        expected = f"must not write outside {name}"
         expect_close(
             outside, torch.full_like(outside, 7.0), method, expected, do="mind the tail of odd sizes"
         )
@@ -374,7 +374,7 @@ class KernelContract:
         for last, want in ((2.0, [7.0 * MANY + 3, 0.0]), (SPECIAL[0], [SPECIAL[0], 1.0])):
             host[-1] = last
             got = accelerator.kernels.norm_and_nonfinite(host.to(accelerator.device).split(7))
-            text = f"must take in all of {MANY} tensors, the last one too"
+            text = f"must include all of {MANY} tensors, also the last one"
             expect_close(got, torch.tensor(want), where, text, rtol=1e-6)
 
     @about("Kernels.norm_and_nonfinite")
@@ -443,7 +443,10 @@ class KernelContract:
                 factor = None if scale is None else _scalar(scale, accelerator.device)
                 accelerator.kernels.scale_cast(output, host.to(accelerator.device), factor)
                 want = (host.float() * (1.0 if scale is None else scale)).to(dtype)
-                text = f"{source_dtype} to {dtype}, scale {scale}: NaN stays, too large a value is infinite"
+                text = (
+                    f"{source_dtype} to {dtype}, scale {scale}: NaN stays, a value that is too large "
+                    "becomes infinite"
+                )
                 expect_close(output, want, "Kernels.scale_cast", text)
 
     @about("Kernels.accumulate")
@@ -457,7 +460,7 @@ class KernelContract:
             total = host.to(accelerator.device, total_dtype)
             accelerator.kernels.accumulate(total, addend.to(accelerator.device))
             want = (host.to(total_dtype).float() + addend.float()).to(total_dtype)
-            text = f"{dtype} to {total_dtype}: NaN stays, too large a sum is infinite"
+            text = f"{dtype} to {total_dtype}: NaN stays, a sum that is too large becomes infinite"
             expect_close(total, want, "Kernels.accumulate", text)
 
     @about("Kernels.accumulate")

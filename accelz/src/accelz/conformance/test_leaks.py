@@ -57,7 +57,7 @@ class Leaks:
             grown = self._round(operation, calls, patience)
             if not self.anywhere(grown):
                 return
-        expect(not grown, method, "must not keep memory", grown, "let go of what is done with")
+        expect(not grown, method, "must not keep memory", grown, "release what is no longer used")
 
     def _round(self, operation: Callable[[], object], calls: int, patience: float) -> str:
         """Say what `calls` calls have kept, or "" if nothing that counts.

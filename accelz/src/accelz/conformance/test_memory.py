@@ -135,7 +135,7 @@ class MemoryContract:
         expect_raises(torch.OutOfMemoryError, "Memory", f"{what} is more than there is", ask)
         left = self.settled(accelerator).allocated - before
         expect(left == 0, "Memory", "an allocation that fails must keep nothing", f"{left} bytes")
-        expect_close(self.allocate(accelerator)[:3], torch.ones(3), "Memory", "must go on as before")
+        expect_close(self.allocate(accelerator)[:3], torch.ones(3), "Memory", "must still work afterwards")
 
     @about("Memory.reset_peak", "Memory.stats")
     def test_peak_and_its_reset(self, accelerator: Accelerator) -> None:

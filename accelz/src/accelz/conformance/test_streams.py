@@ -46,7 +46,9 @@ class StreamsContract:
             inside = torch.arange(100.0, device=accelerator.device) * 2
             event = side.record()
         streams.current().wait(event)
-        expect_close(inside + 1, torch.arange(100.0) * 2 + 1, "Streams.use", "work inside must be done right")
+        expect_close(
+            inside + 1, torch.arange(100.0) * 2 + 1, "Streams.use", "work inside must give the right result"
+        )
 
     @about("Streams.keep_alive")
     def test_keep_alive_is_harmless(self, accelerator: Accelerator) -> None:
@@ -115,8 +117,8 @@ class StreamsContract:
             long_work(accelerator, LONG_SECONDS / 3)
         pending = not side.record().done()
         accelerator.streams.synchronize()
-        came = "the event of a busy stream, recorded outside of `use`, was done at once"
-        expect(pending, "Stream.record", "must be behind this stream's work, not the current one's", came)
+        came = "the event of a busy stream, recorded outside `use`, was done at once"
+        expect(pending, "Stream.record", "must come after this stream's work, not the current stream's", came)
 
     @about("Streams.current")
     @needs("streams")
@@ -150,7 +152,7 @@ class StreamsContract:
             overtook = not slow.done()
         streams.synchronize()
         came = "an operation after it waited for the stream that was left"
-        expect(overtook, "Streams.use", "must put the stream back", came)
+        expect(overtook, "Streams.use", "must restore the previous stream", came)
 
     @about("Streams.new", "Streams.use", "Event.done")
     @proves("streams")
@@ -171,7 +173,7 @@ class StreamsContract:
         overtook = not slow.done()
         streams.synchronize()
         expect(
-            overtook, "Streams.new", "must give a queue of its own", "a second stream waited for the first"
+            overtook, "Streams.new", "must return a separate queue", "a second stream waited for the first"
         )
 
     @about("Stream.wait", "Stream.record")

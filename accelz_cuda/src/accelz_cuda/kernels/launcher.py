@@ -71,7 +71,8 @@ class Launcher:
             return {e.name: self._driver.kernel(library, e.name) for e in entries}
         except compiler.CompilationError as error:
             _warn(
-                f"{error}\nEither this NVRTC does not know the GPU, or please report a defect of accelz_cuda."
+                f"{error}\nEither this NVRTC does not know the GPU, or this is a bug in accelz_cuda: please "
+                "report it."
             )
         except (_UnusableError, compiler.CompilerMissingError, DriverError) as error:
             self._given_up = True
@@ -109,14 +110,14 @@ def _what_to_do(error: Exception) -> str:
     if isinstance(error, compiler.CompilerMissingError):
         return f"their compiler is missing ({error}). Install it with: pip install 'accelz-cuda[cu{major}]'"
     return (
-        f"the driver cannot load them ({error}). It must be of CUDA 12 or newer, and not of an older major "
-        f"version than NVRTC; pip install 'accelz-cuda[cu{major}]' brings the NVRTC that matches torch."
+        f"the driver cannot load them ({error}). It must be from CUDA 12 or newer, and not from an older "
+        f"major version than NVRTC; pip install 'accelz-cuda[cu{major}]' brings the NVRTC that matches torch."
     )
 
 
 def _warn(reason: str) -> None:
     warnings.warn(
-        f"torch references serve instead of accelz_cuda's kernels, slower: {reason}",
+        f"torch references are used instead of accelz_cuda's kernels, which is slower: {reason}",
         RuntimeWarning,
         stacklevel=2,
     )
