@@ -268,7 +268,7 @@ bool Channel::all_posted(const Call &call, uint64_t number) const {
             throw std::runtime_error(text("ranks issued different collectives: ", place(call.stream(), number), " is ",
                                           call.words(size_), " on rank ", rank_, ", but ", post->call.words(size_),
                                           " on rank ", peer->mailbox().rank,
-                                          ". All ranks must issue the same ones in the same order"));
+                                          ". All ranks must issue the same collectives in the same order"));
     }
     return all;
 }
@@ -287,7 +287,7 @@ Peer *Channel::find_gone(int stream, uint64_t number) const {
 
 std::runtime_error Channel::gone_error(const Call &call, uint64_t number, const Peer &peer) const {
     return std::runtime_error(text("rank ", peer.mailbox().rank, " (process ", peer.process(),
-                                   ") ended before the others had its part of ", place(call.stream(), number), ", ",
+                                   ") ended before the other ranks had its part of ", place(call.stream(), number), ", ",
                                    call.words(size_), "; its last was ", place(call.stream(), peer.posted(call.stream()))));
 }
 
@@ -296,7 +296,7 @@ std::runtime_error Channel::timeout_error(const Request &request, uint64_t numbe
     std::string late;
     for (const auto &peer : peers_)
         if (peer && !peer->post(stream, number))
-            late += text("; rank ", peer->mailbox().rank, " did not come, its last was ",
+            late += text("; rank ", peer->mailbox().rank, " did not arrive, its last was ",
                          place(stream, peer->posted(stream)));
     return std::runtime_error(text("rank ", rank_, " waited ", request.timeout, " s in ", place(stream, number), ", ",
                                    request.call.words(size_), late));
@@ -436,16 +436,17 @@ void Channel::ring_others() {
 void Channel::check_own(const Request &request) const {
     if (request.call.op != ACCELZ_ALL_TO_ALL) return;
     if (request.sent.size() != size_t(size_) || request.received.size() != size_t(size_))
-        throw std::runtime_error("an all_to_all begins with accelz_start_all_to_all");
+        throw std::runtime_error("an all_to_all must be started with accelz_start_all_to_all");
     const uint64_t sent = request.sent[size_t(rank_)], received = request.received[size_t(rank_)];
     if (sent != received)
         throw std::runtime_error(text(request.call.words(size_), ": rank ", rank_, " sends itself ", sent,
-                                      " elements and expects ", received));
+                                      " elements but expects ", received));
 }
 
 void Channel::check_usable() const {
     if (mine_.failed.load())
-        throw std::runtime_error(text("no collective is possible after an earlier failure: ", mine_.reason));
+        throw std::runtime_error(
+            text("no collective is possible after an earlier failure; start a new job: ", mine_.reason));
     check_others();
 }
 

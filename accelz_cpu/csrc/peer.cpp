@@ -34,7 +34,7 @@ Peer::Peer(int rank, int size, int64_t process, int descriptor)
       mailbox_(reinterpret_cast<Mailbox *>(mapping_->data)),
       blocks_(BLOCKS) {
     if (mailbox_->magic != MAGIC || mailbox_->rank != rank || mailbox_->size != size)
-        throw std::runtime_error(text("rank ", rank, " runs another version of accelz-cpu"));
+        throw std::runtime_error(text("rank ", rank, " runs a different version of accelz-cpu"));
 }
 
 const Post *Peer::post(int stream, uint64_t number) const {

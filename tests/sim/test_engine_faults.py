@@ -327,11 +327,11 @@ def test_any_collective_may_fail(
     assert (first.error, second.error) == ("CommunicationError", "CommunicationError")
     assert max(first.seconds, second.seconds) < 4 * TIMEOUT
     assert STRIKES[name][2] in first.message
-    assert "failed: a fault that was switched on" in first.message
+    assert "failed: an injected fault" in first.message
     if kind == "fails":
         assert "failed on this rank first, after " in first.message
         assert "It failed on rank 0 first" in second.message
-        assert "a fault that was switched on" in second.message
+        assert "an injected fault" in second.message
     else:
         waited = re.search(r"failed after ([\d.]+) s", first.message)
         assert waited is not None

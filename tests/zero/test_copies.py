@@ -402,7 +402,7 @@ def refused_body(context: Context) -> dict[str, str]:
 
 def test_what_does_not_fit_is_refused(cluster: Clusters) -> None:
     for found in cluster(RANKS).run(refused_body):
-        assert re.match("ConfigError: shard_ranks=3 does not divide the 4 ranks", found["odd"]), found
+        assert re.match("ConfigError: shard_ranks=3 does not divide the job's 4 ranks", found["odd"]), found
         assert re.match(
             "RankMismatchError: the ranks disagree about Config\\(shard_ranks", found["unequal"]
         ), found
@@ -410,5 +410,5 @@ def test_what_does_not_fit_is_refused(cluster: Clusters) -> None:
         zero.Config(stage=0, shard_ranks=2)
     with pytest.raises(zero.ConfigError, match="greater than or equal to 2"):
         zero.Config(shard_ranks=1)
-    with pytest.raises(zero.ConfigError, match="shard_ranks=3 does not divide the 8 ranks"):
+    with pytest.raises(zero.ConfigError, match="shard_ranks=3 does not divide the job's 8 ranks"):
         zero.plan(fresh(), adamw(fresh()), zero.Config(shard_ranks=3), ranks=8)

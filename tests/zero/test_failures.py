@@ -182,7 +182,7 @@ def test_ranks_with_different_settings(cluster: Clusters) -> None:
     """Some differences would let ranks wait for collectives that never come, others be silently wrong."""
     for told in cluster(2).run(other_settings_body):
         for name, message in zip(("clip_norm", "prefetch", "loss_scale"), told, strict=True):
-            assert f"disagree about Config({name}=...): these" in message
+            assert f"disagree about Config({name}=...), which must be the same" in message
 
 
 def other_rates_body(context: Context) -> tuple[str, bool, bool]:

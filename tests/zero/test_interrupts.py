@@ -145,7 +145,7 @@ def nested_body(context: Context) -> list[str]:
 
 def test_a_forward_under_way_is_no_interrupted_one(cluster: Clusters) -> None:
     for found in cluster(2).run(nested_body):
-        assert found == ["load_pretrained inside a forward: let it return first"] * 2
+        assert found == ["load_pretrained() was called inside a forward: let it return first"] * 2
 
 
 def shown_body(context: Context, stage: int) -> dict[str, Any]:

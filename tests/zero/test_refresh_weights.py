@@ -192,7 +192,10 @@ def refused_body(context: Context) -> None:
     with pytest.raises(zero.UsageError, match=r"call engine\.step\(\) first"):
         engine.refresh_weights()
     engine.step()
-    with zero.gathered(model), pytest.raises(zero.UsageError, match=r"refresh_weights inside zero\.gathered"):
+    with (
+        zero.gathered(model),
+        pytest.raises(zero.UsageError, match=r"refresh_weights\(\) was called inside zero\.gathered"),
+    ):
         engine.refresh_weights()
     engine.refresh_weights()
 

@@ -316,7 +316,7 @@ TEST(a_rank_that_stays_away) {
         const int64_t ticket = hasty.start(ACCELZ_ALL_REDUCE, ACCELZ_FLOAT32, 1, &value, &value);
         CHECK(accelz_finish(r.channel, ticket, 1) < 0);
         const std::string error = accelz_last_error();
-        CHECK(error.find("rank 2 did not come") != std::string::npos);
+        CHECK(error.find("rank 2 did not arrive") != std::string::npos);
         CHECK(accelz_start(r.channel, ACCELZ_ALL_REDUCE, 0, 0, 1, 0, &value, &value, 1, 1) < 0);
     });
 }

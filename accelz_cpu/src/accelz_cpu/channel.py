@@ -108,7 +108,7 @@ class Channel(Transport):
         while self._calls and time.monotonic() < deadline:
             time.sleep(0.01)
         if self._calls:
-            self._library.accelz_channel_fail(native, b"its group was destroyed meanwhile")
+            self._library.accelz_channel_fail(native, b"its group was destroyed")
         else:
             self._library.accelz_channel_close(native, max(0.0, deadline - time.monotonic()))
 

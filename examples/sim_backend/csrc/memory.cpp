@@ -65,7 +65,7 @@ void reserve(void* pointer, const Block& block) {
   const std::lock_guard lock(h.mutex);
   auto& now = h.counters[block.device];
   if (h.fail_in > 0 && --h.fail_in == 0) {
-    out_of_memory(block.nbytes, block.device, now, " (a fault that was switched on)");
+    out_of_memory(block.nbytes, block.device, now, " (an injected fault)");
   }
   if (now.allocated + block.nbytes > now.capacity || now.allocated > now.capacity) {
     out_of_memory(block.nbytes, block.device, now, "");

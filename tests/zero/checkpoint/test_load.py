@@ -330,17 +330,17 @@ def test_what_does_not_fit_is_refused(cluster: Clusters, tmp_path: Path) -> None
         assert "is not a complete checkpoint" in found["nowhere"]
         assert found["nowhere"].endswith("Complete checkpoints nearby: step-3")
         assert found["no latest"].startswith("CheckpointError")
-        assert "StateError: the checkpoint does not fit: not fitting: blocks.0" in found["width"]
+        assert "StateError: the checkpoint does not fit: mismatched: blocks.0" in found["width"]
         assert "missing in the checkpoint: blocks.3" in found["layers"]
         assert ("torch.optim.adamw.AdamW, but this one is torch.optim.sgd.SGD; weights_only") in found[
             "optimizer"
         ]
         assert "has 2 param_groups, but this one has 1" in found["groups"]
         assert "has no ['sampler']; it has ['scheduler', 'order', 'note']" in found["restore"]
-        assert "UsageError: restore['note'] is of str, which has no load_state_dict()" in found["value"]
+        assert "UsageError: restore['note'] is a str, which has no load_state_dict()" in found["value"]
         assert "UsageError: rename: the checkpoint has nothing called head" in found["rename"]
         assert "neither one value per element nor a single number" in found["lumps"]
-        assert found["gathered"].startswith("load_checkpoint inside zero.gathered")
+        assert found["gathered"].startswith("load_checkpoint() was called inside zero.gathered")
 
 
 def other_state_body(context: Context, path: str) -> list[str]:

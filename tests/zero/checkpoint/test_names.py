@@ -83,7 +83,7 @@ def test_all_problems_are_listed_at_once() -> None:
     targets = [*wanted("a", "new"), Target("c", (5,), True), Target("d", (4,), False)]
     with pytest.raises(zero.StateError) as caught:
         matched(stored("a", "old", "c", "d"), targets)
-    assert "not fitting: c (shape (4,) instead of (5,)), d (dtype F32)" in str(caught.value)
+    assert "mismatched: c (shape (4,) instead of (5,)), d (dtype F32)" in str(caught.value)
     assert "missing in the checkpoint: new" in str(caught.value)
     assert "unexpected in the checkpoint: old" in str(caught.value)
     assert matched(stored("a", "old"), wanted("a", "new"), None, False) == {"a": "a"}

@@ -287,7 +287,8 @@ def test_a_dead_rank_is_named(cluster: Clusters, tmp_path: Path, async_: bool) -
     first, second = cluster(2).outcomes(dead_rank_body, runs=str(tmp_path), async_=async_)
     assert second.status == "died"
     assert first.error.startswith(
-        "CommunicationError: saving a checkpoint, rank 0 waited 6 s for 'file' of rank"
+        "CommunicationError: while saving a checkpoint, rank 0 timed out after 6 s waiting for 'file' from "
+        "rank"
     )
     assert "every rank must call save_checkpoint" in first.error
     assert complete(tmp_path, DISK) == ["before"]

@@ -29,7 +29,7 @@ class FaultyWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         time.sleep(max(0.0, self._deadline - time.monotonic()))
-        raise RuntimeError(f"{self._name} failed: a fault that was switched on")
+        raise RuntimeError(f"{self._name} failed: an injected fault")
 
 
 class AbortedWork(dist.Work):
@@ -44,7 +44,7 @@ class SimCollectives(HostStaged):
 
     def check(self, group: Group) -> None:
         if faults.collective_was_aborted():
-            raise CollectiveError("a collective was aborted: a fault that was switched on")
+            raise CollectiveError("a collective was aborted: an injected fault")
 
     def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
         return _fault("all_gather", group) or super()._start_all_gather(output, shard, group)
