@@ -156,7 +156,7 @@ def test_an_optimizer_of_ones_own_is_counted_by_its_bytes() -> None:
 
 
 def test_what_cannot_be_counted_is_told() -> None:
-    with pytest.raises(zero.OptimizerError, match=r"Broken .*only with a closure.*nor held to a host_budget"):
+    with pytest.raises(zero.OptimizerError, match=r"Broken.*only with a closure.*nor held to a host_budget"):
         values_per_element(Broken([nn.Parameter(torch.zeros(2))]))
 
 

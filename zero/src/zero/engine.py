@@ -623,7 +623,7 @@ class Engine:
         if changed or self._sharded_optimizer.absent.changed():
             names = {parameter: name for name, parameter in self.module.named_parameters()}
             which = [names[parameter] for parameter in changed if parameter in names]
-            raise UsageError(_NOT_HEEDED.format(some(which) or "of parameters in optimizer.param_groups"))
+            raise UsageError(_NOT_HEEDED.format(some(which) or "parameters in optimizer.param_groups"))
 
     def _show_absent(self) -> None:
         """After the last backward of a step, put stand-ins that raise on use where gradients would be.

@@ -220,9 +220,7 @@ class Checkpoint:
         file, checksums = self._file(piece.file)
         block, at = self.manifest.block_bytes, piece.offset + begin
         if values.nbytes < wanted:
-            raise CorruptCheckpointError(
-                f"{file.path} ends at byte {at + values.nbytes}, in the middle of {key!r}"
-            )
+            raise CorruptCheckpointError(f"{file.path} ends at byte {at + values.nbytes}, within {key!r}")
         for offset in range(0, wanted, block):
             number = 4 * (piece.block + (begin + offset) // block)
             if crc32(values[offset : offset + block]) != int.from_bytes(

@@ -125,7 +125,7 @@ class Offload(Validated):
     def _fits_together(self) -> Offload:
         on_disk = "disk" in (self.optimizer, self.params, self.gradients)
         if on_disk and self.path is None:
-            raise ValueError("state on disk needs a directory: Offload(..., path='/local/disk')")
+            raise ValueError("state on disk needs a directory: set Offload(..., path='/local/disk')")
         if self.path is not None and not on_disk:
             raise ValueError("path is given, but nothing is on disk: set Offload(optimizer='disk', ...)")
         if self.optimizer == "device" and "sub_group_size" in self.model_fields_set:

@@ -129,8 +129,8 @@ _VANISH = (
     "zero.Config(loss_scale='dynamic'), which takes the place of a GradScaler"
 )
 _WIDE = (
-    "matrices of {classes} ({share:.0%} of the model) are gathered in fp32 under torch.autocast, and its "
-    "cast copies of them stay in memory until backward. If it casts them before each use, name their "
-    "classes, and they are gathered already cast, without copies: zero.Config(autocast_modules={names}); or "
-    "use compile=True, where the graph shows the use"
+    "matrices of {classes} ({share:.0%} of the model) are gathered in fp32 under torch.autocast, and the "
+    "copies that autocast makes of them stay until backward. If autocast casts them before each use, name "
+    "their classes, and they are gathered already cast, without copies: "
+    "zero.Config(autocast_modules={names}); or use compile=True, where the graph shows the use"
 )

@@ -114,7 +114,7 @@ def _placed(
             further = tuple(aliases.get(name, ()))
             tensor = SafeTensor(path, name, entry["dtype"], shape, begin + first, further)
             if first != end or last - first != tensor.nbytes or min(shape, default=0) < 0:
-                raise ValueError(f"the place of {name!r} does not match its shape")
+                raise ValueError(f"the byte range of {name!r} does not match its shape")
             yield tensor
             end = last
         if begin + end != size:
