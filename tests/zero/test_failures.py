@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -130,6 +131,50 @@ def test_ranks_that_disagree_are_told_where(cluster: Clusters) -> None:
         assert "1 on rank 0 and 2 on rank 1" in setting
         assert '"prefetch_budget":1000' in compiling
         assert "AdamW" in optimizer
+
+
+class Heard(logging.Handler):
+    """What this rank logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logging.getLogger("zero").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def long_wait_body(context: Context, path: tuple[int, ...]) -> tuple[list[str], str, float]:
+    """Rank 1 takes another path, or comes late."""
+    heard, model, error = Heard(), fresh(None), ""
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=2 * TIMEOUT))
+    mine = path if context.rank == 1 else STRAIGHT
+    if context.rank == 1 and path == STRAIGHT:
+        time.sleep(1.3 * TIMEOUT)
+    start = time.monotonic()
+    try:
+        engine.backward(model(features(0, context.rank, model), mine).loss)
+        engine.step()
+    except zero.ZeroError as raised:
+        error = str(raised)
+    return heard.texts, error, time.monotonic() - start
+
+
+def test_a_long_wait_of_ranks_that_differ_is_explained_before_it_fails(disposable: Ranks) -> None:
+    for texts, error, seconds in disposable(2).run(long_wait_body, limit=40, path=(3,)):
+        assert "ranks issued different collectives" in error
+        found = [text for text in texts if "ranks issued different collectives: number" in text]
+        assert len(found) == 1 or seconds < TIMEOUT / 2, texts  # shared memory notices at once
+
+
+def test_a_long_wait_for_a_rank_is_logged_once(disposable: Ranks) -> None:
+    (first, error, _), (second, _, _) = disposable(2).run(long_wait_body, limit=40, path=STRAIGHT)
+    assert error == ""
+    assert len(first) == 1, first
+    assert "rank 0 has waited" in first[0]
+    assert "rank(s) 1 are not there yet" in first[0]
+    assert second == []
 
 
 def other_writer_body(context: Context) -> tuple[str, float]:

@@ -12,9 +12,8 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -27,8 +26,10 @@ from accelz.accelerator import Accelerator
 from accelz.collectives import Group, Handle, ReduceOp
 from accelz.errors import CollectiveError
 from accelz.flat_buffer import HOST
+from accelz.polled_store import wait_for
 from zero.communication.job import Split
 from zero.communication.reports import Failure, Reports
+from zero.communication.watch import Watch
 from zero.errors import CommunicationError, OffloadError, RankMismatchError
 
 LOG_LENGTH = 256
@@ -53,14 +54,21 @@ class Traffic:
 class NamedHandle:
     """A collective under way that knows which unit it serves."""
 
-    def __init__(self, handle: Handle, explain: Callable[[CollectiveError], NoReturn]) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        waiting: Callable[[], AbstractContextManager[None]],
+        explain: Callable[[CollectiveError], NoReturn],
+    ) -> None:
         self._handle = handle
+        self._waiting = waiting
         self._explain = explain
 
     def wait(self) -> None:
         """Order what follows after the collective. Raises CommunicationError."""
         try:
-            self._handle.wait()
+            with self._waiting():
+                self._handle.wait()
         except CollectiveError as error:
             self._explain(error)
 
@@ -96,6 +104,7 @@ class Communicator:
         self._hashes = {"reductions": 0, "others": 0}
         self.sequence = 0
         self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
+        self._watch = Watch(group, key, self._log)
 
     def split(self, split: Split) -> None:
         """Gather and reduce slices as `split` says from now on."""
@@ -294,12 +303,14 @@ class Communicator:
         store = self.group.store
         try:
             store.set(keys[self.group.rank], json.dumps(value))
-            store.wait(keys, timedelta(seconds=self.group.timeout))
+            with self._watch.waiting(self._count, "exchange of values"):
+                wait_for(store, keys, self.group.timeout)
             store.delete_key(before[self.group.rank])  # all ranks have read it; keeps the store small
             values = [json.loads(store.get(key)) for key in keys]
         except RuntimeError as error:
             raise CommunicationError(
-                f"rank {self.group.rank} waited {self.group.timeout:.0f} s for the other ranks' state"
+                f"rank {self.group.rank} did not get the other ranks' state: {error}. All ranks must make "
+                "the same calls: look at the output of the others first"
             ) from error
         return values
 
@@ -310,7 +321,8 @@ class Communicator:
         text, began = f"{what} exchange", time.monotonic()
         self._log.append((self._count, text))
         try:
-            self._collectives.all_reduce(tensor, self._control, "max")
+            with self._watch.waiting(self._count, text):
+                self._collectives.all_reduce(tensor, self._control, "max")
         except CollectiveError as error:
             self._explain(error, self._count, text, began, self._control)
 
@@ -339,9 +351,11 @@ class Communicator:
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += numel * dtype.itemsize
         began = time.monotonic()
+        waiting = partial(self._watch.waiting, self._count, text)
         explain = partial(self._explain, number=self._count, text=text, began=began, group=group)
         try:
-            return NamedHandle(call(), explain)
+            with waiting():  # first uses of a size may wait for the other ranks
+                return NamedHandle(call(), waiting, explain)
         except CollectiveError as error:
             explain(error)
 

@@ -71,14 +71,7 @@ class Reports:
 
     def difference(self, log: Log, reports: Mapping[int, Report]) -> str:
         """Say where this rank's sequence and another's diverge; "" if they agree as far as both go."""
-        for rank, report in sorted(reports.items()):
-            for number, text in report.log.items():
-                if log.get(number, text) != text:
-                    return (
-                        f"ranks issued different collectives: number {number} is {log[number]} on rank "
-                        f"{self._group.rank}, but {text} on rank {rank}"
-                    )
-        return ""
+        return difference(self._group.rank, log, {rank: report.log for rank, report in reports.items()})
 
     def describe(self, mine: Failure, reports: Mapping[int, Report]) -> str:
         """Say where a collective failed first and why, and who did not answer, as far as that is known."""
@@ -129,16 +122,28 @@ class Reports:
         behind = [r for r in others if r in reports and max(reports[r].log, default=0) < mine.number]
         if silent and self._timed_out(mine):
             return [
-                f"rank(s) {_names(silent)} did not answer (dead, or busy outside the engine): look at the "
+                f"rank(s) {names(silent)} did not answer (dead, or busy outside the engine): look at the "
                 f"output of rank {silent[0]} first"
             ]
         if silent:
             limit = f"until the timeout of {self._group.timeout:.0f} s"
-            return [f"rank(s) {_names(silent)} did not answer (dead, or waiting for others {limit})"]
-        return [f"rank(s) {_names(behind)} had not reached it"] if behind else []
+            return [f"rank(s) {names(silent)} did not answer (dead, or waiting for others {limit})"]
+        return [f"rank(s) {names(behind)} had not reached it"] if behind else []
 
 
-def _names(ranks: list[int]) -> str:
+def difference(rank: int, log: Log, others: Mapping[int, Log]) -> str:
+    """Say where the sequence of `rank` and another's diverge; "" if they agree. others: logs by rank."""
+    for other, theirs in sorted(others.items()):
+        for number, text in theirs.items():
+            if log.get(number, text) != text:
+                return (
+                    f"ranks issued different collectives: number {number} is {log[number]} on rank {rank}, "
+                    f"but {text} on rank {other}"
+                )
+    return ""
+
+
+def names(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))
 
 

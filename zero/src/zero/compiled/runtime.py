@@ -120,7 +120,8 @@ class Runtime:
         if self.profile is not None:
             self.profile.gathers[unit.index, dtype] += 1
         self._mark_use(unit)
-        return [self._slots[n][1].values(cast)[self._slots[n][2]] for n in numbers]
+        values = {group: group.values(cast) for group in unit.groups}
+        return [values[group][index] for _, group, index in (self._slots[n] for n in numbers)]
 
     def release(self, unit: int, keep: bool) -> None:
         """End one `gather`. keep: the bytes may stay, the backward will want them first."""
