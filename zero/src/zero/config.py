@@ -58,7 +58,7 @@ class Config(Validated):
     offload: state that does not stay on the device; see `Offload`. "auto" measures two steps with the
         optimizer state on the host, then keeps as much of it on the device as there is room for.
     compile: run forward and backward through torch.compile: True, or settings as `Compile(...)`.
-    timeout: seconds after which an incomplete collective is an error.
+    timeout: seconds after which an incomplete collective is an error. Waits of a minute are logged.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
