@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import init
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.models import LanguageModel, Stack, device_of, features, tokens
+from tests.zero.models import WIDTH, LanguageModel, Stack, device_of, features, tokens
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.test_paths import STRAIGHT
 from tests.zero.training import adamw, train_zero
@@ -503,6 +504,114 @@ def test_state_dicts_that_do_not_fit(cluster: Clusters) -> None:
         assert found["unchanged"] == "True"
         assert found["partial"] == "True"
         assert "no parameter 'nonsense'" in found["name"]
+
+
+def pending_body(context: Context, stage: int) -> dict[str, Any]:
+    """A load that is refused changes nothing, pending losses and gradients included."""
+    model, found = fresh(), {}
+    config = zero.Config(stage=stage, gradient_accumulation_steps=2, timeout=10)
+    engine = zero.initialize(model, adamw(model), config)
+    with pytest.raises(zero.StateError):
+        engine.load_state_dict({})
+    engine.backward(language_loss(model, 0, context.rank))
+    loss = language_loss(model, 1, context.rank)
+    with pytest.raises(zero.StateError):
+        engine.load_state_dict({})
+    engine.backward(loss)
+    found["stepped"] = engine.step()
+    twin = zero.initialize(model := fresh(), adamw(model), config)
+    for step in range(2):
+        twin.backward(language_loss(model, step, context.rank))
+        twin.step()
+    ours, theirs = engine.state_dict(), twin.state_dict()
+    found["equal"] = all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_load_that_is_refused_leaves_losses_and_gradients(cluster: Clusters, stage: int) -> None:
+    for found in cluster(2).run(pending_body, stage=stage):
+        assert found == {"stepped": True, "equal": True}
+
+
+def dropped_body(context: Context, path: str, accumulation: int) -> list[str]:
+    """Gradients of the old weights do not step the new ones, whichever way these came."""
+    model, said = features_model(), []
+    config = zero.Config(gradient_accumulation_steps=accumulation, timeout=10)
+    engine = zero.initialize(model, adamw(model), config)
+    whole = engine.state_dict()
+    engine.save_checkpoint(Path(path, "saved"))
+    if context.rank == 0:
+        save_file(whole, Path(path, "model.safetensors"))
+    engine.save_checkpoint(Path(path, "after"))  # every rank is here once the file is
+    for load in (
+        lambda: engine.load_state_dict(whole),
+        lambda: engine.load_checkpoint(Path(path, "saved")),
+        lambda: engine.load_pretrained(Path(path, "model.safetensors")),
+    ):
+        engine.backward(model(features(0, context.rank, model)).square().mean())
+        load()
+        with pytest.raises(zero.UsageError) as caught:
+            engine.step()
+        said.append(str(caught.value))
+        now = engine.state_dict()
+        assert all(torch.equal(now[name], value) for name, value in whole.items())
+    for step in range(accumulation):
+        engine.backward(model(features(step, context.rank, model)).square().mean())
+        assert engine.step() == (step + 1 == accumulation)
+    return said
+
+
+def features_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_load_drops_the_gradients_so_far(cluster: Clusters, tmp_path: Path, accumulation: int) -> None:
+    for said in cluster(2).run(dropped_body, path=str(tmp_path), accumulation=accumulation):
+        assert len(said) == 3
+        for message in said:
+            assert message.startswith("step() without backward()")
+
+
+class Stubborn(nn.Linear):
+    """Takes its extra state the second time only."""
+
+    refusals = 1
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(1)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.refusals -= 1
+        if self.refusals >= 0:
+            raise ArithmeticError
+
+
+def broken_off_body(context: Context, path: str) -> tuple[str, str]:
+    """A load that fails half-way: only a checkpoint puts it right."""
+    torch.manual_seed(0)
+    model = Stubborn(WIDTH, WIDTH)
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=10))
+    engine.save_checkpoint(path)
+    state, said = engine.state_dict(), []
+    with pytest.raises(ArithmeticError):
+        engine.load_state_dict(state)
+    for load in (lambda: engine.load_state_dict(state), lambda: engine.load_checkpoint(path)):
+        load()
+        try:
+            engine.backward(model(features(0, context.rank, model)).square().mean())
+            said.append("nothing raised")
+        except zero.UsageError as error:
+            said.append(str(error))
+    return said[0], said[1]
+
+
+def test_a_load_that_fails_half_way_is_put_right_by_a_checkpoint(cluster: Clusters, tmp_path: Path) -> None:
+    for first, second in cluster(2).run(broken_off_body, path=str(tmp_path / "c")):
+        assert "was interrupted" in first
+        assert second == "nothing raised"
 
 
 def optimizer_state_body(context: Context, stage: int, amsgrad: bool) -> dict[str, float]:

@@ -298,12 +298,15 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
         """Load a whole model from rank 0's `state` (ignored on other ranks) into shards and masters.
 
-        Raises StateError, on every rank and before anything changes, for names or shapes that do not fit.
+        Gradients since the last optimizer step are dropped. Raises StateError, on every rank and before
+        anything changes, for names or shapes that do not fit; after any other error in the middle of the
+        load, the engine refuses to go on until a checkpoint is loaded.
         """
         self._check_loadable("load_state_dict")
-        self._count_change(self.units)
-        model_state.load(self.module, self._whole, state, strict)
+        before = self._interrupted
+        model_state.load(self.module, self._whole, state, strict, self._begin_load)
         self._settle()
+        self._interrupted = before
 
     def full_master(self, name: str) -> Tensor:
         """Return the whole fp32 master of parameter `name`, in the parameter's shape, on every rank.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from typing import Any
 
@@ -39,8 +39,16 @@ def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
     }
 
 
-def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, strict: bool) -> None:
+def load(
+    model: nn.Module,
+    whole: WholeValues,
+    state: Mapping[str, Any] | None,
+    strict: bool,
+    before_change: Callable[[], None],
+) -> None:
     """Distribute rank 0's state dict (ignored on other ranks).
+
+    before_change: called after everything has been checked and before the first value changes.
 
     Raises StateError on every rank, before anything changes, for shapes that differ and, if strict, for
     names that are missing or unknown.
@@ -58,7 +66,8 @@ def load(model: nn.Module, whole: WholeValues, state: Mapping[str, Any] | None, 
     given = {own[p]: state[name] for name, p in entries.by_name.items() if name in state and p in own}
     present = set(whole.communicator.share(sorted(given)))
     rest = _shared(whole, packed)
-    with whole.changing():
+    before_change()
+    with whole.sharing_disk_errors():
         for unit in whole.units:
             for group in unit.groups:
                 _load_group(whole, unit, group, given, present)
