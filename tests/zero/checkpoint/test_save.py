@@ -186,7 +186,12 @@ def errors_body(context: Context, runs: str) -> dict[str, Any]:
 
 def test_errors_reach_every_rank_and_leave_what_was_there(cluster: Clusters, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for found in cluster(2).run(errors_body, runs=str(tmp_path)):
+    first, second = cluster(2).run(errors_body, runs=str(tmp_path))
+    assert first["state"].startswith("UsageError: state['x'] is a set")
+    assert second["state"] == first["state"].replace("UsageError: ", "UsageError: rank 0: ")
+    assert second["rank state"].startswith("UsageError: rank_state['x'] is a object")
+    assert first["rank state"] == second["rank state"].replace("UsageError: ", "UsageError: rank 1: ")
+    for found in (first, second):
         assert found["full"].startswith("CheckpointError: rank 1 could not save its part of the checkpoint: ")
         assert "No space left on device" in found["full"]
         assert "CheckpointError: rank 0" in found["denied"]
@@ -201,8 +206,6 @@ def test_errors_reach_every_rank_and_leave_what_was_there(cluster: Clusters, tmp
         assert "cannot name a checkpoint" in found["latest"]
         assert "cannot name a checkpoint" in found["hidden"]
         assert "keep_last must be at least 1" in found["keep"]
-        assert found["state"].startswith("UsageError: state['x'] is a set")
-        assert found["rank state"].startswith("UsageError: rank_state['x'] is a object")
         assert found["steps"] == 1
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
@@ -254,8 +257,67 @@ def unsavable_body(context: Context, path: str) -> str:
 
 def test_a_rank_knows_why_there_is_no_directory(cluster: Clusters, tmp_path: Path) -> None:
     """What rank 0 alone cannot save is the cause on every rank, and no path is."""
-    for cause in cluster(2).run(unsavable_body, path=str(tmp_path / "c")):
-        assert cause.startswith("UsageError(\"state['x'] is a set")
+    first, second = cluster(2).run(unsavable_body, path=str(tmp_path / "c"))
+    assert first.startswith("UsageError(\"state['x'] is a set")
+    assert second == first.replace('UsageError("', 'UsageError("rank 0: ')
+
+
+def clamp(engine: zero.Engine) -> None:
+    with torch.no_grad():
+        next(p for g in engine.optimizer.param_groups for p in g["params"] if p.numel()).clamp_(-0.1, 0.1)
+
+
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {
+    "state": ({"state": ["epoch", 3]}, "UsageError: {}state has to be a dict, got list"),
+    "rank_state": ({"rank_state": [3]}, "UsageError: {}rank_state has to be a dict, got list"),
+    "keep_last": ({"keep_last": 0}, "UsageError: {}keep_last must be at least 1"),
+    "no name": ({"path": "latest"}, "UsageError: {}'"),
+    "no path": ({"path": 3}, "CheckpointError: rank {} could not save its part of the checkpoint: TypeError"),
+    "not refreshed": ({"before": clamp}, "UsageError: {}values in optimizer.param_groups were changed"),
+}
+
+
+def one_rank_body(context: Context, runs: str, which: str, wrong: int, async_: bool) -> dict[str, Any]:
+    engine = engine_of(context)
+    train(engine, context)
+    change, good = dict(UNFIT[which][0]), Path(runs, "good")
+    engine.save_checkpoint(good)
+    before, path = change.pop("before", None), change.pop("path", Path(runs, "bad"))
+    if context.rank == wrong:
+        if before is not None:
+            before(engine)
+    else:
+        path, change = Path(runs, "bad"), {}
+    began = time.monotonic()
+
+    def save() -> None:
+        engine.save_checkpoint(path, async_=async_, **change)
+        engine.wait_for_checkpoint()
+
+    said = raised(save)
+    seconds = time.monotonic() - began
+    if before is clamp:
+        engine.refresh_weights()
+    left = sorted(os.listdir(runs))
+    engine.save_checkpoint(good)
+    return {"said": said, "seconds": seconds, "left": left}
+
+
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("which", UNFIT)
+def test_what_one_rank_alone_cannot_save_is_told_on_every_rank_at_once(
+    cluster: Clusters, tmp_path: Path, which: str, wrong: int, async_: bool
+) -> None:
+    results = cluster(2).run(one_rank_body, runs=str(tmp_path), which=which, wrong=wrong, async_=async_)
+    expected = UNFIT[which][1]
+    for rank, found in enumerate(results):
+        if "rank {}" in expected:
+            assert found["said"].startswith(expected.format(wrong))
+        else:
+            assert found["said"].startswith(expected.format("" if rank == wrong else f"rank {wrong}: "))
+        assert found["seconds"] < 9  # the timeout is 10, and a connection to the store may take 5
+        assert found["left"] == ["good", "latest"]
 
 
 def other_paths_body(context: Context, runs: str) -> str:

@@ -358,18 +358,11 @@ class Engine:
         of the state's size, which is kept for the next save. An error in writing is logged, and raised by
         the next save_checkpoint, load_checkpoint or wait_for_checkpoint.
 
-        Raises, on every rank, UsageError for what cannot be saved and CheckpointError if writing fails;
-        existing checkpoints stay as they were.
+        Raises, on every rank, UsageError for what cannot be saved and CheckpointError if writing fails; what
+        concerns one rank only names it. Existing checkpoints stay as they were.
         """
-        self._check_complete()
-        self._check_model()
-        self._check_refreshed()
-        if self._micro_steps:
-            raise UsageError(
-                "save_checkpoint() was called between the micro-batches of an optimizer step, whose "
-                "gradients would be lost: save after engine.step(), or call engine.zero_grad() first"
-            )
-        self._checkpoints.save(path, self.steps, state or {}, rank_state or {}, keep_last, async_)
+        rank, given = rank_state or {}, state or {}
+        self._checkpoints.save(path, self.steps, given, rank, keep_last, async_, self._check_savable)
 
     def load_checkpoint(
         self,
@@ -505,6 +498,17 @@ class Engine:
         self._check_not_in_use(call)
         self._check_model()
         self._check_refreshed()
+
+    def _check_savable(self) -> None:
+        """Check that there is something whole to save."""
+        self._check_complete()
+        self._check_model()
+        self._check_refreshed()
+        if self._micro_steps:
+            raise UsageError(
+                "save_checkpoint between the micro-batches of an optimizer step: their gradients would be "
+                "lost; save after engine.step(), or call engine.zero_grad() first"
+            )
 
     def _check_model(self) -> None:
         """Check, before whole values are saved or loaded, that the model's parameters are the engine's."""

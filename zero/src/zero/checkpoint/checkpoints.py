@@ -22,7 +22,7 @@ from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.load import Loaded, Options, load
 from zero.checkpoint.publication import Publication, check_name
 from zero.checkpoint.rank_file import pack
-from zero.checkpoint.save_job import Job
+from zero.checkpoint.save_job import Job, refuse
 from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
 from zero.tiers.values import lasting
@@ -52,29 +52,26 @@ class Checkpoints:
         rank_state: Mapping[str, Any],
         keep_last: int | None,
         async_: bool,
+        check: Callable[[], None],
     ) -> None:
-        """See Engine.save_checkpoint. steps: optimizer steps taken."""
-        where = Path(path).absolute()
-        check_name(where)
-        for name, given in (("state", state), ("rank_state", rank_state)):
-            if not isinstance(given, Mapping):
-                raise UsageError(
-                    f"{name} must be a dict, got {type(given).__name__}; the checkpoint's full path is the "
-                    "first argument: save_checkpoint('runs/a/step-100', {'epoch': 3})"
-                )
-        if keep_last is not None and keep_last < 1:
-            raise UsageError(f"keep_last must be at least 1, got {keep_last}; None removes nothing")
+        """See Engine.save_checkpoint. steps: optimizer steps taken. check(): raises if there is nothing whole
+        to save.
+        """
+        if self._engine.communicator.failed:
+            check()  # at once, as other ranks may not be there to be told
         self.wait()
-        job = Job(
-            Exchange(self._engine.communicator.group, f"{self._key}/save{next(self._saves)}"),
-            self.storage,
-            self._engine.accelerator,
-            Publication(self.storage, where, keep_last),
-        )
+        group = self._engine.communicator.group
+        exchange = Exchange(group, f"{self._key}/save{next(self._saves)}")
         try:
+            check()
+            _check_arguments(state, rank_state, keep_last)
+            where = Path(path).absolute()
+            check_name(where)
+            publication = Publication(self.storage, where, keep_last)
+            job = Job(exchange, self.storage, self._engine.accelerator, publication)
             self._prepare(job, steps, state, rank_state, async_)
         except Exception as error:
-            job.failure = error
+            refuse(exchange, error)
         if async_:
             self._thread = threading.Thread(target=self._run, args=(job, where), name=f"saving {where}")
             self._thread.start()
@@ -126,6 +123,17 @@ class Checkpoints:
         except BaseException as error:
             self._failure = error
             _log.error("the checkpoint %s could not be saved: %s", path, error)
+
+
+def _check_arguments(state: object, rank_state: object, keep_last: int | None) -> None:
+    for name, given in (("state", state), ("rank_state", rank_state)):
+        if not isinstance(given, Mapping):
+            raise UsageError(
+                f"{name} has to be a dict, got {type(given).__name__}; the whole path of the checkpoint "
+                "is the first argument: save_checkpoint('runs/a/step-100', {'epoch': 3})"
+            )
+    if keep_last is not None and keep_last < 1:
+        raise UsageError(f"keep_last must be at least 1, got {keep_last}; None removes nothing")
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from zero.checkpoint.problems import Problem, error_of, problem_of
 from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import write_rank_file
 from zero.checkpoint.storage import Storage
-from zero.errors import CheckpointError, CommunicationError
+from zero.errors import CheckpointError, CommunicationError, ZeroError
 
 _log = logging.getLogger("zero")
 _PART = "rank {} could not save its part of the checkpoint"
@@ -29,9 +29,9 @@ _LAST = 3.0  # timeouts to wait for the outcome: rank 0 may itself be waiting fo
 class Job:
     """One rank's part of a save.
 
-    described: on rank 0, the manifest's members that are known before the save begins. failure: an error that
-    this rank has had already, which the others have to learn of. packed: the memory into which pack() copied
-    the parts, if the program continues during the save.
+    described: on rank 0, the manifest's members that are known before the save begins. packed: the memory
+    into which pack() copied the parts, if the program continues during the save. failure: the cause, on this
+    rank, of the error that is raised.
     """
 
     exchange: Exchange
@@ -40,8 +40,8 @@ class Job:
     publication: Publication
     mine: RankState = field(default_factory=RankState)
     described: dict[str, Any] = field(default_factory=dict)
-    failure: Exception | None = None
     packed: Tensor | None = None
+    failure: Exception | None = None
 
     def run(self) -> None:
         """Write this rank's file and publish the checkpoint. Raises on every rank or on none."""
@@ -67,7 +67,7 @@ class Job:
         outcome = self._publish()
         exchange.publish("outcome", outcome)
         if outcome[:1] != [CommunicationError.__name__]:  # otherwise nobody may be there
-            self._take_leave()
+            _take_leave(exchange)
         return outcome
 
     def _begin(self) -> Path:
@@ -79,22 +79,17 @@ class Job:
             self._check_same(there)
         else:
             self._make_directory()
-        if self.failure is not None:
-            raise self.failure  # only now, as the others were waiting for the directory
         return self.publication.staging
 
     def _make_directory(self) -> None:
         """Or tell the others why there is none: one of that name may be another save's."""
         problem: Problem = []
         try:
-            if self.failure is None:
-                self.publication.begin()
-            else:
-                problem = problem_of(self.failure, _PART.format(self.exchange.rank))
+            self.publication.begin()
         except Exception as error:
             problem = problem_of(error, f"{self.publication.staging} could not be created")
         self.exchange.publish("directory", [problem, str(self.publication.staging)])
-        if problem and self.failure is None:
+        if problem:
             raise error_of(problem)
 
     def _check_same(self, there: str) -> None:
@@ -147,14 +142,33 @@ class Job:
                     "checkpoint must be on a file system that all ranks share"
                 )
 
-    def _take_leave(self) -> None:
-        """Wait until every rank has read the outcome, since rank 0's process may hold the store."""
-        others = self.exchange.ranks[1:]
-        try:
-            self.exchange.collect("leave", others)
-            self.exchange.forget("leave", others)
-            self.exchange.forget("file", self.exchange.ranks)
-            self.exchange.forget("directory", [0])
-            self.exchange.forget("outcome", [0])
-        except CommunicationError as error:
-            _log.warning("the checkpoint's outcome is settled, but %s", error)
+
+def refuse(exchange: Exchange, error: Exception) -> NoReturn:
+    """Raise what keeps this rank from starting its job; the others, which have, raise it with its number.
+
+    Only rank 0 waits for the others, until they know.
+    """
+    rank = exchange.rank
+    own = problem_of(error, _PART.format(rank))
+    told = [own[0], f"rank {rank}: {own[1]}"] if isinstance(error, ZeroError) else own
+    if rank:
+        exchange.publish("file", {"problem": told})
+        exchange.publish("leave", None)
+    else:
+        exchange.publish("directory", [told, ""])
+        exchange.publish("outcome", told)
+        _take_leave(exchange)
+    raise error_of(own) from error
+
+
+def _take_leave(exchange: Exchange) -> None:
+    """Wait until every rank has read the outcome, since rank 0's process may hold the store."""
+    others = exchange.ranks[1:]
+    try:
+        exchange.collect("leave", others)
+        exchange.forget("leave", others)
+        exchange.forget("file", exchange.ranks)
+        exchange.forget("directory", [0])
+        exchange.forget("outcome", [0])
+    except CommunicationError as error:
+        _log.warning("the checkpoint's outcome is settled, but %s", error)
