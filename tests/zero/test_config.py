@@ -74,6 +74,17 @@ def test_a_config_is_frozen_and_comparable() -> None:
         config.stage = 3
 
 
+@pytest.mark.parametrize("offload", [None, "auto", zero.Offload(optimizer="host", params="host")])
+def test_tiers_are_made_once_and_follow_a_copy(offload: zero.Offload | str | None) -> None:
+    config = zero.Config(offload=offload)
+    assert config.tiers is config.tiers
+    assert config.tiers.optimizer == ("device" if offload is None else "host")
+    for other in ("auto", None, zero.Offload(gradients="host", optimizer="host")):
+        expected = zero.Config(offload=other).tiers
+        assert config.model_copy(update={"offload": other}).tiers == expected
+    assert config == zero.Config(offload=offload)
+
+
 def lazy() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(3))
 

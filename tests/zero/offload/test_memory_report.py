@@ -17,7 +17,7 @@ from torch import nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.offload.test_auto import BATCH, LAYERS, WIDTH, build, one_step
-from tests.zero.training import collected
+from tests.zero.training import collect_all, collected
 from zero.offload.memory_report import MemoryReport, Sample
 
 NUMBER = 4  # bytes of the loss
@@ -30,6 +30,7 @@ def traced(engine: zero.Engine, context: Context) -> MemoryReport:
 
 
 def engine_of(optimizer: Any = torch.optim.AdamW, **settings: Any) -> zero.Engine:
+    collect_all()  # an earlier test's engine, whose memory would otherwise go in the middle of a step
     model = build()
     config = zero.Config(precision="bf16", timeout=20, **settings)
     return zero.initialize(model, optimizer(model.parameters(), lr=1e-3), config)

@@ -15,6 +15,7 @@ from zero.settings.validated import Validated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_NOTHING, _AUTO = Offload(), Offload(optimizer="host")  # made once: every forward asks for one
 UnitRule = Literal["auto"] | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool]
 
 
@@ -147,8 +148,8 @@ class Config(Validated):
     def tiers(self) -> Offload:
         """`offload` as settings; for "auto", the settings that it begins with."""
         if self.offload == "auto":
-            return Offload(optimizer="host")
-        return self.offload or Offload()
+            return _AUTO
+        return self.offload or _NOTHING
 
     @property
     def compiling(self) -> Compile | None:
