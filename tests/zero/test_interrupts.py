@@ -103,7 +103,7 @@ def at_the_edges_body(context: Context) -> dict[str, bool]:
         loss = loss_of(engine.module, 9, context.rank)
         with pytest.MonkeyPatch.context() as patched:
             if when == "begins":
-                patched.setattr(engine._passes.phase, "on_unit", lambda unit: interrupt())
+                patched.setattr(engine._tracer, "mark", lambda phase, unit: interrupt())
             else:
                 patched.setattr(type(engine.accelerator), "flush", lambda accelerator: interrupt())
             with pytest.raises(KeyboardInterrupt):

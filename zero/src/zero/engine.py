@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from zero.offload.balance import Balancer
 from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.parking import Parking
-from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.optimizer_state import OptimizerState
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepping import Stepping
@@ -75,12 +73,15 @@ class Engine:
         self._communicator = communicator
         self._micro_steps = 0
         self._interrupted = False  # an optimizer step or a load did not complete
+        self._tracer = tracer = MemoryTracer(accelerator, units)
+        self._loss_scale = LossScale.of(config, accelerator)
+        self._factor = GradientFactor(config, communicator, self._loss_scale, accelerator)
+        expected = self._factor.expected if config.tiers.overlap else None
         trainable = [g for u in units for g in u.groups if g.trainable]
         self._sharded_optimizer = sharded = ShardedOptimizer(
-            optimizer, trainable, param_group_of, stores, communicator, stepping
+            optimizer, trainable, param_group_of, stores, communicator, stepping, tracer, expected
         )
-        self._parking = Parking(self.units, sharded, communicator)
-        self._loss_scale = LossScale.of(config, accelerator)
+        self._parking = parking = Parking(self.units, sharded, communicator)
         self._whole = WholeValues(
             module, units, communicator, self._check_showable, self._interrupt, self._settle
         )
@@ -94,26 +95,23 @@ class Engine:
             sharded,
             param_group_of,
             self._loss_scale,
-            self._parking,
+            parking,
         )
         self._checkpoints = Checkpoints(parts)
         self._late = LateParameters(module, units)
         self._absent = AbsentGradients()
         own(module, self._whole)
-        self._passes = Passes(module, config, stores, communicator, self.units, self._parking, sharded.visits)
+        self._passes = Passes(
+            module, config, stores, communicator, units, parking, sharded, tracer, self._check_refreshed
+        )
         self._reducer = reducer = self._passes.reducer
-        reducer.settings = partial(scheduled, optimizer)
-        self._factor = GradientFactor(config, communicator, reducer, self._loss_scale, accelerator)
-        overlap = config.tiers.overlap
-        reducer.follower = sharded.step_ahead(self._factor.expected) if overlap else sharded.visits
-        self._tracer = MemoryTracer(accelerator, units, reducer, sharded)
+        tracer.watch(reducer, sharded)
+        stores.may_move(sharded.visits)
         self._balancer: Balancer | None = None
         if config.offload == "auto":
-            self._balancer = Balancer(stores, communicator, self._tracer, sharded, reducer)
+            self._balancer = Balancer(stores, communicator, tracer, sharded, reducer)
+            stores.may_move(self._balancer)
             self._passes.try_twice(self._balancer.second_try)
-        self._passes.phase.on_unit = self._trace
-        self._passes.on_forward = self._begin_forward
-        sharded.on_sub_group = partial(self._tracer.mark, "step")
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -187,7 +185,7 @@ class Engine:
         if self._balancer is not None:
             self._balancer.before_step()
         self._tracer.begin_update()
-        factors = self._factor.complete()
+        factors = self._factor.complete(self._reducer)
         if not any(True for _ in self._reducer.used()):
             warnings.warn(_NOTHING_TO_STEP, RuntimeWarning, stacklevel=2)
         self._raise_disk_errors()
@@ -472,9 +470,6 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    def _trace(self, unit: str) -> None:
-        self._tracer.mark("backward" if self._passes.phase.in_backward else "forward", unit)
-
     def _make_room(self, error: torch.OutOfMemoryError) -> None:
         """Move all state that can be moved off the device; raise `error` if there is none."""
         if not self._stores.relieve(self.accelerator.memory.stats().capacity):
@@ -530,10 +525,6 @@ class Engine:
         """Check, before a `gathered` block, that the values are present and match the optimizer's."""
         self._parking.check()
         self._check_refreshed()
-
-    def _begin_forward(self) -> None:
-        self._check_refreshed()
-        self._tracer.begin()
 
     def _check_refreshed(self) -> None:
         """Raise UsageError if the optimizer's values were changed in place and the weights lack the change.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,11 @@ from zero.config import Config
 from zero.errors import CommunicationError, UsageError
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.parking import Parking
 from zero.offload.second_try import SecondTry
-from zero.optimizer.visits import Visits
+from zero.optimizer.hyper_parameters import scheduled
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.progress import Progress
 from zero.sharding.schedule import Schedule
@@ -36,8 +39,9 @@ if TYPE_CHECKING:
 class Passes(Uncopied):
     """The hooks on a model and its parameters, and the engine's work before, during and after a backward.
 
-    reducer: reduces the gradients that arrive. compiled: the model's calls through torch.compile; None if not
-    compiled. on_forward: called when a forward of the whole model begins, before anything is gathered for it.
+    tracer: told of units that come and go. check(): called when a forward of the whole model begins, before
+    anything is gathered for it; raises if there must be none. reducer: reduces the gradients that arrive.
+    compiled: the model's calls through torch.compile; None if not compiled.
     """
 
     def __init__(
@@ -48,13 +52,16 @@ class Passes(Uncopied):
         communicator: Communicator,
         units: Sequence[ShardedUnit],
         parking: Parking,
-        visits: Visits,
+        optimizer: ShardedOptimizer,
+        tracer: MemoryTracer,
+        check: Callable[[], None],
     ) -> None:
         self.phase = Phase()
-        self.on_forward: Callable[[], None] = lambda: None
+        self._tracer = tracer
+        self._check = check
         self._module = module
         self._parking = parking
-        self._visits = visits
+        self._visits = optimizer.visits
         self._communicator = communicator
         self._second_try: SecondTry | None = None
         self._forwards = 0  # with gradients, since the last backward
@@ -67,12 +74,16 @@ class Passes(Uncopied):
         self._watch = AutocastWatch(module, config, device_type, not all(u.resident for u in units))
         self._progress = progress = Progress(device_type, self._expect)
         self._hooks = {
-            unit: UnitHooks(unit, self._schedule, self.phase, progress, device_type, self._backward_over)
+            unit: UnitHooks(
+                unit, self._schedule, self.phase, progress, device_type, tracer, self._backward_over
+            )
             for unit in units
         }
         policy = GradientPolicy.of(config, communicator.group.size)
-        complete = self._gradients_complete
-        self.reducer = GradientReducer(units, stores, communicator, policy, complete)
+        settings, complete = partial(scheduled, optimizer.optimizer), self._gradients_complete
+        self.reducer = GradientReducer(
+            units, stores, communicator, policy, optimizer.follower, settings, complete
+        )
         for gradients in self.reducer.all:
             for index, parameter in enumerate(gradients.group.parameters):
                 parameter.register_post_accumulate_grad_hook(_receiver(self, gradients, index))
@@ -99,7 +110,7 @@ class Passes(Uncopied):
             self.phase.in_backward = self._communicator.in_pass = True
             # A graph's schedule knows only that graph: with another one under way, records come in the step.
             self._visits.expected = last and self._forwards == 1
-            self.phase.mark("")
+            self._tracer.mark("backward", "")
             self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
             self._forget_interrupted()
             self.reducer.begin_backward(last)
@@ -237,7 +248,8 @@ class Passes(Uncopied):
             self.release_all(keep=DIFFERENTIATED)  # what a forward prefetched or kept but never used
             self._forget_progress()
             self._schedule.begin(torch.is_grad_enabled())
-            self.on_forward()
+            self._check()
+            self._tracer.begin()
         dtype = self._config.dtype
         if not self._config.cast_inputs or dtype is None or dtype.itemsize > 2:
             return None
@@ -265,7 +277,15 @@ class Passes(Uncopied):
         )
         module, config, communicator = self._module, self._config, self._communicator
         return compile_calls(
-            module, config, self._units, stores, communicator, self._visits, self.phase, callbacks
+            module,
+            config,
+            self._units,
+            stores,
+            communicator,
+            self._visits,
+            self.phase,
+            self._tracer,
+            callbacks,
         )
 
 

@@ -22,6 +22,7 @@ from zero.optimizer.visits import Visits
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.unit_hooks import Phase
 from zero.tiers.stores import Stores
+from zero.tiers.tracer import Tracer
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,14 @@ def compile_calls(
     communicator: Communicator,
     visits: Visits,
     phase: Phase,
+    tracer: Tracer,
     callbacks: Callbacks,
 ) -> CompiledModel:
     """Make calls of `module` run through torch.compile, as `config.compile` says."""
     settings = config.compiling
     assert settings is not None
     accumulates, on_disk = config.gradient_accumulation_steps > 1, config.tiers.params == "disk"
-    runtime = Runtime(units, stores.accelerator, callbacks.receive, callbacks.close, phase.mark, visits)
+    runtime = Runtime(units, stores.accelerator, callbacks.receive, callbacks.close, tracer, phase, visits)
     facts = gather_facts(runtime.handle, units, visits, accumulates)
     backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores))
     persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)

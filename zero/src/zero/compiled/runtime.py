@@ -25,10 +25,11 @@ from zero.optimizer.visits import Visits
 from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit, State
+from zero.sharding.unit_hooks import Phase
+from zero.tiers.tracer import Tracer
 
 Receive = Callable[[FlatGroup, int, Tensor, bool], None]
 Close = Callable[[ShardedUnit], None]
-Mark = Callable[[str], None]
 Gathered = tuple[int, torch.dtype]
 """A unit, and what its fp32 parameters travel in."""
 
@@ -54,7 +55,7 @@ class Runtime:
 
     receive(group, slot, gradient, more): takes the gradient of one parameter. more: another graph has one for
     it, which is to be added before the sum over ranks. close(unit): no further gradient of the unit will come
-    from this graph. mark(name): told when a unit is used and when it is done. peak: most bytes of whole units
+    from this graph. tracer: told when a unit is used and when it is done. peak: most bytes of whole units
     at one time in a graph. profile: of the steps under way; None where nobody watches. activations: those
     that wait on the host. awaiting: forwards that await their backward. visits: of optimizer state. units: by
     index.
@@ -66,7 +67,8 @@ class Runtime:
         accelerator: Accelerator,
         receive: Receive,
         close: Close,
-        mark: Mark,
+        tracer: Tracer,
+        phase: Phase,
         visits: Visits,
     ) -> None:
         self.handle = next(_handles)
@@ -78,7 +80,9 @@ class Runtime:
         self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
         self._receive = receive
         self._close = close
-        self._mark = mark
+        self._tracer = tracer
+        self._phase = phase
+        self._unseen = False
         self._visits = visits
         self._held: Counter[ShardedUnit] = Counter()
         self._whole: dict[tuple[ShardedUnit, Cast], int] = {}
@@ -205,17 +209,18 @@ class Runtime:
     @contextmanager
     def unseen(self) -> Iterator[None]:
         """Nobody is told of units that come and go in the block."""
-        mark, self._mark = self._mark, lambda name: None
+        before, self._unseen = self._unseen, True
         try:
             yield
         finally:
-            self._mark = mark
+            self._unseen = before
 
     def _mark_use(self, unit: ShardedUnit) -> None:
         """A unit comes or goes; who is told may begin the device's peak anew."""
         if self.profile is not None:
             self.profile.sample()
-        self._mark(unit.name)
+        if not self._unseen:
+            self._tracer.mark(self._phase.name, unit.name)
 
     def _count(self, unit: ShardedUnit, cast: Cast) -> None:
         self._forget_released()

@@ -27,7 +27,6 @@ class GradientFactor:
         self,
         config: Config,
         communicator: Communicator,
-        reducer: GradientReducer,
         loss_scale: LossScale | None,
         accelerator: Accelerator,
     ) -> None:
@@ -36,7 +35,6 @@ class GradientFactor:
         self._clip_norm = config.clip_norm
         self._sliced = config.stage > 0 and self._size > 1
         self._communicator = communicator
-        self._reducer = reducer
         self._loss_scale = loss_scale
         numbers = scalars(accelerator, "for the factor of the gradients", 6)
         self._one, self._zero, self._mean, self._norm, self._overflow, self._clip = numbers
@@ -56,25 +54,25 @@ class GradientFactor:
             factor = self._one
         return factor, None if self._loss_scale is None else self._zero
 
-    def complete(self) -> tuple[Tensor | None, Tensor | None]:
-        """Collective. The whole factor (None: 1), and whether to skip the step (None: no). Nothing waits for
-        the device.
+    def complete(self, reducer: GradientReducer) -> tuple[Tensor | None, Tensor | None]:
+        """Collective. The whole factor (None: 1) of what the reducer has, and whether to skip the step (None:
+        no). Nothing waits for the device.
 
         Both are overwritten at the next call. Raises OutOfMemoryError, having changed nothing.
         """
         factor = self.mean()
         if self._loss_scale is None and self._clip_norm is None:
             return factor, None
-        self.norm = norm = self._measure(factor)
+        self.norm = norm = self._measure(reducer, factor)
         if self._clip_norm is not None:
             clip = torch.add(norm, _EPSILON, out=self._clip).reciprocal_()
             clip.mul_(self._clip_norm).clamp_(max=1.0)
             factor = clip if factor is None else clip.mul_(factor)
         return factor, self._overflow if self._loss_scale is not None else None
 
-    def _measure(self, factor: Tensor | None) -> Tensor:
+    def _measure(self, reducer: GradientReducer, factor: Tensor | None) -> Tensor:
         """The norm of all gradients times `factor`; also notes whether one of them is not finite."""
-        result = self._reducer.norm_and_nonfinite()
+        result = reducer.norm_and_nonfinite()
         if self._sliced:
             self._communicator.all_reduce("gradient norm", result).wait()
         if self._communicator.copies is not None:  # one number for all: copies may round in their own ways

@@ -58,8 +58,8 @@ class _Reduction:
 class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
-    on_complete(unit): called when every trainable parameter of a unit has its gradient. follower: None for
-    none. settings(): see `Communicator.agree`; called at the end of a backward.
+    follower: told what becomes of gradients. settings(): see `Communicator.agree`; called at the end of a
+    backward. on_complete(unit): called when every trainable parameter of a unit has its gradient.
     """
 
     def __init__(
@@ -68,11 +68,15 @@ class GradientReducer:
         stores: Stores,
         communicator: Communicator,
         policy: GradientPolicy,
+        follower: Follower,
+        settings: Callable[[], Mapping[str, Any]],
         on_complete: Callable[[ShardedUnit], None],
     ) -> None:
         self._stores = stores
         self._communicator = communicator
         self._policy = policy
+        self._follower = follower
+        self._settings = settings
         self._on_complete = on_complete
         self.all: tuple[GroupGradients, ...] = tuple(
             GroupGradients(group, unit, stores, policy)
@@ -91,8 +95,6 @@ class GradientReducer:
         self._next = 0
         self._communicate = True
         self._last = True
-        self.follower: Follower | None = None
-        self.settings: Callable[[], Mapping[str, Any]] = dict
         self._reductions: list[_Reduction] = []
         self._alone = communicator.group.size == 1
         self._copies = None if communicator.copies is None else CopySums(communicator, self._arrived)
@@ -224,8 +226,7 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Drop all gradients: after the optimizer step, or after an exception."""
-        if self.follower is not None:
-            self.follower.dropped()
+        self._follower.dropped()
         for reduction in self._reductions:
             if reduction.handle is not None and not self._communicator.failed:
                 reduction.handle.wait()
@@ -275,8 +276,8 @@ class GradientReducer:
         self._arrived(done.gradients)
 
     def _arrived(self, gradients: GroupGradients) -> None:
-        if self._last and self.follower is not None:
-            self.follower.arrived(gradients)
+        if self._last:
+            self._follower.arrived(gradients)
 
     def summed(self, gradients: GroupGradients) -> Values:
         """Collective. The slice of a group that has one, as the sum over all ranks at this moment."""
@@ -297,7 +298,7 @@ class GradientReducer:
         """
         counts = [len(g.group.parameters) for g in self.all]
         late: list[int] = []
-        if self._communicator.agree(any(g.partial or g.filled for g in self.all), self.settings):
+        if self._communicator.agree(any(g.partial or g.filled for g in self.all), self._settings):
             mine = torch.cat([_flags(g.have, n) for g, n in zip(self.all, counts, strict=True)])
             after = torch.tensor([bool(g.filled) for g in self._order], dtype=torch.uint8, device=HOST)
             *flags, after = self._communicator.any_of(torch.cat([mine, after])).split([*counts, len(after)])

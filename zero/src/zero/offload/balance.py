@@ -64,7 +64,6 @@ class Balancer:
         self._warm_up = WARM_UP + any(owned.rule is None for owned in optimizer.subs)
         if self._useful:
             tracer.steps = self._warm_up
-            stores.relieve = self.relieve
 
     def before_step(self) -> None:
         """Make sure that there is room for what the step takes: an optimizer that finds none has already

@@ -6,12 +6,11 @@ import html
 import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Literal
 
 from zero.settings.sizes import human
 from zero.tiers.held import Held
+from zero.tiers.tracer import PhaseName
 
-PhaseName = Literal["forward", "backward", "step"]
 COLOURS = {
     "parameters": "#4c78a8",
     "gathered": "#72b7b2",

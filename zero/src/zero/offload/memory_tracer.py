@@ -10,10 +10,11 @@ import torch
 from accelz.accelerator import Accelerator
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
-from zero.offload.memory_report import MemoryReport, PhaseName, Sample
+from zero.offload.memory_report import MemoryReport, Sample
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.held import Held
+from zero.tiers.tracer import PhaseName
 
 
 class MemoryTracer:
@@ -24,20 +25,14 @@ class MemoryTracer:
     all; what has come before that, such as an evaluation, is not part of it.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        units: Sequence[ShardedUnit],
-        reducer: GradientReducer,
-        optimizer: ShardedOptimizer,
-    ) -> None:
+    def __init__(self, accelerator: Accelerator, units: Sequence[ShardedUnit]) -> None:
         self.steps = 0
         self.report: MemoryReport | None = None
         self._memory = accelerator.memory
         self._streams = accelerator.streams
         self._units = units
-        self._reducer = reducer
-        self._optimizer = optimizer
+        self._reducer: GradientReducer | None = None
+        self._optimizer: ShardedOptimizer | None = None
         self._begun = 0.0
         self._samples: list[Sample] = []
         self._away = 0  # gradients that have left
@@ -46,6 +41,10 @@ class MemoryTracer:
         self._activations = 0
         self._fresh = True  # the step has not begun
         self._follows = False  # the step is followed
+
+    def watch(self, reducer: GradientReducer, optimizer: ShardedOptimizer) -> None:
+        """Count what these hold, too, from now on. They are made later than the tracer, which they call."""
+        self._reducer, self._optimizer = reducer, optimizer
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
@@ -98,7 +97,8 @@ class MemoryTracer:
         )
 
     def _bits(self, is_set: Callable[[GroupGradients], bool]) -> int:
-        return sum(is_set(gradients) << n for n, gradients in enumerate(self._reducer.all))
+        gradients = () if self._reducer is None else self._reducer.all
+        return sum(is_set(each) << n for n, each in enumerate(gradients))
 
     def end(self) -> None:
         """The optimizer has stepped."""
@@ -116,6 +116,10 @@ class MemoryTracer:
 
     def held(self) -> Held:
         """What the engine holds of the device now."""
-        groups = sum((g.held() for unit in self._units for g in unit.groups), Held())
-        gradients = self._reducer.device_bytes() + self._optimizer.gradient_bytes
-        return groups + Held(gradients=gradients, optimizer=self._optimizer.own_state_bytes())
+        held = sum((g.held() for unit in self._units for g in unit.groups), Held())
+        if self._reducer is not None:
+            held += Held(gradients=self._reducer.device_bytes())
+        if self._optimizer is not None:
+            gradients = self._optimizer.gradient_bytes
+            held += Held(gradients=gradients, optimizer=self._optimizer.own_state_bytes())
+        return held

@@ -8,7 +8,7 @@ has what it needs for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,20 +26,25 @@ from zero.optimizer.owned import OwnedSubGroup, Turn
 from zero.optimizer.pieces import bind, home_of, shaped, show
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
+from zero.tiers.tracer import Tracer
 from zero.tiers.values import Values, fetch
 
 
 class OwnStep:
-    """optimizers: those that step themselves. gradient_bytes, value_bytes: bytes of the device in use for
-    fp32 gradients, and for whole parameters."""
+    """optimizers: those that step themselves. tracer: told when a sub-group has the gradients that it is
+    stepped with, and after the step. gradient_bytes, value_bytes: bytes of the device in use for fp32
+    gradients, and for whole parameters."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], stores: Stores, communicator: Communicator) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], stores: Stores, communicator: Communicator, tracer: Tracer
+    ) -> None:
         self.gradient_bytes = 0
         self.value_bytes = 0
         self._optimizers = tuple(optimizers)
         self._names = name_of(*optimizers)
         self._stores = stores
         self._communicator = communicator
+        self._tracer = tracer
         self._accelerator = stores.accelerator
         self._exchange = Exchange(stores, communicator)
         self._whole: dict[OwnedSubGroup, Tensor] = {}
@@ -47,21 +52,20 @@ class OwnStep:
         self._absent = AbsentGradients()
         self._meets = False  # whether this step has collectives
 
-    def run(self, turns: Sequence[Turn], scale: Tensor | None, mark: Callable[[str], None]) -> None:
-        """Step these sub-groups. mark(unit): called when a sub-group has the gradients that it is stepped
-        with, and with "" after the step."""
+    def run(self, turns: Sequence[Turn], scale: Tensor | None) -> None:
+        """Step these sub-groups."""
         turns = [(owned, have) for owned, have in turns if owned.routes is None or owned.routes.total]
         subs = [owned for owned, _ in turns]
         self._meets = any(owned.routes is not None for owned in subs)
         try:
             for owned, have in turns:
                 self._arrive(owned, have, scale)
-                mark(owned.group.unit)
+                self._tracer.mark("step", owned.group.unit)
             with self._alone():
                 self._step_together(subs)
                 way_back = self._room_for_way_back()
             self._meet()
-            mark("")
+            self._tracer.mark("step", "")
             for owned in self._whole:
                 self._leave(owned, way_back)
         finally:

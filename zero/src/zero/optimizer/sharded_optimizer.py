@@ -43,6 +43,7 @@ from zero.tiers.record import Opened
 from zero.tiers.room import room_for
 from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
+from zero.tiers.tracer import Tracer
 from zero.tiers.values import lasting
 
 
@@ -50,9 +51,11 @@ class ShardedOptimizer:
     """Steps the masters of all trainable groups and refreshes the 16-bit shards.
 
     stepping: how each group is stepped.
+    tracer: told when a kernel has stepped a sub-group; see also `OwnStep`.
+    expected: as in `StepsAhead`, which then steps what is on the host as gradients arrive; None not to.
     owned, subs: the sub-groups, by group, and all in order.
-    on_sub_group(unit): called when a kernel has stepped a sub-group. Where the user's optimizer steps itself:
-        called when a sub-group has its gradients for that, and with "" after the optimizer's step.
+    visits: of the records that come to the device for their step.
+    follower: of the gradients that are stepped.
     held_back: whether optimizers that step themselves took no part in the last step, because its gradients
         overflowed: the state that they keep may not exist yet.
     absent: what stands for the gradients of pieces until the hooks before the step are over.
@@ -66,13 +69,16 @@ class ShardedOptimizer:
         stores: Stores,
         communicator: Communicator,
         stepping: Mapping[FlatGroup, Stepping],
+        tracer: Tracer,
+        expected: Callable[[], tuple[Tensor | None, Tensor | None]] | None,
     ) -> None:
         self.optimizer = optimizer
         self._stores = stores
         self._accelerator = stores.accelerator
+        self._tracer = tracer
         own_steps = [each for each in members(optimizer) if rule_for(each) is None]
         self._served = [each for each in members(optimizer) if rule_for(each) is not None]
-        self._own_step = OwnStep(own_steps, stores, communicator) if own_steps else None
+        self._own_step = OwnStep(own_steps, stores, communicator, tracer) if own_steps else None
         rules = {group: stepping[group].rule for group in groups}
         self._rules = {
             param_group_of[p]: rule
@@ -86,15 +92,15 @@ class ShardedOptimizer:
         }
         self.subs = [owned for subs in self.owned.values() for owned in subs]
         self.visits = Visits(stores, self.subs, self._show)
-        self.on_sub_group: Callable[[str], None] = lambda unit: None
         self.held_back = False
         self.absent = AbsentGradients()
         self._in_step = False
-        self._ahead: StepsAhead | None = None
         self._settled: dict[OwnedSubGroup, list[int]] = {}
         if isinstance(optimizer, JointOptimizer):
             optimizer.share_state()
         self._install()
+        self._ahead = None if expected is None else StepsAhead(stores, self.owned, self._plan, expected)
+        self.follower: Follower = self._ahead or self.visits
         self._lengths = self._group_lengths()
         self.settle()
         for each in {optimizer, *members(optimizer)}:
@@ -142,16 +148,10 @@ class ShardedOptimizer:
         self.held_back = self._own_step is not None and skip is not None and bool(skip)
         if self._own_step is not None and not self.held_back:  # skipping these is decided on the host
             mine = [(owned, have) for owned, have in turns if owned.rule is None]
-            self._own_step.run(mine, scale, self.on_sub_group)
+            self._own_step.run(mine, scale)
             self._settled |= {owned: owned.piece_versions() for owned, _ in mine}
         served = [(owned, have) for owned, have in turns if owned.rule is not None]
         _between_hooks(self._served, partial(self._kernel_step, served, Factors(scale, skip)))
-
-    def step_ahead(self, expected: Callable[[], tuple[Tensor | None, Tensor | None]]) -> Follower:
-        """Step what is on the host as gradients arrive, from now on. expected(): factor and skip of gradients
-        that are neither clipped nor overflow."""
-        self._ahead = StepsAhead(self._stores, self.owned, self._plan, expected)
-        return self._ahead
 
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
         self.absent.hide()
@@ -167,7 +167,7 @@ class ShardedOptimizer:
                     if not self._taken(owned, step):
                         self._step_sub_group(owned, have, state, step, here)
                 owned.remember(step.missed)
-                self.on_sub_group(owned.group.unit)
+                self._tracer.mark("step", owned.group.unit)
 
     def _in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
         """Each sub-group's record in memory, in turn: read from disk through the pipeline, brought from the

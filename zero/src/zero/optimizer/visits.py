@@ -42,7 +42,6 @@ class Visits:
         if visiting:
             outwards = Carrier(stores.accelerator)
             self._visitors = {mine.sub: Visitor(stores, mine, outwards) for mine in visiting}
-            stores.relieve = self.relieve
         chunk = stores.accelerator.kernels.chunk
         self.scratch = max((scratch_bytes(mine.sub.numel, chunk) for mine in visiting), default=0)
 

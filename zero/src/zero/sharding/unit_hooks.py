@@ -33,6 +33,7 @@ from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors, map_tensors
 from zero.sharding.uncopied import Uncopied
+from zero.tiers.tracer import PhaseName, Tracer
 
 
 @dataclass
@@ -40,23 +41,23 @@ class Phase:
     """What the engine is doing.
 
     in_backward: inside Engine.backward. in_graph: inside a compiled forward of the whole model, which does
-    its own gathers. on_unit: called with the name of each unit when its use begins and ends, if not None.
+    its own gathers.
     """
 
     in_backward: bool = False
     in_graph: bool = False
-    on_unit: Callable[[str], None] | None = None
 
-    def mark(self, unit: str) -> None:
-        if self.on_unit is not None:
-            self.on_unit(unit)
+    @property
+    def name(self) -> PhaseName:
+        """What a unit that comes or goes now is used for."""
+        return "backward" if self.in_backward else "forward"
 
 
 class UnitHooks(Uncopied):
     """Hooks of one unit on its anchors (modules whose forward needs its parameters).
 
-    progress: of the engine's backwards. on_over(unit): called when the backward of the unit's calls is over
-    and none is still to come.
+    progress: of the engine's backwards. tracer: told when the unit's use begins and ends. on_over(unit):
+    called when the backward of the unit's calls is over and none is still to come.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class UnitHooks(Uncopied):
         phase: Phase,
         progress: Progress,
         device_type: str,
+        tracer: Tracer,
         on_over: Callable[[ShardedUnit], None],
     ) -> None:
         self._unit = unit
@@ -73,6 +75,7 @@ class UnitHooks(Uncopied):
         self._phase = phase
         self._progress = progress
         self._device_type = device_type
+        self._tracer = tracer
         self._depth = 0  # anchors being called, nested
         self._call: _Call | None = None
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # whose outputs still exist
@@ -162,7 +165,7 @@ class UnitHooks(Uncopied):
         self._unit.computed_in = cast
         self._acquire(cast)
         self._unit.begin_compute()
-        self._phase.mark(self._unit.name)
+        self._mark()
         self._call = None
         if torch.is_grad_enabled():
             inputs, produced = _with_producers(inputs)
@@ -172,6 +175,9 @@ class UnitHooks(Uncopied):
             for tensor in produced:
                 self._progress.watch(tensor)
         return inputs
+
+    def _mark(self) -> None:
+        self._tracer.mark(self._phase.name, self._unit.name)
 
     def _acquire(self, cast: Cast) -> None:
         """Gather the unit.
@@ -192,7 +198,7 @@ class UnitHooks(Uncopied):
         self._unit.holds -= 1
         if self._depth:
             return output
-        self._phase.mark(self._unit.name)
+        self._mark()
         call, self._call = self._call, None
         self._unit.end_compute()
         tensors = list(iter_tensors(output))
@@ -231,7 +237,7 @@ class UnitHooks(Uncopied):
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
                 self._unit.calls_in_backward.add(DIFFERENTIATED)
             self._schedule.acquire(self._unit, call.cast)
-            self._phase.mark(self._unit.name)
+            self._mark()
 
     def end_backward(self, call: _Call) -> None:
         """Release the unit: autograd has come to a node older than the call."""
@@ -239,7 +245,7 @@ class UnitHooks(Uncopied):
         self._ahead.discard(call)
         self._over.append(call)
         self._unit.calls_in_backward.discard(call)
-        self._phase.mark(self._unit.name)
+        self._mark()
         if not (self._ahead or self._open_ended):
             self._on_over(self._unit)
         if began:

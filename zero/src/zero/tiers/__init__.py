@@ -11,5 +11,5 @@ read_ahead              parameters on disk, read before their gather asks for th
 carrier, outlet         copies between device and host beside the computation; where stepped weights go
 stores                  one for each engine: makes and finds all of these
 room                    out-of-memory errors that name the unit that found no room
-held                    bytes of the device that the engine holds, by kind
+held, tracer            bytes of the device that the engine holds, by kind; who follows them over a step
 """

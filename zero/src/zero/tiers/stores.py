@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,14 +27,20 @@ from zero.tiers.swap_file import Section, SwapFile
 from zero.tiers.values import Values
 
 
+class Movable(Protocol):
+    """State that may leave the device."""
+
+    def relieve(self, nbytes: int) -> int:
+        """Move state to the host until about `nbytes` are free, if possible; return the bytes moved."""
+
+
 class Stores:
     """Makes and finds the stores of each tier; one for each engine.
 
     If the device is the host, the host tier is the device's memory, and nothing is there twice.
 
     folder: for state on disk. compact: of masters on disk, keep only what bf16 weights lack. visits: records
-    on the host are page-locked, to be stepped on the device. relieve(nbytes): frees about that many bytes of
-    the device, if possible; returns how many.
+    on the host are page-locked, to be stepped on the device.
     """
 
     def __init__(
@@ -44,11 +51,11 @@ class Stores:
         visits: bool,
     ) -> None:
         self.accelerator = accelerator
-        self.relieve: Callable[[int], int] = lambda nbytes: 0
         self.pipeline = Pipeline(accelerator.memory)
         self._folder = folder
         self._compact = compact
         self._visits = visits
+        self._movable: list[Movable] = []
 
     @cached_property
     def carrier(self) -> Carrier:
@@ -68,6 +75,17 @@ class Stores:
     def kernels(self, device: torch.device) -> Kernels:
         """Return the kernels for tensors on `device`: the accelerator's, or the host's."""
         return self.accelerator.kernels if device == self.accelerator.device else self._host_kernels
+
+    def may_move(self, state: Movable) -> None:
+        """Have `relieve` move this state too, after what it has been given before."""
+        self._movable.append(state)
+
+    def relieve(self, nbytes: int) -> int:
+        """Free about that many bytes of the device, if possible; return how many."""
+        freed = 0
+        for state in self._movable:
+            freed += state.relieve(nbytes - freed) if freed < nbytes else 0
+        return freed
 
     def resolve(self, tier: Tier) -> Tier:
         """Return the tier that `tier` amounts to on this device."""
