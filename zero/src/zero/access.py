@@ -189,7 +189,7 @@ def _tell_of_changes(versions: Mapping[nn.Parameter, int]) -> None:
     """
     for name, whole in _changed(versions):
         if whole.locate(name)[0].resident:
-            whole.interrupt()
+            whole.integrity.interrupt()
 
 
 def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, WholeValues]]:

@@ -20,10 +20,10 @@ from zero.checkpoint.names import Rename
 from zero.communication.communicator import Communicator, Traffic
 from zero.config import Config
 from zero.counterparts import missing
-from zero.errors import UsageError, some
-from zero.gradients.absent import AbsentGradients
+from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
 from zero.gradients.loss_scale import LossScale
+from zero.integrity import Integrity
 from zero.offload.balance import Balancer
 from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
@@ -35,7 +35,6 @@ from zero.passes import Passes
 from zero.pretrained import Request, fill_engine
 from zero.sharding import model_state
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.late_parameters import LateParameters
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.whole import WholeValues
 from zero.tiers.room import OutOfMemoryError
@@ -72,7 +71,6 @@ class Engine:
         self._stores = stores
         self._communicator = communicator
         self._micro_steps = 0
-        self._interrupted = False  # an optimizer step or a load did not complete
         self._tracer = tracer = MemoryTracer(accelerator, units)
         self._loss_scale = LossScale.of(config, accelerator)
         self._factor = GradientFactor(config, communicator, self._loss_scale, accelerator)
@@ -82,9 +80,8 @@ class Engine:
             optimizer, trainable, param_group_of, stores, communicator, stepping, tracer, expected
         )
         self._parking = parking = Parking(self.units, sharded, communicator)
-        self._whole = WholeValues(
-            module, units, communicator, self._check_showable, self._interrupt, self._settle
-        )
+        self._integrity = integrity = Integrity(module, self.units, sharded, parking)
+        self._whole = WholeValues(module, units, communicator, integrity)
         self._optimizer_state = OptimizerState(self._whole, sharded)
         parts = EngineParts(
             module,
@@ -98,12 +95,8 @@ class Engine:
             parking,
         )
         self._checkpoints = Checkpoints(parts)
-        self._late = LateParameters(module, units)
-        self._absent = AbsentGradients()
         own(module, self._whole)
-        self._passes = Passes(
-            module, config, stores, communicator, units, parking, sharded, tracer, self._check_refreshed
-        )
+        self._passes = Passes(module, config, stores, communicator, units, integrity, sharded, tracer)
         self._reducer = reducer = self._passes.reducer
         tracer.watch(reducer, sharded)
         stores.may_move(sharded.visits)
@@ -146,12 +139,19 @@ class Engine:
         Gradients are of the mean loss over all ranks and all micro-batches of the optimizer step. If anything
         raises, all gradients since the last optimizer step are dropped and the engine stays usable.
         """
-        self._check_backward(loss)
+        self._integrity.check_backward(loss)
+        if self.is_boundary:
+            raise UsageError(
+                f"backward() was called more than gradient_accumulation_steps="
+                f"{self.config.gradient_accumulation_steps} times: call engine.step() first, or "
+                "engine.zero_grad() to drop these gradients"
+            )
         try:
             with self._passes.backward(last=self._micro_steps + 1 == self.config.gradient_accumulation_steps):
                 self._run_autograd(loss)
             self._micro_steps += 1
-            self._show_absent()
+            if self.is_boundary:
+                self._integrity.show_absent(self._reducer)
             self._tracer.settle()
             self.accelerator.flush()
         except torch.OutOfMemoryError as error:
@@ -178,10 +178,8 @@ class Engine:
             raise UsageError("step() without backward(): call engine.backward(loss) first")
         if not self.is_boundary:
             return False
-        self._check_not_in_use("step")
-        self._sharded_optimizer.check_groups()
-        self._late.warn_of_changes()
-        self._check_gradients()
+        self._passes.check_not_in_use("step")
+        self._integrity.check_step()
         if self._balancer is not None:
             self._balancer.before_step()
         self._tracer.begin_update()
@@ -207,7 +205,7 @@ class Engine:
         self._drop_gradients()
 
     def _drop_gradients(self) -> None:
-        self._hide_gradients()
+        self._integrity.hide_absent()
         self._reducer.clear()
         self._micro_steps = 0
 
@@ -265,13 +263,11 @@ class Engine:
         whole states, saves and loads raise UsageError, except load_checkpoint with strict=True, which
         replaces all values. Call it only between optimizer steps and outside of `zero.gathered`.
         """
-        self._parking.check()
+        self._integrity.check_present()
         if self._micro_steps:
-            raise UsageError(
-                "refresh_weights() was called between backward() and step(): call engine.step() first"
-            )
-        self._check_complete()
-        self._check_not_in_use("refresh_weights")
+            raise UsageError("refresh_weights between backward() and step(): step first")
+        self._integrity.check_complete()
+        self._passes.check_not_in_use("refresh_weights")
         with self._changing_weights(self.units):
             try:
                 self._sharded_optimizer.deliver_changed()
@@ -286,9 +282,9 @@ class Engine:
         The result can be loaded into the plain model. master: return the fp32 masters instead of the 16-bit
         weights. Raises UsageError after an optimizer step or a load that was interrupted.
         """
-        self._check_complete()
+        self._integrity.check_complete()
         self._check_model()
-        self._check_refreshed()
+        self._integrity.check_refreshed()
         state = model_state.read(self.module, self._whole, master)
         self._communicator.check()
         return state
@@ -301,10 +297,10 @@ class Engine:
         load, the engine refuses to go on until a checkpoint is loaded.
         """
         self._check_loadable("load_state_dict")
-        before = self._interrupted
+        before = self._integrity.interrupted
         model_state.load(self.module, self._whole, state, strict, self._begin_load)
-        self._settle()
-        self._interrupted = before
+        self._integrity.settle()
+        self._integrity.interrupted = before
 
     def full_master(self, name: str) -> Tensor:
         """Return the whole fp32 master of parameter `name`, in the parameter's shape, on every rank.
@@ -383,17 +379,17 @@ class Engine:
         names that do not fit, both before anything changes; CorruptCheckpointError if bytes are damaged,
         after which the engine refuses to go on until a whole checkpoint has been loaded.
         """
-        self._check_not_in_use("load_checkpoint")
+        self._passes.check_not_in_use("load_checkpoint")
         self._check_model()
         if not strict:  # what the checkpoint does not have stays as it is
-            self._check_refreshed()
-        options, before = Options(restore or {}, strict, weights_only, rename), self._interrupted
+            self._integrity.check_refreshed()
+        options, before = Options(restore or {}, strict, weights_only, rename), self._integrity.interrupted
         loaded = self._checkpoints.load(path, options, self._begin_load)
-        self._settle()
+        self._integrity.settle()
         if not weights_only:
             self.steps = loaded.steps
         # Values of an interrupted step or load may remain, unless everything has been loaded.
-        self._interrupted = before and (weights_only or not strict)
+        self._integrity.interrupted = before and (weights_only or not strict)
         return loaded
 
     def load_pretrained(self, path: str | Path, *, strict: bool = True, rename: Rename | None = None) -> None:
@@ -404,11 +400,11 @@ class Engine:
         anything changes; after an error in reading, the engine refuses to go on until a checkpoint is loaded.
         """
         self._check_loadable("load_pretrained")
-        before = self._interrupted
+        before = self._integrity.interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
         fill_engine(self.module, self._whole, request, self._begin_load)
-        self._settle()
-        self._interrupted = before
+        self._integrity.settle()
+        self._integrity.interrupted = before
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a save in the background is complete; raises its error."""
@@ -426,12 +422,9 @@ class Engine:
         `reload_states()`, on every rank.
         """
         if self._micro_steps:
-            raise UsageError(
-                "offload_states() was called between backward() and step(), while there are gradients: call "
-                "engine.step() first"
-            )
-        self._check_complete()
-        self._check_not_in_use("offload_states")
+            raise UsageError("offload_states between backward() and step(): there are gradients; step first")
+        self._integrity.check_complete()
+        self._passes.check_not_in_use("offload_states")
         self._whole.take_in_frozen()
         if self._balancer is not None and not self._parking.away:
             self._balancer.pause()
@@ -478,7 +471,7 @@ class Engine:
     def _begin_load(self) -> None:
         self.zero_grad()
         self._passes.release_all()
-        self._interrupt()
+        self._integrity.interrupt()
         self._count_change(self.units)
         self._whole.begin_write()
 
@@ -489,16 +482,16 @@ class Engine:
 
     def _check_loadable(self, call: str) -> None:
         """Check that weights may be loaded from elsewhere."""
-        self._parking.check()
-        self._check_not_in_use(call)
+        self._integrity.check_present()
+        self._passes.check_not_in_use(call)
         self._check_model()
-        self._check_refreshed()
+        self._integrity.check_refreshed()
 
     def _check_savable(self) -> None:
         """Check that there is something whole to save."""
-        self._check_complete()
+        self._integrity.check_complete()
         self._check_model()
-        self._check_refreshed()
+        self._integrity.check_refreshed()
         if self._micro_steps:
             raise UsageError(
                 "save_checkpoint between the micro-batches of an optimizer step: their gradients would be "
@@ -507,38 +500,8 @@ class Engine:
 
     def _check_model(self) -> None:
         """Check, before whole values are saved or loaded, that the model's parameters are the engine's."""
-        self._late.check_model()
+        self._integrity.check_model()
         self._whole.take_in_frozen()
-
-    def _check_not_in_use(self, call: str) -> None:
-        """Raise UsageError inside a forward or `zero.gathered`, which would continue with old values."""
-        if self._passes.in_use():
-            shown = any(unit.shown for unit in self.units)
-            where = "zero.gathered: leave the block" if shown else "a forward: let it return"
-            raise UsageError(f"{call}() was called inside {where} first")
-
-    def _interrupt(self) -> None:
-        """Record that some values are new and others old: the engine refuses to go on until a load."""
-        self._interrupted = True
-
-    def _check_showable(self) -> None:
-        """Check, before a `gathered` block, that the values are present and match the optimizer's."""
-        self._parking.check()
-        self._check_refreshed()
-
-    def _check_refreshed(self) -> None:
-        """Raise UsageError if the optimizer's values were changed in place and the weights lack the change.
-
-        After an interrupted step or load this is not checked: that has its own error for old values.
-        """
-        if not self._interrupted and (changed := self._sharded_optimizer.changed()):
-            names = dict.fromkeys(name for written in changed.values() for name in written)
-            raise UsageError(_LEFT_BEHIND.format(some(list(names))))
-
-    def _settle(self) -> None:
-        """Record that weights and masters have the same values now; changes from here on are reported."""
-        self._late.settle()
-        self._sharded_optimizer.settle()
 
     @contextmanager
     def _changing_weights(self, units: Iterable[ShardedUnit]) -> Iterator[None]:
@@ -553,9 +516,9 @@ class Engine:
         try:
             yield
             refill(self.units, frozen=False)
-            self._settle()
+            self._integrity.settle()
         except BaseException:
-            self._interrupt()
+            self._integrity.interrupt()
             self._tracer.drop()
             self._drop_gradients()
             raise
@@ -592,54 +555,10 @@ class Engine:
             scaled = scaled * self._loss_scale.scale.to(scaled.device)
         return scaled
 
-    def _check_backward(self, loss: Tensor) -> None:
-        self._parking.check()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(f"backward() needs a tensor of one element, the loss; got {what}")
-        if not loss.requires_grad:
-            raise UsageError("backward(): the loss does not depend on any parameter that requires a gradient")
-        self._check_complete()
-        self._late.check_trained()
-        if self.is_boundary:
-            raise UsageError(
-                f"backward() was called more than gradient_accumulation_steps="
-                f"{self.config.gradient_accumulation_steps} times: call engine.step() first, or "
-                "engine.zero_grad() to drop these gradients"
-            )
-
-    def _check_complete(self) -> None:
-        if self._interrupted:
-            raise UsageError(
-                "an optimizer step or a load was interrupted and some values are new, others old: restore a "
-                "checkpoint with engine.load_checkpoint, or build the model and the engine again"
-            )
-
-    def _check_gradients(self) -> None:
-        """Raise UsageError if the stand-ins that backward left in place of gradients were replaced."""
-        changed = self._absent.changed()
-        if changed or self._sharded_optimizer.absent.changed():
-            names = {parameter: name for name, parameter in self.module.named_parameters()}
-            which = [names[parameter] for parameter in changed if parameter in names]
-            raise UsageError(_NOT_HEEDED.format(some(which) or "parameters in optimizer.param_groups"))
-
-    def _show_absent(self) -> None:
-        """After the last backward of a step, put stand-ins that raise on use where gradients would be.
-
-        See `gradients.absent`.
-        """
-        if self.is_boundary:
-            self._absent.show(self._reducer.used())
-            self._sharded_optimizer.absent.show(self._sharded_optimizer.first_pieces_of(self._reducer.all))
-
-    def _hide_gradients(self) -> None:
-        self._absent.hide()
-        self._sharded_optimizer.absent.hide()
-
     def _recover(self) -> None:
         """Drop gradients, gathers and calls under way, after an exception."""
         self._tracer.drop()
-        self._hide_gradients()
+        self._integrity.hide_absent()
         self._passes.recover()
         self._micro_steps = 0
 
@@ -647,20 +566,6 @@ class Engine:
 _NOTHING_TO_STEP = (
     "no parameter of the engine has a gradient on any rank, so this step changes nothing: are all of them "
     "frozen now, or does the loss not depend on them?"
-)
-
-
-_NOT_HEEDED = (
-    "`.grad` was removed or replaced between backward() and step(), which does not change the gradients that "
-    "the engine holds: {}. To drop this step's gradients, call engine.zero_grad() instead of "
-    "optimizer.zero_grad(), and do not call step(); to leave a parameter unchanged, freeze it before the "
-    "forward, with requires_grad_(False)"
-)
-
-
-_LEFT_BEHIND = (
-    "values in optimizer.param_groups were changed in place outside a step, and the weights do not have them "
-    "yet: {}. Call engine.refresh_weights() on every rank after such a change"
 )
 
 

@@ -17,8 +17,8 @@ from zero.config import Config
 from zero.errors import CommunicationError, UsageError
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.integrity import Integrity
 from zero.offload.memory_tracer import MemoryTracer
-from zero.offload.parking import Parking
 from zero.offload.second_try import SecondTry
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 class Passes(Uncopied):
     """The hooks on a model and its parameters, and the engine's work before, during and after a backward.
 
-    tracer: told of units that come and go. check(): called when a forward of the whole model begins, before
-    anything is gathered for it; raises if there must be none. reducer: reduces the gradients that arrive.
-    compiled: the model's calls through torch.compile; None if not compiled.
+    integrity: asked before a forward. tracer: told of units that come and go. reducer: reduces the gradients
+    that arrive. compiled: the model's calls through torch.compile; None if not compiled.
     """
 
     def __init__(
@@ -51,16 +50,14 @@ class Passes(Uncopied):
         stores: Stores,
         communicator: Communicator,
         units: Sequence[ShardedUnit],
-        parking: Parking,
+        integrity: Integrity,
         optimizer: ShardedOptimizer,
         tracer: MemoryTracer,
-        check: Callable[[], None],
     ) -> None:
         self.phase = Phase()
         self._tracer = tracer
-        self._check = check
         self._module = module
-        self._parking = parking
+        self._integrity = integrity
         self._visits = optimizer.visits
         self._communicator = communicator
         self._second_try: SecondTry | None = None
@@ -158,6 +155,13 @@ class Passes(Uncopied):
         self._forget_interrupted(own_calls)
         return any(unit.holds for unit in self._units)
 
+    def check_not_in_use(self, call: str) -> None:
+        """Raise UsageError inside a forward or `zero.gathered`, which would continue with old values."""
+        if self.in_use():
+            shown = any(unit.shown for unit in self._units)
+            where = "zero.gathered: leave the block" if shown else "a forward: let it return"
+            raise UsageError(f"{call} inside {where} first")
+
     def _forget_interrupted(self, own_calls: int = 0) -> None:
         """Let go of units still held by a forward that a KeyboardInterrupt ended without running any hook.
 
@@ -239,7 +243,7 @@ class Passes(Uncopied):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own_calls: int = 0
     ) -> tuple[Any, Any] | None:
         """Prepare a forward, run by hooks or by a graph. own_calls: as in `in_use`."""
-        self._parking.check()
+        self._integrity.check_present()
         if not self.phase.in_backward:
             self._visits.dropped()  # this forward may need their room
             self._forwards += torch.is_grad_enabled()
@@ -248,7 +252,7 @@ class Passes(Uncopied):
             self.release_all(keep=DIFFERENTIATED)  # what a forward prefetched or kept but never used
             self._forget_progress()
             self._schedule.begin(torch.is_grad_enabled())
-            self._check()
+            self._integrity.check_refreshed()
             self._tracer.begin()
         dtype = self._config.dtype
         if not self._config.cast_inputs or dtype is None or dtype.itemsize > 2:

@@ -64,11 +64,8 @@ class LateParameters:
             if old != new
         ]
         if changed:
-            what = (
-                "parameters were changed in place since the last step, and this step undoes the changes: "
-                f"{some(changed)}"
-            )
-            warnings.warn(f"{what}. {_CHANGED}", stacklevel=3)
+            what = f"changed in place since the last step, which this step undoes: {some(changed)}"
+            warnings.warn(f"{what}. {_CHANGED}", stacklevel=4)
 
     def check_model(self) -> None:
         """Check parameters before values of the whole model are saved or loaded."""

@@ -6,8 +6,9 @@ Everything here that takes or returns whole values is collective: every rank cal
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +21,16 @@ from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.values import Values, fetch, put
 
+if TYPE_CHECKING:
+    from zero.integrity import Integrity
+
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
 
 
 class WholeValues(Uncopied):
     """The sharded units as a set of named parameters. Making one is collective.
 
-    check(): raises if they cannot be gathered now. interrupt(): called when a change of weights has failed
-    half-way, so that some are new and others old. on_written(): called after the values of a `gathered` block
-    have gone to the shards.
+    integrity: of their engine, asked before a `gathered` block and told how a change of weights has ended.
     """
 
     def __init__(
@@ -36,13 +38,9 @@ class WholeValues(Uncopied):
         module: nn.Module,
         units: Sequence[ShardedUnit],
         communicator: Communicator,
-        check: Callable[[], None],
-        interrupt: Callable[[], None],
-        on_written: Callable[[], None],
+        integrity: Integrity,
     ) -> None:
-        self.interrupt = interrupt
-        self._check = check
-        self._on_written = on_written
+        self.integrity = integrity
         self.units = tuple(units)
         self.communicator = communicator
         # With several copies of the model, some may have common memory and others not.
@@ -89,7 +87,7 @@ class WholeValues(Uncopied):
             with self.sharing_disk_errors():
                 yield
         except BaseException:
-            self.interrupt()
+            self.integrity.interrupt()
             raise
 
     def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
@@ -142,7 +140,7 @@ class WholeValues(Uncopied):
 
     def hold(self, names: Sequence[str]) -> None:
         """Keep the units of these parameters gathered until unhold()."""
-        self._check()
+        self.integrity.check_showable()
         self._check_own(self._units_of(names))
         self.take_in_frozen()
         held: list[ShardedUnit] = []
@@ -185,7 +183,7 @@ class WholeValues(Uncopied):
         with self.sharing_disk_errors():
             for unit in self._units_of(names):
                 unit.renew()
-        self._on_written()
+        self.integrity.settle()
 
     def take_in_frozen(self) -> None:
         """Take over the values of frozen, whole parameters that a program has given other memory.

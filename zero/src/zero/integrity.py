@@ -1,0 +1,133 @@
+"""Whether an engine may go on: its values are all there, of one step, and those that the program sees.
+
+Whatever could make them otherwise without anyone noticing is refused here: a step or a load that did not
+complete, state that is parked off the device, weights behind the optimizer's values, parameters and gradients
+that the engine does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from zero.errors import UsageError, some
+from zero.gradients.absent import AbsentGradients
+from zero.gradients.reducer import GradientReducer
+from zero.offload.parking import Parking
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.sharding.late_parameters import LateParameters
+from zero.sharding.sharded_unit import ShardedUnit
+
+
+class Integrity:
+    """Checks before whatever uses or changes values; `check_...` raises if they are not fit for that.
+
+    interrupted: an optimizer step or a load did not complete, so that some values are new and others old.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[ShardedUnit],
+        optimizer: ShardedOptimizer,
+        parking: Parking,
+    ) -> None:
+        self.interrupted = False
+        self._module = module
+        self._optimizer = optimizer
+        self._parking = parking
+        self._late = LateParameters(module, units)
+        self._absent = AbsentGradients()
+
+    def interrupt(self) -> None:
+        """Record that some values are new and others old: the engine refuses to go on until a load."""
+        self.interrupted = True
+
+    def settle(self) -> None:
+        """Record that weights and masters have the same values now; changes from here on are reported."""
+        self._late.settle()
+        self._optimizer.settle()
+
+    def check_complete(self) -> None:
+        """Raise UsageError after a step or a load that did not complete."""
+        if self.interrupted:
+            raise UsageError(
+                "an optimizer step or a load was interrupted and some values are new, others old: "
+                "restore a checkpoint with engine.load_checkpoint, or build model and engine anew"
+            )
+
+    def check_present(self) -> None:
+        """Raise UsageError while the state is off the device."""
+        self._parking.check()
+
+    def check_refreshed(self) -> None:
+        """Raise UsageError if the optimizer's values were changed in place and the weights lack the change.
+
+        After an interrupted step or load this is not checked: that has its own error for old values.
+        """
+        if not self.interrupted and (changed := self._optimizer.changed()):
+            names = dict.fromkeys(name for written in changed.values() for name in written)
+            raise UsageError(_LEFT_BEHIND.format(some(list(names))))
+
+    def check_showable(self) -> None:
+        """Check, before a `gathered` block, that the values are present and match the optimizer's."""
+        self.check_present()
+        self.check_refreshed()
+
+    def check_model(self) -> None:
+        """Check, before whole values are saved or loaded, that the model's parameters are the engine's."""
+        self._late.check_model()
+
+    def check_backward(self, loss: Tensor) -> None:
+        """Check that a backward can run from `loss` and would reach the parameters that are trained."""
+        self.check_present()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(f"backward() needs a tensor of one element, the loss; got {what}")
+        if not loss.requires_grad:
+            raise UsageError("backward(): the loss does not depend on any parameter that requires a gradient")
+        self.check_complete()
+        self._late.check_trained()
+
+    def check_step(self) -> None:
+        """Check that the optimizer would step what it was given, with the gradients that the engine has.
+
+        Warns of weights that were changed in place, which the step undoes.
+        """
+        self._optimizer.check_groups()
+        self._late.warn_of_changes()
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Raise UsageError if the stand-ins that backward left in place of gradients were replaced."""
+        changed = self._absent.changed()
+        if changed or self._optimizer.absent.changed():
+            names = {parameter: name for name, parameter in self._module.named_parameters()}
+            which = [names[parameter] for parameter in changed if parameter in names]
+            raise UsageError(_NOT_HEEDED.format(some(which) or "of what is in optimizer.param_groups"))
+
+    def show_absent(self, reducer: GradientReducer) -> None:
+        """After the last backward of a step, put stand-ins that raise on use where gradients would be.
+
+        See `gradients.absent`.
+        """
+        self._absent.show(reducer.used())
+        self._optimizer.absent.show(self._optimizer.first_pieces_of(reducer.all))
+
+    def hide_absent(self) -> None:
+        """Take the stand-ins away: there are no gradients any more."""
+        self._absent.hide()
+        self._optimizer.absent.hide()
+
+
+_NOT_HEEDED = (
+    "`.grad` was removed or replaced between backward() and step(), which changes nothing of the gradients "
+    "that the engine has: {}. To drop this step's gradients call engine.zero_grad() instead of "
+    "optimizer.zero_grad(), and no step(); to leave a parameter as it is, freeze it before the forward, with "
+    "requires_grad_(False)"
+)
+_LEFT_BEHIND = (
+    "values in optimizer.param_groups were changed in place outside of a step, and the weights do not have "
+    "them yet: {}. Call engine.refresh_weights() on every rank behind such a change"
+)
