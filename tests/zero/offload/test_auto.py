@@ -61,7 +61,7 @@ def train(
         context.accelerator.memory.reset_peak()
         losses.append(one_step(engine, step, batch))
         peaks.append(context.accelerator.memory.stats().peak)
-    balancer = engine._balancer
+    balancer = engine._placement.balancer
     predicted = balancer.predicted_peak if balancer is not None else 0
     tiers = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs]
     return {"losses": losses, "peaks": peaks, "predicted": predicted, "tiers": tiers}
@@ -152,7 +152,7 @@ def no_room_body(context: Context, optimizer_of: Any) -> dict[str, Any]:
             zero.Config(precision="bf16", offload="auto", timeout=20),
         )
         losses = [one_step(engine, step) for step in range(4)]
-        near = len(engine._balancer._near)
+        near = len(engine._placement.balancer._near)
         x = torch.ones(BATCH, WIDTH, device=engine.accelerator.device)
         engine.backward(engine(x).float().square().mean())
         with warnings.catch_warnings(record=True) as caught:
@@ -164,7 +164,7 @@ def no_room_body(context: Context, optimizer_of: Any) -> dict[str, Any]:
         told = sum("ran out of memory" in str(w.message) for w in caught)
         losses += [one_step(engine, step) for step in range(4, 7)]
         found["hungry" if hungry else "fed"] = (losses, engine.steps)
-        found["told"], found["near"] = told, (near, len(engine._balancer._near))
+        found["told"], found["near"] = told, (near, len(engine._placement.balancer._near))
     return found
 
 
@@ -212,7 +212,7 @@ def overflow_body(context: Context, overflows: int) -> dict[str, Any]:
             context.accelerator.memory.reset_peak()
             one_step(engine, step, scale=float("inf") if step < overflows else 1.0)
             peaks.append(context.accelerator.memory.stats().peak)
-        predicted = 0 if engine._balancer is None else engine._balancer.predicted_peak
+        predicted = 0 if engine._placement.balancer is None else engine._placement.balancer.predicted_peak
         return peaks, predicted, [s.kept.tier for u in engine.units for g in u.groups for s in g.subs]
 
     plain, _, _ = run(None)
@@ -334,11 +334,11 @@ def evaluation_body(context: Context, precision: Any) -> tuple[list[int], list[f
     config = zero.Config(precision=precision, offload="auto", timeout=20)
     engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     losses = [one_step(engine, step) for step in range(4)]
-    near = [len(engine._balancer._near)]
+    near = [len(engine._placement.balancer._near)]
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine._stores.relieve(context.accelerator.memory.stats().capacity)
-    near.append(len(engine._balancer._near))
+    near.append(len(engine._placement.balancer._near))
     losses += [one_step(engine, step) for step in range(4, 6)]
     return near, losses
 
@@ -370,7 +370,7 @@ def away_body(context: Context, grows: bool) -> list[int]:
             _take(context, context.accelerator.memory.stats().free)
             engine.reload_states()
         one_step(engine, step)
-        near.append(len(engine._balancer._near))
+        near.append(len(engine._placement.balancer._near))
     return near
 
 
@@ -410,9 +410,9 @@ def creep_body(context: Context, traced: bool) -> dict[str, Any]:
             if traced and step == 3:
                 engine.trace_memory()
             one_step(engine, step, batch)
-            near.append(len(engine._balancer._near))
+            near.append(len(engine._placement.balancer._near))
         limit = balance.usable(context.accelerator)
-        predicted = engine._balancer.predicted_peak
+        predicted = engine._placement.balancer.predicted_peak
     finally:
         memory.set_capacity(whole)
         balance.SAFETY_EXACT = safety

@@ -207,7 +207,7 @@ def course(context: Context, offload: Any) -> dict[str, Any]:
             context.accelerator.memory.reset_peak()
             losses.append(one_step(engine, step))
             peaks.append(context.accelerator.memory.stats().peak)
-    predicted = engine._balancer.predicted_peak if engine._balancer is not None else 0
+    predicted = engine._placement.balancer.predicted_peak if engine._placement.balancer is not None else 0
     tiers_now = [sub.kept.tier for unit in engine.units for group in unit.groups for sub in group.subs]
     return {"losses": losses, "peaks": peaks, "tiers": tiers_now, "predicted": predicted}
 

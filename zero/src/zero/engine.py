@@ -24,10 +24,10 @@ from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
 from zero.gradients.loss_scale import LossScale
 from zero.integrity import Integrity
-from zero.offload.balance import Balancer
 from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.parking import Parking
+from zero.offload.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy, asking_to_repeat
 from zero.optimizer.optimizer_state import OptimizerState
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepping import Stepping
@@ -37,7 +37,6 @@ from zero.sharding import model_state
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.whole import WholeValues
-from zero.tiers.room import OutOfMemoryError
 from zero.tiers.stores import Stores
 
 if TYPE_CHECKING:
@@ -100,11 +99,12 @@ class Engine:
         self._reducer = reducer = self._passes.reducer
         tracer.watch(reducer, sharded)
         stores.may_move(sharded.visits)
-        self._balancer: Balancer | None = None
+        self._placement = StaticPlacementPolicy(stores)
         if config.offload == "auto":
-            self._balancer = Balancer(stores, communicator, tracer, sharded, reducer)
-            stores.may_move(self._balancer)
-            self._passes.try_twice(self._balancer.second_try)
+            self._placement = auto = AutoPlacementPolicy(
+                stores, units, communicator, tracer, sharded, reducer, self._passes.watchable()
+            )
+            stores.may_move(auto.balancer)
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -116,19 +116,7 @@ class Engine:
         is repeated as a whole on a single rank; on several ranks, the OutOfMemoryError says what to do.
         Gradients of earlier micro-batches are kept unless that error says otherwise.
         """
-        if self._balancer is None:
-            return self.module(*args, **kwargs)
-        before = self.accelerator.rng.get_state()
-        try:
-            return self.module(*args, **kwargs)
-        except torch.OutOfMemoryError as error:
-            self._passes.drop_forward()
-            self._make_room(error)
-            if self.world_size > 1:
-                self._recover()
-                raise _asking_to_repeat("forward") from error
-        self.accelerator.rng.set_state(before)
-        return self.module(*args, **kwargs)
+        return self._placement.forward(self.module, args, kwargs, self._recover)
 
     def __getattr__(self, name: str) -> Any:
         raise missing(name, self.__dict__.get("module"))  # called for what is not there only
@@ -147,7 +135,8 @@ class Engine:
                 "engine.zero_grad() to drop these gradients"
             )
         try:
-            with self._passes.backward(last=self._micro_steps + 1 == self.config.gradient_accumulation_steps):
+            last = self._micro_steps + 1 == self.config.gradient_accumulation_steps
+            with self._passes.backward(last), self._placement.repeating():
                 self._run_autograd(loss)
             self._micro_steps += 1
             if self.is_boundary:
@@ -156,8 +145,8 @@ class Engine:
             self.accelerator.flush()
         except torch.OutOfMemoryError as error:
             self._recover()
-            self._make_room(error)
-            raise _asking_to_repeat("backward") from error
+            self._placement.make_room(error)
+            raise asking_to_repeat("backward") from error
         except RuntimeError as error:
             self._recover()
             if "storage of size 0" in str(error):
@@ -180,8 +169,7 @@ class Engine:
             return False
         self._passes.check_not_in_use("step")
         self._integrity.check_step()
-        if self._balancer is not None:
-            self._balancer.before_step()
+        self._placement.before_step()
         self._tracer.begin_update()
         factors = self._factor.complete(self._reducer)
         if not any(True for _ in self._reducer.used()):
@@ -193,8 +181,7 @@ class Engine:
         self.steps += 1
         self.accelerator.flush()
         self._tracer.end()
-        if self._balancer is not None:
-            self._balancer.after_step()
+        self._placement.after_step()
         self._passes.after_step()
         return True
 
@@ -426,8 +413,8 @@ class Engine:
         self._integrity.check_complete()
         self._passes.check_not_in_use("offload_states")
         self._whole.take_in_frozen()
-        if self._balancer is not None and not self._parking.away:
-            self._balancer.pause()
+        if not self._parking.away:
+            self._placement.pause()
         self._passes.release_all()
         self._whole.begin_write()
         self._parking.park()
@@ -442,8 +429,7 @@ class Engine:
         """
         if self._parking.away:
             self._parking.unpark()
-            if self._balancer is not None:
-                self._balancer.resume()
+            self._placement.resume()
 
     def trace_memory(self, steps: int = 1) -> None:
         """Trace the device's memory through the next `steps` optimizer steps, for `memory_report`.
@@ -462,11 +448,6 @@ class Engine:
         return self._tracer.report
 
     # -- inside -----------------------------------------------------------------------------------------
-
-    def _make_room(self, error: torch.OutOfMemoryError) -> None:
-        """Move all state that can be moved off the device; raise `error` if there is none."""
-        if not self._stores.relieve(self.accelerator.memory.stats().capacity):
-            raise error
 
     def _begin_load(self) -> None:
         self.zero_grad()
@@ -574,12 +555,3 @@ _ANOTHER_WAY = (
     "inside the unit, such as a feature that a hook captured or a module keeps. Return it from the unit, or "
     "run forward and backward inside `with zero.gathered(model):`"
 )
-
-
-def _asking_to_repeat(what: str) -> OutOfMemoryError:
-    return OutOfMemoryError(
-        f"out of memory: no room for what the {what} computes. All optimizer state of this rank has now "
-        "moved to the host: if every rank reports this, repeat the micro-batches of this optimizer step on "
-        "all of them; if other ranks went on, they will time out waiting for this one: start a new job from "
-        "a checkpoint"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from zero.gradients.group_gradients import GradientPolicy, GroupGradients
 from zero.gradients.reducer import GradientReducer
 from zero.integrity import Integrity
 from zero.offload.memory_tracer import MemoryTracer
-from zero.offload.second_try import SecondTry
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
@@ -60,7 +59,6 @@ class Passes(Uncopied):
         self._integrity = integrity
         self._visits = optimizer.visits
         self._communicator = communicator
-        self._second_try: SecondTry | None = None
         self._forwards = 0  # with gradients, since the last backward
         self._config = config
         self._units = units
@@ -90,12 +88,12 @@ class Passes(Uncopied):
             module.register_forward_hook(self._agree_on_forward)
         self.compiled = None if config.compiling is None else self._compile(stores)
 
-    def try_twice(self, second_try: SecondTry) -> None:
-        """Repeat operations that run out of memory. Those of a compiled model are not seen one by one."""
+    def watchable(self) -> Iterator[nn.Module]:
+        """Yield the modules whose operations can be seen one by one: none of a compiled model."""
         if self.compiled is None:
-            anchors = (anchor for unit in self._units for anchor in unit.anchors)
-            second_try.watch(dict.fromkeys((self._module, *anchors)))
-            self._second_try = second_try
+            yield self._module
+            for unit in self._units:
+                yield from unit.anchors
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
@@ -111,9 +109,7 @@ class Passes(Uncopied):
             self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
             self._forget_interrupted()
             self.reducer.begin_backward(last)
-            again = nullcontext() if self._second_try is None else self._second_try.on()
-            with again, self._progress.in_one_thread():
-                yield
+            yield
             self.reducer.finish_backward()
         finally:
             self.phase.in_backward = self._communicator.in_pass = self._visits.expected = False
@@ -177,11 +173,6 @@ class Passes(Uncopied):
         """Drop whole values, including those of forwards without a backward; see ShardedUnit.forget_calls."""
         for unit in self._units:
             unit.forget_calls(keep)
-            unit.release()
-
-    def drop_forward(self) -> None:
-        """Release what a forward gathered ahead, after an exception in it; its hooks released the rest."""
-        for unit in self._units:
             unit.release()
 
     def recover(self) -> None:
