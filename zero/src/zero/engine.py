@@ -82,18 +82,12 @@ class Engine:
         self._integrity = integrity = Integrity(module, self.units, sharded, parking)
         self._whole = WholeValues(module, units, communicator, integrity)
         self._optimizer_state = OptimizerState(self._whole, sharded)
-        parts = EngineParts(
-            module,
-            config,
-            accelerator,
-            communicator,
-            self.units,
-            sharded,
-            param_group_of,
-            self._loss_scale,
-            parking,
+        scale, every = self._loss_scale, self.units
+        self._checkpoints = Checkpoints(
+            EngineParts(
+                module, config, accelerator, communicator, every, sharded, param_group_of, scale, parking
+            )
         )
-        self._checkpoints = Checkpoints(parts)
         own(module, self._whole)
         self._passes = Passes(module, config, stores, communicator, units, integrity, sharded, tracer)
         self._reducer = reducer = self._passes.reducer
@@ -137,7 +131,7 @@ class Engine:
         try:
             last = self._micro_steps + 1 == self.config.gradient_accumulation_steps
             with self._passes.backward(last), self._placement.repeating():
-                self._run_autograd(loss)
+                self._passes.run_autograd(self._factor.scaled(loss))
             self._micro_steps += 1
             if self.is_boundary:
                 self._integrity.show_absent(self._reducer)
@@ -518,23 +512,6 @@ class Engine:
         """Raise OffloadError on every rank if the disk of any rank has failed. Collective."""
         if self.config.tiers.path is not None:
             self._communicator.agree()
-
-    def _run_autograd(self, loss: Tensor) -> None:
-        with torch.enable_grad():  # loss.backward() works under no_grad, and so must this
-            scaled = self._scaled(loss)
-        entry = self._passes.watch(scaled)
-        try:
-            scaled.backward()
-        finally:
-            entry.remove()  # the user may keep the loss
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        """Return this micro-batch's part of the step's loss, times the loss scale."""
-        count = self.config.gradient_accumulation_steps
-        scaled = loss / count if count > 1 else loss
-        if self._loss_scale is not None:
-            scaled = scaled * self._loss_scale.scale.to(scaled.device)
-        return scaled
 
     def _recover(self) -> None:
         """Drop gradients, gathers and calls under way, after an exception."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zero.communication.communicator import Communicator
 from zero.config import Config
@@ -120,11 +119,14 @@ class Passes(Uncopied):
         torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
         self.release_all()
 
-    def watch(self, loss: Tensor) -> RemovableHandle:
-        """Watch for autograd to start running from the loss, until the returned handle is removed."""
+    def run_autograd(self, loss: Tensor) -> None:
+        """Run autograd from the loss, in a `backward` block."""
         self._progress.look_at(loss)
-        handle: RemovableHandle = loss.register_hook(self._enter)
-        return handle
+        entry = loss.register_hook(self._enter)
+        try:
+            loss.backward()
+        finally:
+            entry.remove()  # the user may keep the loss
 
     def _enter(self, gradient: Tensor) -> None:
         self._progress.enter()

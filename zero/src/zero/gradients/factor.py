@@ -1,4 +1,4 @@
-"""The factor that gradients are multiplied by: averaging, unscaling and clipping as one number on the device.
+"""The factors of losses and gradients; averaging, unscaling and clipping are one number on the device.
 
 Its parts are numbers that are allocated once and written in place, so that a step need not find room for
 them.
@@ -33,6 +33,7 @@ class GradientFactor:
         self.norm: Tensor | None = None
         self._size = communicator.group.size
         self._clip_norm = config.clip_norm
+        self._micro_batches = config.gradient_accumulation_steps
         self._sliced = config.stage > 0 and self._size > 1
         self._communicator = communicator
         self._loss_scale = loss_scale
@@ -40,6 +41,14 @@ class GradientFactor:
         self._one, self._zero, self._mean, self._norm, self._overflow, self._clip = numbers
         self._one.fill_(1.0)
         self._mean.fill_(1.0 / self._size)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """A micro-batch's part of the step's loss, times the loss scale."""
+        with torch.enable_grad():  # loss.backward() works under no_grad, and so must this
+            scaled = loss / self._micro_batches if self._micro_batches > 1 else loss
+            if self._loss_scale is not None:
+                scaled = scaled * self._loss_scale.scale.to(scaled.device)
+        return scaled
 
     def mean(self) -> Tensor | None:
         """1 / (world size × loss scale), 0-dim fp32, overwritten at the next call; None for 1."""
