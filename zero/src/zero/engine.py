@@ -246,7 +246,9 @@ class Engine:
         """
         self._integrity.check_present()
         if self._micro_steps:
-            raise UsageError("refresh_weights between backward() and step(): step first")
+            raise UsageError(
+                "refresh_weights() was called between backward() and step(): call engine.step() first"
+            )
         self._integrity.check_complete()
         self._passes.check_not_in_use("refresh_weights")
         with self._changing_weights(self.units):
@@ -403,7 +405,10 @@ class Engine:
         `reload_states()`, on every rank.
         """
         if self._micro_steps:
-            raise UsageError("offload_states between backward() and step(): there are gradients; step first")
+            raise UsageError(
+                "offload_states() was called between backward() and step(), while there are gradients: call "
+                "engine.step() first"
+            )
         self._integrity.check_complete()
         self._passes.check_not_in_use("offload_states")
         self._whole.take_in_frozen()
@@ -469,8 +474,8 @@ class Engine:
         self._integrity.check_refreshed()
         if self._micro_steps:
             raise UsageError(
-                "save_checkpoint between the micro-batches of an optimizer step: their gradients would be "
-                "lost; save after engine.step(), or call engine.zero_grad() first"
+                "save_checkpoint() was called between the micro-batches of an optimizer step, whose "
+                "gradients would be lost: save after engine.step(), or call engine.zero_grad() first"
             )
 
     def _check_model(self) -> None:

@@ -53,8 +53,8 @@ class Integrity:
         """Raise UsageError after a step or a load that did not complete."""
         if self.interrupted:
             raise UsageError(
-                "an optimizer step or a load was interrupted and some values are new, others old: "
-                "restore a checkpoint with engine.load_checkpoint, or build model and engine anew"
+                "an optimizer step or a load was interrupted and some values are new, others old: restore a "
+                "checkpoint with engine.load_checkpoint, or build the model and the engine again"
             )
 
     def check_present(self) -> None:
@@ -105,7 +105,7 @@ class Integrity:
         if changed or self._optimizer.absent.changed():
             names = {parameter: name for name, parameter in self._module.named_parameters()}
             which = [names[parameter] for parameter in changed if parameter in names]
-            raise UsageError(_NOT_HEEDED.format(some(which) or "of what is in optimizer.param_groups"))
+            raise UsageError(_NOT_HEEDED.format(some(which) or "parameters in optimizer.param_groups"))
 
     def show_absent(self, reducer: GradientReducer) -> None:
         """After the last backward of a step, put stand-ins that raise on use where gradients would be.
@@ -122,12 +122,12 @@ class Integrity:
 
 
 _NOT_HEEDED = (
-    "`.grad` was removed or replaced between backward() and step(), which changes nothing of the gradients "
-    "that the engine has: {}. To drop this step's gradients call engine.zero_grad() instead of "
-    "optimizer.zero_grad(), and no step(); to leave a parameter as it is, freeze it before the forward, with "
-    "requires_grad_(False)"
+    "`.grad` was removed or replaced between backward() and step(), which does not change the gradients that "
+    "the engine holds: {}. To drop this step's gradients, call engine.zero_grad() instead of "
+    "optimizer.zero_grad(), and do not call step(); to leave a parameter unchanged, freeze it before the "
+    "forward, with requires_grad_(False)"
 )
 _LEFT_BEHIND = (
-    "values in optimizer.param_groups were changed in place outside of a step, and the weights do not have "
-    "them yet: {}. Call engine.refresh_weights() on every rank behind such a change"
+    "values in optimizer.param_groups were changed in place outside a step, and the weights do not have them "
+    "yet: {}. Call engine.refresh_weights() on every rank after such a change"
 )

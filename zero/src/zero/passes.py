@@ -124,7 +124,8 @@ class Passes(Uncopied):
         self._progress.look_at(loss)
         entry = loss.register_hook(self._enter)
         try:
-            loss.backward()
+            with self._progress.in_one_thread():
+                loss.backward()
         finally:
             entry.remove()  # the user may keep the loss
 
@@ -158,7 +159,7 @@ class Passes(Uncopied):
         if self.in_use():
             shown = any(unit.shown for unit in self._units)
             where = "zero.gathered: leave the block" if shown else "a forward: let it return"
-            raise UsageError(f"{call} inside {where} first")
+            raise UsageError(f"{call}() was called inside {where} first")
 
     def _forget_interrupted(self, own_calls: int = 0) -> None:
         """Let go of units still held by a forward that a KeyboardInterrupt ended without running any hook.

@@ -129,8 +129,8 @@ def _check_arguments(state: object, rank_state: object, keep_last: int | None) -
     for name, given in (("state", state), ("rank_state", rank_state)):
         if not isinstance(given, Mapping):
             raise UsageError(
-                f"{name} has to be a dict, got {type(given).__name__}; the whole path of the checkpoint "
-                "is the first argument: save_checkpoint('runs/a/step-100', {'epoch': 3})"
+                f"{name} must be a dict, got {type(given).__name__}; the checkpoint's full path is the first "
+                "argument: save_checkpoint('runs/a/step-100', {'epoch': 3})"
             )
     if keep_last is not None and keep_last < 1:
         raise UsageError(f"keep_last must be at least 1, got {keep_last}; None removes nothing")

@@ -120,7 +120,8 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
 def asking_to_repeat(what: str) -> OutOfMemoryError:
     """Make the error for a forward or backward that cannot be repeated here, as other ranks would not."""
     return OutOfMemoryError(
-        f"no room for what {what} computes. All optimizer state of this rank has moved to the host now: "
-        "where every rank says so, repeat the micro-batches of this optimizer step on all of them; where "
-        "others went on, they wait for this one in vain: start the job again from a checkpoint"
+        f"out of memory: no room for what the {what} computes. All optimizer state of this rank has now "
+        "moved to the host: if every rank reports this, repeat the micro-batches of this optimizer step on "
+        "all of them; if other ranks went on, they will time out waiting for this one: start a new job from "
+        "a checkpoint"
     )

@@ -64,7 +64,10 @@ class LateParameters:
             if old != new
         ]
         if changed:
-            what = f"changed in place since the last step, which this step undoes: {some(changed)}"
+            what = (
+                "parameters were changed in place since the last step, and this step undoes the changes: "
+                f"{some(changed)}"
+            )
             warnings.warn(f"{what}. {_CHANGED}", stacklevel=4)
 
     def check_model(self) -> None:
