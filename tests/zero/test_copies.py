@@ -333,7 +333,7 @@ def checkpoint_body(context: Context, folder: str) -> dict[str, Any]:
 def test_checkpoints(cluster: Clusters, tmp_path: Path) -> None:
     for found in cluster(RANKS).run(checkpoint_body, folder=str(tmp_path), limit=120):
         for way, (error, equal) in found.items():
-            assert error < 1e-6, (way, error)
+            assert error < 2e-6, (way, error)  # sums over other numbers of ranks
             assert equal, way
     written = []
     for file in sorted(tmp_path.glob(f"{EACH}/rank-*.safetensors")):

@@ -255,7 +255,8 @@ def disagreeing_body(context: Context) -> str:
 def test_ranks_have_the_same_budgets(cluster: Clusters) -> None:
     """Other budgets would be other gathers."""
     for message in cluster(2).run(disagreeing_body):
-        assert "zero.Compile" in message
+        assert "Config(compile=...)" in message
+        assert '"prefetch_budget":1000' in message
 
 
 def hooks_body(context: Context) -> list[str]:
