@@ -21,7 +21,7 @@ import zero
 from benchmarks.job import Job
 from benchmarks.result import Result, ratio, spread
 from zero.tiers.host_memory import bytes_of
-from zero.tiers.swap_file import BLOCK, PAGE, THREADS, aligned
+from zero.tiers.swap_file import PAGE, THREADS, TRANSFER_BLOCK, page_aligned_part
 
 GRAIN = 4 << 20  # elements of a layer, and of a record at world size 1
 RAW = "raw disk"
@@ -87,7 +87,7 @@ def run(options: OffloadOptions) -> Result:
                 job.stop()
     rows = [_row(name, turns[name], turns, options) for name in ways]
     notes = [] if "deepspeed cpu" in ways else ["DeepSpeed is not installed: no row of its CPU offload"]
-    return Result("offload", {**asdict(options), "folder": "", "block": BLOCK}, rows, notes)
+    return Result("offload", {**asdict(options), "folder": "", "block": TRANSFER_BLOCK}, rows, notes)
 
 
 def _ways(folder: str) -> dict[str, tuple[Callable[..., object], tuple[Any, ...]]]:
@@ -196,10 +196,10 @@ class Probe:
     """The disk alone: every block of a file is read and written, in blocks of the engine's size."""
 
     def __init__(self, parameters: int, folder: str) -> None:
-        self._blocks = 12 * parameters // int(os.environ["WORLD_SIZE"]) // BLOCK
+        self._blocks = 12 * parameters // int(os.environ["WORLD_SIZE"]) // TRANSFER_BLOCK
         path = Path(folder, f"probe-{os.environ['RANK']}")
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._file, 0, self._blocks * BLOCK)
+        os.posix_fallocate(self._file, 0, self._blocks * TRANSFER_BLOCK)
         self._threads = {depth: ThreadPoolExecutor(depth) for depth, *_ in PATTERNS}
         self._read, self._written = (
             _buffers(2 * THREADS) for _ in range(2)
@@ -216,7 +216,7 @@ class Probe:
         for move in moves:
             move.result()
         seconds = time.perf_counter() - begun
-        return Turn(seconds, 2 * self._blocks * BLOCK, _transferred() - transferred)
+        return Turn(seconds, 2 * self._blocks * TRANSFER_BLOCK, _transferred() - transferred)
 
     def _move(self, depth: int, reads: range, writes: range) -> Iterator[Future[int]]:
         """Begin reading blocks `reads` and writing blocks `writes`, alternately."""
@@ -230,13 +230,15 @@ class Probe:
         self, depth: int, call: Callable[..., int], buffers: list[memoryview], block: int
     ) -> Future[int]:
         buffer = buffers[block % len(buffers)]
-        return self._threads[depth].submit(call, self._file, [buffer], block * BLOCK)
+        return self._threads[depth].submit(call, self._file, [buffer], block * TRANSFER_BLOCK)
 
 
 def _buffers(count: int) -> list[memoryview]:
     """Blocks of random bytes, each page-aligned."""
-    memory = bytes_of(aligned(torch.randint(256, (count * BLOCK + PAGE,), dtype=torch.uint8)))
-    return [memory[n * BLOCK : (n + 1) * BLOCK] for n in range(count)]
+    memory = bytes_of(
+        page_aligned_part(torch.randint(256, (count * TRANSFER_BLOCK + PAGE,), dtype=torch.uint8))
+    )
+    return [memory[n * TRANSFER_BLOCK : (n + 1) * TRANSFER_BLOCK] for n in range(count)]
 
 
 class DeepSpeed:

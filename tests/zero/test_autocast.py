@@ -131,7 +131,7 @@ def dtypes_body(context: Context) -> dict[str, Any]:
         "after": {parameter.dtype for parameter in model.parameters()},
         "gathered": engine.traffic.bytes["all_gather"],
         "reduced": engine.traffic.bytes["reduce_scatter"],
-        "once": sum(g.layout.numel * (2 if g.travel.narrows else 4) for g in groups),
+        "once": sum(g.layout.numel * (2 if g.gather_options.narrows else 4) for g in groups),
     }
 
 

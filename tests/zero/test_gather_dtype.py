@@ -27,7 +27,7 @@ from tests.zero.training import (
     train_reference,
     train_zero,
 )
-from zero.communication.quantised import BLOCK
+from zero.communication.quantised import QUANT_BLOCK
 from zero.config import CODES
 
 STEPS = 6
@@ -63,10 +63,10 @@ def rounded(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     values = torch.empty_like(parameter)
     source = parameter.detach().as_strided((parameter.numel(),), (1,))
     codes = torch.empty(parameter.numel(), dtype=dtype)
-    scales = torch.empty(-(-parameter.numel() // BLOCK))
+    scales = torch.empty(-(-parameter.numel() // QUANT_BLOCK))
     kernels = Kernels()
-    kernels.quantise(codes, scales, source, BLOCK)
-    kernels.dequantise(values.as_strided(source.shape, (1,)), codes, scales, BLOCK)
+    kernels.quantise(codes, scales, source, QUANT_BLOCK)
+    kernels.dequantise(values.as_strided(source.shape, (1,)), codes, scales, QUANT_BLOCK)
     return values
 
 
@@ -200,7 +200,7 @@ def traffic_body(context: Context) -> dict[str, Any]:
 
 
 def test_bytes_are_those_of_codes_scales_and_vectors(cluster: Clusters) -> None:
-    codes, scales, vector = 256 * 256, 256 * 256 // BLOCK * 4, 256 * 4
+    codes, scales, vector = 256 * 256, 256 * 256 // QUANT_BLOCK * 4, 256 * 4
     for found in cluster(2).run(traffic_body):
         assert found == {"calls": 3 * 3, "bytes": 3 * (codes + scales + vector)}
 
@@ -227,7 +227,7 @@ def waiting_body(context: Context) -> dict[str, int]:
 def test_what_waits_takes_a_byte_an_element(cluster: Clusters, device: str) -> None:
     if device != "sim":
         pytest.skip("only this device counts its bytes exactly")
-    codes, scales, vector = 256 * 256, 256 * 256 // BLOCK * 4, 256 * 4
+    codes, scales, vector = 256 * 256, 256 * 256 // QUANT_BLOCK * 4, 256 * 4
     for found in cluster(2).run(waiting_body):
         assert found == {"under way": codes + scales + vector, "done": 4 * codes + vector, "released": 0}
 
@@ -393,7 +393,7 @@ def _raising(module: nn.Module) -> Iterator[None]:
 
 
 def failing_body(context: Context) -> dict[str, bool]:
-    """A forward that fails, alone and in zero.gathered: pending gathers are dropped, shown units stay."""
+    """A forward that fails, alone and in zero.gathered: pending gathers are dropped, exact units stay."""
     exact = fresh()
     model = fresh()
     engine = zero.initialize(model, adamw(model), zero.Config(gather_dtype="int8", prefetch=2, timeout=20))

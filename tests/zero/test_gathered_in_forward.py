@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from zero.sharding.whole import WholeValues
+from zero.sharding.full_parameters import FullParameters
 
 WIDTH = 16
 WAYS = [(None, False), (None, True), ("int8", False), ("int8", True)]
@@ -33,13 +33,13 @@ def ones(engine: zero.Engine) -> Tensor:
 
 @contextmanager
 def _slow_to_write(slow: bool) -> Iterator[None]:
-    assign = WholeValues.assign
+    assign = FullParameters.assign
 
     def late(*arguments: Any) -> None:
         time.sleep(0.2)
         assign(*arguments)
 
-    with patch.object(WholeValues, "assign", late if slow else assign):
+    with patch.object(FullParameters, "assign", late if slow else assign):
         yield
 
 

@@ -14,7 +14,7 @@ import pytest
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.compiled.models import fresh, tokens
 from tests.zero.compiled.test_activations import LENGTH, build
-from tests.zero.offload import test_ahead, test_tiers, test_visits
+from tests.zero.offload import test_speculative_steps, test_streamed_records, test_tiers
 
 Body = Callable[..., dict[str, Any]]
 
@@ -50,12 +50,12 @@ def test_every_setting(cluster: Clusters, tmp_path: Path, device: str) -> None:
 
 
 def test_steps_ahead(cluster: Clusters, tmp_path: Path) -> None:
-    for found in run_late(cluster, 2, test_ahead.settings_body, path=str(tmp_path)):
-        test_ahead.check(found, wasted=False)
+    for found in run_late(cluster, 2, test_speculative_steps.settings_body, path=str(tmp_path)):
+        test_speculative_steps.check(found, wasted=False)
 
 
 def test_state_that_visits(cluster: Clusters) -> None:
-    for found in run_late(cluster, 2, test_visits.parity_body):
+    for found in run_late(cluster, 2, test_streamed_records.parity_body):
         assert [name for name, equal in found.items() if not equal] == []
 
 

@@ -27,8 +27,8 @@ from tests.zero.models import WIDTH, LanguageModel, Stack, device_of, features, 
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.test_paths import STRAIGHT
 from tests.zero.training import adamw, train_zero
-from zero.counterparts import COUNTERPARTS
 from zero.deferred import deferred_init
+from zero.migration_hints import MIGRATION_HINTS
 
 
 def gathered_body(context: Context, stage: int, precision: str) -> dict[str, Any]:
@@ -875,7 +875,7 @@ def habits_body(context: Context) -> dict[str, str]:
     model = nn.Linear(4, 4)
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
     found = {}
-    for name in (*COUNTERPARTS, "parameters", "in_features", "no_such_thing"):
+    for name in (*MIGRATION_HINTS, "parameters", "in_features", "no_such_thing"):
         with pytest.raises(AttributeError) as caught:
             getattr(engine, name)
         found[name] = str(caught.value)
@@ -888,4 +888,4 @@ def test_names_of_other_engines_say_what_to_write(cluster: Clusters) -> None:
     assert "use engine.module.parameters" in found["parameters"]
     assert "use engine.module.in_features" in found["in_features"]
     assert found["no_such_thing"] == "a zero.Engine has no attribute 'no_such_thing'"
-    assert all(found[name].endswith(said) for name, said in COUNTERPARTS.items())
+    assert all(found[name].endswith(said) for name, said in MIGRATION_HINTS.items())

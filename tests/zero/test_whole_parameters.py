@@ -528,7 +528,7 @@ def starved_step(context: Context, offload: Any, nth: int) -> tuple[str, float, 
             engine.step()
     except zero.ZeroError as error:
         said = f"{type(error).__name__}: {error}"
-    return said, time.monotonic() - began, engine._communicator.share_all(said)
+    return said, time.monotonic() - began, engine._communicator.all_gather_object(said)
 
 
 @pytest.mark.parametrize("offload", [None, zero.Offload(optimizer="host")])

@@ -91,7 +91,7 @@ def train_zero(
 
 def check_order(engine: zero.Engine) -> None:
     """Check that all ranks issued the same collectives in one order, as libraries with one queue need."""
-    sequences = engine._communicator.share_all(engine._communicator.sequence)
+    sequences = engine._communicator.all_gather_object(engine._communicator.sequence)
     assert len(set(sequences)) == 1, "gathers and reductions in other orders on some ranks"
 
 

@@ -14,11 +14,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from accelz import current
 from accelz.collectives import Group
 from zero.checkpoint.engine_state import RankState
-from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import Part
 from zero.checkpoint.reader import Checkpoint
 from zero.checkpoint.save_job import Job
+from zero.checkpoint.save_messages import SaveMessages
 from zero.checkpoint.storage import Storage
 
 RANKS = 2
@@ -37,7 +37,7 @@ def save(
         group = Group(number, RANKS, timeout, store, cast(Any, None))
         parts = [p for p in _parts(steps) if p[0] == number]
         job = Job(
-            Exchange(group, "test"),
+            SaveMessages(group, "test"),
             storage,
             current(),
             Publication(storage, path, keep_last),

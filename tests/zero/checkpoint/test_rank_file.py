@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from accelz.conformance.cluster import Clusters, Context
-from zero.checkpoint.manifest import BLOCK
+from zero.checkpoint.manifest import CHECKSUM_BLOCK
 from zero.checkpoint.rank_file import Part, pack, write_rank_file
 from zero.checkpoint.storage import DISK, PAGE
 from zero.checkpoint.stream import CHUNK
@@ -57,9 +57,9 @@ def test_packed_or_not_the_bytes_are_the_same(cluster: Clusters, tmp_path: Path,
     sizes = [
         [],
         [0, 1, 0],
-        [BLOCK, BLOCK + 1, 3, PAGE],
+        [CHECKSUM_BLOCK, CHECKSUM_BLOCK + 1, 3, PAGE],
         [generator.randrange(CHUNK) for _ in range(5)],
         [CHUNK // 4] * 6,
-        [generator.randrange(3 * BLOCK) for _ in range(40)],
+        [generator.randrange(3 * CHECKSUM_BLOCK) for _ in range(40)],
     ]
     assert cluster(1).run(files_body, folder=str(tmp_path), all_sizes=sizes) == [[]]

@@ -15,7 +15,6 @@ from zero.compiled.explain import predicted_peak
 from zero.compiled.facts import Facts, ParameterFacts, UnitFacts
 from zero.compiled.graphs import ShardedGraph, outputs, text
 from zero.compiled.liveness import peak_of
-from zero.compiled.passes.derive_late import derive_late
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
 from zero.compiled.passes.list_schedule import list_schedule
@@ -25,6 +24,7 @@ from zero.compiled.passes.reduce_gradients import reduce_gradients
 from zero.compiled.passes.reload_parameters import reload_parameters
 from zero.compiled.passes.retain import retain
 from zero.compiled.passes.save_sharded import save_sharded
+from zero.compiled.passes.sink_weight_ops import sink_weight_ops
 from zero.compiled.passes.tie_releases import tie_releases
 
 HANDLE = 7
@@ -106,7 +106,7 @@ def test_derive_late() -> None:
     peaks, lines = [], []
     for late in (False, True):
         graph = graph_of(eager_casts, "x", "a", "b")
-        moved = derive_late(graph) if late else 0
+        moved = sink_weight_ops(graph) if late else 0
         lines = shown(graph).splitlines()
         insert_gathers(graph)
         fuse_casts(graph)

@@ -14,15 +14,15 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
 from tests.zero.compiled.models import VOCABULARY, WIDTH, fresh, tokens
 from tests.zero.training import adamw
-from zero.compiled.persistence import WARM_UP, WATCHED, Candidate, choose
+from zero.compiled.persistence import WARM_UP, WATCHED, PersistCandidate, choose
 
 DECIDED = WARM_UP + WATCHED  # steps
 FP32 = torch.float32
 TABLE = VOCABULARY * WIDTH * FP32.itemsize
 
 
-def candidate(name: str, nbytes: int, saved: float = 1, seconds: float = 1e-3) -> Candidate:
-    return Candidate(name, (0, FP32), nbytes, saved, seconds)
+def candidate(name: str, nbytes: int, saved: float = 1, seconds: float = 1e-3) -> PersistCandidate:
+    return PersistCandidate(name, (0, FP32), nbytes, saved, seconds)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ def back(first: Tensor, second: Tensor, a: Tensor, tangent: Tensor) -> Tensor:
 
 
 def pair(*visiting: int, scratch: int = 0, records: int = 1) -> tuple[ShardedGraph, ShardedGraph]:
-    """visiting: bytes of each unit's state, in so many records; the first two are those of a and b."""
+    """streamed: bytes of each unit's state, in so many records; the first two are those of a and b."""
     graphs = graph_of(ahead, "x", "a", "b"), graph_of(back, "first", "second", "a", "tangent")
-    units = tuple(UnitFacts(str(n), True, {}, visiting=nbytes) for n, nbytes in enumerate(visiting))
+    units = tuple(UnitFacts(str(n), True, {}, streamed=nbytes) for n, nbytes in enumerate(visiting))
     passing = 3 * max(visiting) // records
     for graph in graphs:
         graph.facts = replace(FACTS, units=units, scratch=scratch, passing=passing)
@@ -124,7 +124,7 @@ def through(tangent: Tensor) -> Tensor:
 
 
 def test_graphs_with_nothing_to_do() -> None:
-    units = (UnitFacts("0", True, {}, visiting=64),)
+    units = (UnitFacts("0", True, {}, streamed=64),)
     graphs = graph_of(plus, "x", "a"), graph_of(through, "tangent")
     for graph in graphs:
         graph.facts = replace(FACTS, units=units)

@@ -15,10 +15,10 @@ from accelz import current
 from accelz.collectives import Group
 from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.engine_state import RankState
-from zero.checkpoint.exchange import Exchange
 from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import Part
 from zero.checkpoint.save_job import Job
+from zero.checkpoint.save_messages import SaveMessages
 from zero.checkpoint.storage import DISK
 
 
@@ -29,8 +29,8 @@ def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2) -> None:
 
     def rank(number: int) -> None:
         parts = [part for name, value in tensors.items() for part in _part(name, value, number, ranks)]
-        exchange = Exchange(Group(number, ranks, 60.0, store, cast(Any, None)), "synthetic")
-        job = Job(exchange, DISK, current(), Publication(DISK, path, None), RankState(parts=parts))
+        messages = SaveMessages(Group(number, ranks, 60.0, store, cast(Any, None)), "synthetic")
+        job = Job(messages, DISK, current(), Publication(DISK, path, None), RankState(parts=parts))
         job.described = _described(tensors, ranks)
         try:
             job.run()

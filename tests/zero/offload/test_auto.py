@@ -437,7 +437,7 @@ def foreseen_body(context: Context, dtype: torch.dtype, **settings: Any) -> None
     for _ in range(settings["gradient_accumulation_steps"]):
         inputs = torch.ones(2, WIDTH, dtype=dtype, device=engine.accelerator.device)
         engine.backward(engine(inputs).square().mean())
-    for gradients in engine._passes.reducer.all:
+    for gradients in engine._model_hooks.reducer.all:
         values = gradients.slice.get()
         assert gradients.slice_bytes == values.numel() * values.element_size()
 

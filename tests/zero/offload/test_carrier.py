@@ -62,13 +62,13 @@ def carrier(queues: Queues) -> Carrier:
 
 
 def test_only_who_waits_for_the_journey_waits(queues: Queues, carrier: Carrier) -> None:
-    with carrier.beside() as journey:
+    with carrier.beside() as work:
         beside = queues.current()
     assert beside is not queues.computing
     assert beside.waited == [("computing", 1)]
     assert queues.current() is queues.computing
     assert queues.computing.waited == []
-    journey.wait()
+    work.wait()
     assert queues.computing.waited == [(beside.name, 1)]
 
 

@@ -26,8 +26,8 @@ from tests.zero.training import adamw
 from zero.tiers import swap_file
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.record import Record
-from zero.tiers.split import LOWER, SplitMaster
-from zero.tiers.swap_file import PAGE, Section, SwapFile, aligned
+from zero.tiers.split_master import LOWER, SplitMaster
+from zero.tiers.swap_file import PAGE, Section, SwapFile, page_aligned_part
 
 WIDTH, LAYERS = 128, 4
 LAYER = WIDTH * WIDTH
@@ -172,7 +172,7 @@ def test_sections_and_slices_see_the_same_bytes(tmp_path: Path) -> None:
     stored = Section(file, file.allocate(3 * PAGE), 3 * PAGE // 4, torch.float32)
     assert not stored.read().any()  # zero at first
     stored[10:2000].write(torch.arange(10.0, 2000.0))
-    buffer = aligned(torch.empty(4 * PAGE, dtype=torch.uint8))[: 3 * PAGE]
+    buffer = page_aligned_part(torch.empty(4 * PAGE, dtype=torch.uint8))[: 3 * PAGE]
     file.read(stored.place, bytes_of(buffer)).wait()
     values = buffer.view(torch.float32)
     assert torch.equal(values[10:2000], torch.arange(10.0, 2000.0))
@@ -480,11 +480,11 @@ def test_what_travels_is_page_locked(cluster: Clusters, tmp_path: Path) -> None:
 
 
 def test_blocks_of_a_section_are_moved_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_file, "BLOCK", PAGE)
+    monkeypatch.setattr(swap_file, "TRANSFER_BLOCK", PAGE)
     file = SwapFile(tmp_path)
     place = file.allocate(64 * PAGE)
-    buffer = aligned(torch.arange(65 * PAGE // 8).view(torch.uint8))[: 64 * PAGE]
+    buffer = page_aligned_part(torch.arange(65 * PAGE // 8).view(torch.uint8))[: 64 * PAGE]
     file.write(place, bytes_of(buffer)).wait()
-    back = aligned(torch.empty(65 * PAGE, dtype=torch.uint8))[: 64 * PAGE]
+    back = page_aligned_part(torch.empty(65 * PAGE, dtype=torch.uint8))[: 64 * PAGE]
     file.read(place, bytes_of(back)).wait()
     assert torch.equal(back, buffer)

@@ -139,9 +139,9 @@ def test_gradients_made_for_the_step_are_counted(cluster: Clusters) -> None:
 
 def test_the_picture_is_over_seconds_and_adds_up() -> None:
     """Three samples, at 0, 1 and 4 seconds."""
-    from zero.tiers.held import Held
+    from zero.tiers.device_bytes import DeviceBytes
 
-    held = Held(parameters=50)
+    held = DeviceBytes(parameters=50)
     samples = (
         Sample("forward", "", 0.0, held, 0, 60, 60, 0),
         Sample("forward", "a", 1.0, held, 20, 80, 100, 0),

@@ -23,7 +23,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
 from tests.zero.offload.test_auto import BATCH, LAYERS, WIDTH, one_step
 from tests.zero.training import collected
-from zero.offload.second_try import SecondTry
+from zero.offload.oom_retry import OomRetry
 
 SHORT_STEP = 4  # two steps measure, one has the records placed
 
@@ -143,8 +143,8 @@ def random_body(context: Context) -> tuple[bool, bool]:
         ballast.clear()
         return moved[-1]
 
-    second_try = SecondTry(accelerator, make_room, lambda: len(ballast))
-    with capacity(accelerator, accelerator.memory.stats().allocated + 3 * numel), second_try.on():
+    oom_retry = OomRetry(accelerator, make_room, lambda: len(ballast))
+    with capacity(accelerator, accelerator.memory.stats().allocated + 3 * numel), oom_retry.on():
         found, _ = torch.native_dropout(x, 0.5, True)
     again = torch.rand(4, device=accelerator.device)
     return moved == [1], torch.equal(found, expected) and torch.equal(draws, again)

@@ -16,7 +16,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
 from tests.zero.checkpoint.test_load import fingerprint
 from tests.zero.training import adamw, collected
-from zero.optimizer.visitor import Visitor
+from zero.optimizer.streamed_record import StreamedRecord
 from zero.tiers.swap_file import PAGE
 
 VOCABULARY, WIDTH = 512, 64
@@ -111,7 +111,7 @@ def test_buffers_hold_a_record_not_a_unit(cluster: Clusters, tmp_path: Path) -> 
 
 @collected()
 def visits_body(context: Context) -> tuple[float, float, int]:
-    """Losses with state on the device and visiting it; what the step of the second takes more."""
+    """Losses with state on the device and streamed to it; what the step of the second takes more."""
     memory, found, peaks = context.accelerator.memory, [], []
     for offload in (None, zero.Offload(optimizer="host", step="device", sub_group_size=SUB)):
         gc.collect()
@@ -140,10 +140,10 @@ def test_three_records_visit_the_device(cluster: Clusters, device: str) -> None:
 
 
 def journeys_body(context: Context, params: str) -> tuple[int, int]:
-    """Records that visit the device, and how often one has come in a step."""
+    """Records that are streamed to the device, and how often one has come in a step."""
     offload = zero.Offload(optimizer="host", params=params, step="device", sub_group_size=SUB)
     engine = build(offload)
-    with patch.object(Visitor, "come", autospec=True, side_effect=Visitor.come) as come:
+    with patch.object(StreamedRecord, "prefetch", autospec=True, side_effect=StreamedRecord.prefetch) as come:
         one_step(engine, 0)
     return len(engine._sharded_optimizer.subs), come.call_count
 
@@ -161,9 +161,9 @@ def mixed_body(context: Context) -> tuple[int, int]:
     offload = zero.Offload(optimizer="host", params="host", fraction=0.5, overlap=True, sub_group_size=SUB)
     engine = build(offload)
     one_step(engine, 0)
-    ahead = engine._sharded_optimizer._ahead
+    ahead = engine._sharded_optimizer._speculative
     assert ahead is not None
-    return ahead.taken, ahead.wasted
+    return ahead.committed, ahead.wasted
 
 
 def test_steps_ahead_are_of_use_beside_records_on_the_device(cluster: Clusters, device: str) -> None:

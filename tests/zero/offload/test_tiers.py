@@ -18,7 +18,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import features
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import Run, adamw, same_bits, scaled_error, state_error, train_zero
-from zero.tiers.placement import Candidate, Placement, Placer
+from zero.tiers.placement import Placement, PlacementRequest, Placer
 
 STEPS = 6
 
@@ -222,7 +222,7 @@ def placed(
 ) -> list[Placement]:
     """Of groups whose shards are of these sizes."""
     placer = Placer(offload, lambda tier: tier)
-    return placer.place([Candidate(n, item_bytes, 2, True, False, 2, divisible) for n in sizes])
+    return placer.place([PlacementRequest(n, item_bytes, 2, True, False, 2, divisible) for n in sizes])
 
 
 def elements(placements: Sequence[Placement]) -> dict[str, int]:
@@ -274,10 +274,12 @@ def test_what_no_kernel_steps_is_not_cut() -> None:
 def test_what_one_rank_alone_keeps_counts_for_the_budget(spare: int, whole: int) -> None:
     """Two groups stepped whole by different ranks, then records that a kernel steps, for what is left."""
     own = [(4000, 0, 800), (0, 4000, 800)]
-    mine = [Candidate(1000, 2, 2, True, False, 0, False, each) for each in own]
+    mine = [PlacementRequest(1000, 2, 2, True, False, 0, False, each) for each in own]
     budget = 2 * 4000 + 4000 + spare
     offload = zero.Offload(optimizer="host", host_budget=budget)
-    *wholes, last = Placer(offload, lambda tier: tier).place([*mine, Candidate(6400, 2, 2, True, False, 2)])
+    *wholes, last = Placer(offload, lambda tier: tier).place(
+        [*mine, PlacementRequest(6400, 2, 2, True, False, 2)]
+    )
     assert [p.optimizer for p in wholes].count(((1000, "host"),)) == whole
     free = budget - 8000 if whole == 1 else 0
     assert elements([last]).get("host", 0) == free // 12 // 64 * 64

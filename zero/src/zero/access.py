@@ -12,40 +12,40 @@ from torch import Tensor, nn
 
 from zero.deferred import deferred_init
 from zero.errors import UsageError
+from zero.sharding.full_parameters import FullParameters
 from zero.sharding.guard import NAME_ATTRIBUTE, ShardedParameter
 from zero.sharding.uncopied import Uncopied
-from zero.sharding.whole import WholeValues
 
-WHOLE_ATTRIBUTE = "_zero_whole"
-"""Key of the engine's WholeValues in a module's __dict__, and of an _Owner in a parameter's."""
+OWNER_ATTRIBUTE = "_zero_owner"
+"""Key of the engine's FullParameters in a module's __dict__, and of an _Owner in a parameter's."""
 
 
 class _Owner(Uncopied):
-    """A weak reference to an engine's WholeValues; modules hold the strong one.
+    """A weak reference to an engine's FullParameters; modules hold the strong one.
 
     Autograd's graphs hold parameters where Python's garbage collector does not see it, and a model may keep
     one of its own outputs: a strong reference here would close a cycle that is never freed.
     """
 
-    def __init__(self, whole: WholeValues) -> None:
-        self._whole = weakref.ref(whole)
+    def __init__(self, full: FullParameters) -> None:
+        self._full_parameters = weakref.ref(full)
 
-    def alive(self) -> WholeValues | None:
-        return self._whole()
+    def alive(self) -> FullParameters | None:
+        return self._full_parameters()
 
 
-def own(model: nn.Module, whole: WholeValues) -> None:
+def own(model: nn.Module, full: FullParameters) -> None:
     """Mark the model's parameters as owned by an engine.
 
     From now on the model's `load_state_dict()` raises UsageError, except inside `gathered`: at 16 bits the
     masters would bring the old values back in the next step.
     """
-    owner = _Owner(whole)
+    owner = _Owner(full)
     for parameter in model.parameters():
-        parameter.__dict__[WHOLE_ATTRIBUTE] = owner
+        parameter.__dict__[OWNER_ATTRIBUTE] = owner
     for module in model.modules():
         if module._parameters:
-            module.__dict__[WHOLE_ATTRIBUTE] = whole
+            module.__dict__[OWNER_ATTRIBUTE] = full
             module.register_load_state_dict_pre_hook(_refuse_to_load)
 
 
@@ -96,48 +96,48 @@ def _gathered(
     parameters: nn.Parameter | nn.Module | Iterable[nn.Parameter], write_rank: int | None
 ) -> Iterator[None]:
     owners = _by_owner(parameters)
-    for whole in owners:
-        _check_rank(whole, write_rank)
-    names = {whole: [p.__dict__[NAME_ATTRIBUTE] for p in mine] for whole, mine in owners.items()}
-    held: list[WholeValues] = []
+    for full in owners:
+        _check_rank(full, write_rank)
+    names = {full: [p.__dict__[NAME_ATTRIBUTE] for p in mine] for full, mine in owners.items()}
+    held: list[FullParameters] = []
     versions: dict[nn.Parameter, int] = {}
     try:
-        for whole, mine in names.items():
-            whole.hold(mine)
-            held.append(whole)
+        for full, mine in names.items():
+            full.hold(mine)
+            held.append(full)
         versions = {p: p._version for mine in owners.values() for p in mine}
         yield
         if write_rank is None:
             _check_unchanged(versions)
         else:
-            for whole, mine in names.items():
-                whole.write_back(mine, write_rank)
+            for full, mine in names.items():
+                full.write_back(mine, write_rank)
     except BaseException:
         if write_rank is not None:
             _tell_of_changes(versions)
         raise
     finally:
-        for whole in held:
-            whole.unhold(names[whole])
+        for full in held:
+            full.unhold(names[full])
 
 
 def _by_owner(
     parameters: nn.Parameter | nn.Module | Iterable[nn.Parameter],
-) -> dict[WholeValues, list[nn.Parameter]]:
+) -> dict[FullParameters, list[nn.Parameter]]:
     """Return the sharded ones among `parameters`, by the engine that owns them."""
     if isinstance(parameters, nn.Parameter):
         listed: Iterable[nn.Parameter] = [parameters]
     else:
         listed = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
         listed = _only_parameters(listed)
-    owners: dict[WholeValues, list[nn.Parameter]] = {}
+    owners: dict[FullParameters, list[nn.Parameter]] = {}
     for parameter in dict.fromkeys(listed):
         if deferred_init.is_deferred(parameter):
             raise UsageError("parameters made under zero.init() have no values before zero.initialize")
-        owner = parameter.__dict__.get(WHOLE_ATTRIBUTE)
-        whole = None if owner is None else owner.alive()
-        if whole is not None:
-            owners.setdefault(whole, []).append(parameter)
+        owner = parameter.__dict__.get(OWNER_ATTRIBUTE)
+        full = None if owner is None else owner.alive()
+        if full is not None:
+            owners.setdefault(full, []).append(parameter)
         elif isinstance(parameter, ShardedParameter):
             raise UsageError(
                 "a sharded parameter's module and its engine no longer exist, so it has no values"
@@ -159,8 +159,8 @@ def _only_parameters(given: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 def _refuse_to_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module._parameters.items():
         own = {} if parameter is None or prefix + name not in state else parameter.__dict__
-        whole = own[WHOLE_ATTRIBUTE].alive() if WHOLE_ATTRIBUTE in own else None
-        if whole is not None and not whole.locate(own[NAME_ATTRIBUTE])[0].shown:
+        full = own[OWNER_ATTRIBUTE].alive() if OWNER_ATTRIBUTE in own else None
+        if full is not None and not full.locate(own[NAME_ATTRIBUTE])[0].held_exact:
             raise UsageError(
                 "model.load_state_dict() would change at most this rank's whole values, not what the engine "
                 "steps: call engine.load_state_dict(state), which uses rank 0's state, or load inside `with "
@@ -168,16 +168,16 @@ def _refuse_to_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_
             )
 
 
-def _check_rank(whole: WholeValues, write_rank: int | None) -> None:
-    size = whole.communicator.group.size
+def _check_rank(full: FullParameters, write_rank: int | None) -> None:
+    size = full.communicator.group.size
     if write_rank is not None and not 0 <= write_rank < size:
         raise UsageError(f"write_rank={write_rank} is not a rank of this job of {size}")
 
 
 def _check_unchanged(versions: Mapping[nn.Parameter, int]) -> None:
-    for name, whole in _changed(versions):
+    for name, full in _changed(versions):
         raise UsageError(
-            f"parameter {name!r} was changed inside zero.gathered(); {_fate(name, whole)} unless you pass "
+            f"parameter {name!r} was changed inside zero.gathered(); {_fate(name, full)} unless you pass "
             "write_rank=<the rank that writes>"
         )
 
@@ -187,21 +187,21 @@ def _tell_of_changes(versions: Mapping[nn.Parameter, int]) -> None:
 
     This rank may be the only one that has the new values.
     """
-    for name, whole in _changed(versions):
-        if whole.locate(name)[0].resident:
-            whole.integrity.interrupt()
+    for name, full in _changed(versions):
+        if full.locate(name)[0].resident:
+            full.integrity.interrupt()
 
 
-def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, WholeValues]]:
-    """Yield the names of parameters whose version has changed, with the WholeValues they belong to."""
+def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, FullParameters]]:
+    """Yield the names of parameters whose version has changed, with the FullParameters they belong to."""
     for parameter, version in versions.items():
-        whole = parameter.__dict__[WHOLE_ATTRIBUTE].alive()
-        if parameter._version != version and whole is not None:
-            yield parameter.__dict__[NAME_ATTRIBUTE], whole
+        full = parameter.__dict__[OWNER_ATTRIBUTE].alive()
+        if parameter._version != version and full is not None:
+            yield parameter.__dict__[NAME_ATTRIBUTE], full
 
 
-def _fate(name: str, whole: WholeValues) -> str:
+def _fate(name: str, full: FullParameters) -> str:
     """Say, for a message, what becomes of a change that is not written back."""
-    if whole.locate(name)[0].resident:
+    if full.locate(name)[0].resident:
         return "this rank has the change, but the masters and other ranks may not"
     return "the change is lost"

@@ -15,28 +15,28 @@ from torch.optim import Optimizer
 from zero.access import own
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
-from zero.checkpoint.load import Loaded, Options
+from zero.checkpoint.load import Loaded, LoadOptions
 from zero.checkpoint.names import Rename
 from zero.communication.communicator import Communicator, Traffic
 from zero.config import Config
-from zero.counterparts import missing
 from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
 from zero.gradients.loss_scale import LossScale
 from zero.integrity import Integrity
+from zero.migration_hints import missing
+from zero.model_hooks import ModelHooks
 from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
-from zero.offload.parking import Parking
 from zero.offload.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy, asking_to_repeat
+from zero.offload.state_offload import StateOffload
 from zero.optimizer.optimizer_state import OptimizerState
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepping import Stepping
-from zero.passes import Passes
 from zero.pretrained import Request, fill_engine
 from zero.sharding import model_state
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.full_parameters import FullParameters
 from zero.sharding.sharded_unit import ShardedUnit, refill
-from zero.sharding.whole import WholeValues
 from zero.tiers.stores import Stores
 
 if TYPE_CHECKING:
@@ -78,25 +78,35 @@ class Engine:
         self._sharded_optimizer = sharded = ShardedOptimizer(
             optimizer, trainable, param_group_of, stores, communicator, stepping, tracer, expected
         )
-        self._parking = parking = Parking(self.units, sharded, communicator)
-        self._integrity = integrity = Integrity(module, self.units, sharded, parking)
-        self._whole = WholeValues(module, units, communicator, integrity)
-        self._optimizer_state = OptimizerState(self._whole, sharded)
+        self._state_offload = state_offload = StateOffload(self.units, sharded, communicator)
+        self._integrity = integrity = Integrity(module, self.units, sharded, state_offload)
+        self._full_parameters = FullParameters(module, units, communicator, integrity)
+        self._optimizer_state = OptimizerState(self._full_parameters, sharded)
         scale, every = self._loss_scale, self.units
         self._checkpoints = Checkpoints(
             EngineParts(
-                module, config, accelerator, communicator, every, sharded, param_group_of, scale, parking
+                module,
+                config,
+                accelerator,
+                communicator,
+                every,
+                sharded,
+                param_group_of,
+                scale,
+                state_offload,
             )
         )
-        own(module, self._whole)
-        self._passes = Passes(module, config, stores, communicator, units, integrity, sharded, tracer)
-        self._reducer = reducer = self._passes.reducer
+        own(module, self._full_parameters)
+        self._model_hooks = ModelHooks(
+            module, config, stores, communicator, units, integrity, sharded, tracer
+        )
+        self._reducer = reducer = self._model_hooks.reducer
         tracer.watch(reducer, sharded)
-        stores.may_move(sharded.visits)
+        stores.may_move(sharded.record_streamer)
         self._placement = StaticPlacementPolicy(stores)
         if config.offload == "auto":
             self._placement = auto = AutoPlacementPolicy(
-                stores, units, communicator, tracer, sharded, reducer, self._passes.watchable()
+                stores, units, communicator, tracer, sharded, reducer, self._model_hooks.watchable()
             )
             stores.may_move(auto.balancer)
 
@@ -130,12 +140,12 @@ class Engine:
             )
         try:
             last = self._micro_steps + 1 == self.config.gradient_accumulation_steps
-            with self._passes.backward(last), self._placement.repeating():
-                self._passes.run_autograd(self._factor.scaled(loss))
+            with self._model_hooks.backward(last), self._placement.repeating():
+                self._model_hooks.run_autograd(self._factor.scaled(loss))
             self._micro_steps += 1
             if self.is_boundary:
                 self._integrity.show_absent(self._reducer)
-            self._tracer.settle()
+            self._tracer.end_backward()
             self.accelerator.flush()
         except torch.OutOfMemoryError as error:
             self._recover()
@@ -161,7 +171,7 @@ class Engine:
             raise UsageError("step() without backward(): call engine.backward(loss) first")
         if not self.is_boundary:
             return False
-        self._passes.check_not_in_use("step")
+        self._model_hooks.check_not_in_use("step")
         self._integrity.check_step()
         self._placement.before_step()
         self._tracer.begin_update()
@@ -176,7 +186,7 @@ class Engine:
         self.accelerator.flush()
         self._tracer.end()
         self._placement.after_step()
-        self._passes.after_step()
+        self._model_hooks.after_step()
         return True
 
     def zero_grad(self) -> None:
@@ -192,9 +202,9 @@ class Engine:
 
     def explain(self) -> Explanation:
         """Report what compilation has made of the model so far; `str()` of the result is for people."""
-        if self._passes.compiled is None:
+        if self._model_hooks.compiled is None:
             raise UsageError("explain() describes compiled models: set zero.Config(compile=True)")
-        return self._passes.compiled.explain()
+        return self._model_hooks.compiled.explain()
 
     @property
     def is_boundary(self) -> bool:
@@ -250,7 +260,7 @@ class Engine:
                 "refresh_weights() was called between backward() and step(): call engine.step() first"
             )
         self._integrity.check_complete()
-        self._passes.check_not_in_use("refresh_weights")
+        self._model_hooks.check_not_in_use("refresh_weights")
         with self._changing_weights(self.units):
             try:
                 self._sharded_optimizer.deliver_changed()
@@ -268,7 +278,7 @@ class Engine:
         self._integrity.check_complete()
         self._check_model()
         self._integrity.check_refreshed()
-        state = model_state.read(self.module, self._whole, master)
+        state = model_state.read(self.module, self._full_parameters, master)
         self._communicator.check()
         return state
 
@@ -281,8 +291,8 @@ class Engine:
         """
         self._check_loadable("load_state_dict")
         before = self._integrity.interrupted
-        model_state.load(self.module, self._whole, state, strict, self._begin_load)
-        self._integrity.settle()
+        model_state.load(self.module, self._full_parameters, state, strict, self._begin_load)
+        self._integrity.snapshot_versions()
         self._integrity.interrupted = before
 
     def full_master(self, name: str) -> Tensor:
@@ -290,23 +300,23 @@ class Engine:
 
         A frozen parameter has no master: its own value is returned, in fp32.
         """
-        _, group, _ = self._whole.locate(name)
-        self._whole.take_in_frozen()
-        return self._whole.parameter(name, group.widest)
+        _, group, _ = self._full_parameters.locate(name)
+        self._full_parameters.take_in_frozen()
+        return self._full_parameters.parameter(name, group.widest)
 
     def full_gradient(self, name: str) -> Tensor | None:
         """Return the whole gradient of parameter `name`, fp32: averaged and unscaled, before clipping.
 
         Call it between backward() and step(). None if no rank has a gradient.
         """
-        _, group, index = self._whole.locate(name)
+        _, group, index = self._full_parameters.locate(name)
         if self._micro_steps and not self.is_boundary and self._reducer.local:
             raise UsageError("with local accumulation, gradients are complete only at the last micro-batch")
         have = next((g for g in self._reducer.all if g.group is group), None)
         if have is None or not have.slice.present or index not in have.used:
             return None
         with group.room_for_whole(torch.float32):
-            value = self._whole.parameter(name, self._reducer.summed(have))
+            value = self._full_parameters.parameter(name, self._reducer.summed(have))
             factor = self._factor.mean()
             return value if factor is None else value.mul_(factor)
 
@@ -362,13 +372,16 @@ class Engine:
         names that do not fit, both before anything changes; CorruptCheckpointError if bytes are damaged,
         after which the engine refuses to go on until a whole checkpoint has been loaded.
         """
-        self._passes.check_not_in_use("load_checkpoint")
+        self._model_hooks.check_not_in_use("load_checkpoint")
         self._check_model()
         if not strict:  # what the checkpoint does not have stays as it is
             self._integrity.check_refreshed()
-        options, before = Options(restore or {}, strict, weights_only, rename), self._integrity.interrupted
+        options, before = (
+            LoadOptions(restore or {}, strict, weights_only, rename),
+            self._integrity.interrupted,
+        )
         loaded = self._checkpoints.load(path, options, self._begin_load)
-        self._integrity.settle()
+        self._integrity.snapshot_versions()
         if not weights_only:
             self.steps = loaded.steps
         # Values of an interrupted step or load may remain, unless everything has been loaded.
@@ -385,8 +398,8 @@ class Engine:
         self._check_loadable("load_pretrained")
         before = self._integrity.interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
-        fill_engine(self.module, self._whole, request, self._begin_load)
-        self._integrity.settle()
+        fill_engine(self.module, self._full_parameters, request, self._begin_load)
+        self._integrity.snapshot_versions()
         self._integrity.interrupted = before
 
     def wait_for_checkpoint(self) -> None:
@@ -410,13 +423,13 @@ class Engine:
                 "engine.step() first"
             )
         self._integrity.check_complete()
-        self._passes.check_not_in_use("offload_states")
-        self._whole.take_in_frozen()
-        if not self._parking.away:
+        self._model_hooks.check_not_in_use("offload_states")
+        self._full_parameters.take_in_frozen()
+        if not self._state_offload.away:
             self._placement.pause()
-        self._passes.release_all()
-        self._whole.begin_write()
-        self._parking.park()
+        self._model_hooks.release_all()
+        self._full_parameters.begin_write()
+        self._state_offload.offload()
         self.accelerator.streams.synchronize()
         self.accelerator.memory.trim()
 
@@ -426,8 +439,8 @@ class Engine:
         A rank that has no room raises OutOfMemoryError, and the others raise OffloadError; once there is
         room, every rank may call this again.
         """
-        if self._parking.away:
-            self._parking.unpark()
+        if self._state_offload.away:
+            self._state_offload.reload()
             self._placement.resume()
 
     def trace_memory(self, steps: int = 1) -> None:
@@ -450,10 +463,10 @@ class Engine:
 
     def _begin_load(self) -> None:
         self.zero_grad()
-        self._passes.release_all()
+        self._model_hooks.release_all()
         self._integrity.interrupt()
         self._count_change(self.units)
-        self._whole.begin_write()
+        self._full_parameters.begin_write()
 
     def _count_change(self, units: Iterable[ShardedUnit]) -> None:
         """Have backwards refused whose forward ran before this change: it had other weights."""
@@ -463,7 +476,7 @@ class Engine:
     def _check_loadable(self, call: str) -> None:
         """Check that weights may be loaded from elsewhere."""
         self._integrity.check_present()
-        self._passes.check_not_in_use(call)
+        self._model_hooks.check_not_in_use(call)
         self._check_model()
         self._integrity.check_refreshed()
 
@@ -481,7 +494,7 @@ class Engine:
     def _check_model(self) -> None:
         """Check, before whole values are saved or loaded, that the model's parameters are the engine's."""
         self._integrity.check_model()
-        self._whole.take_in_frozen()
+        self._full_parameters.take_in_frozen()
 
     @contextmanager
     def _changing_weights(self, units: Iterable[ShardedUnit]) -> Iterator[None]:
@@ -490,13 +503,13 @@ class Engine:
         A change that is interrupted half-way cannot be repeated, because some values are then new and others
         old; from then on the engine refuses to go on.
         """
-        self._passes.release_all()  # whole values that were kept are about to be old
+        self._model_hooks.release_all()  # whole values that were kept are about to be old
         self._count_change(units)
-        self._whole.begin_write()
+        self._full_parameters.begin_write()
         try:
             yield
             refill(self.units, frozen=False)
-            self._integrity.settle()
+            self._integrity.snapshot_versions()
         except BaseException:
             self._integrity.interrupt()
             self._tracer.drop()
@@ -522,7 +535,7 @@ class Engine:
         """Drop gradients, gathers and calls under way, after an exception."""
         self._tracer.drop()
         self._integrity.hide_absent()
-        self._passes.recover()
+        self._model_hooks.recover()
         self._micro_steps = 0
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from zero.errors import UsageError, some
 from zero.gradients.absent import AbsentGradients
 from zero.gradients.reducer import GradientReducer
-from zero.offload.parking import Parking
+from zero.offload.state_offload import StateOffload
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.sharding.late_parameters import LateParameters
+from zero.sharding.parameter_checks import ParameterChecks
 from zero.sharding.sharded_unit import ShardedUnit
 
 
@@ -31,23 +31,23 @@ class Integrity:
         module: nn.Module,
         units: Sequence[ShardedUnit],
         optimizer: ShardedOptimizer,
-        parking: Parking,
+        state_offload: StateOffload,
     ) -> None:
         self.interrupted = False
         self._module = module
         self._optimizer = optimizer
-        self._parking = parking
-        self._late = LateParameters(module, units)
+        self._state_offload = state_offload
+        self._parameter_checks = ParameterChecks(module, units)
         self._absent = AbsentGradients()
 
     def interrupt(self) -> None:
         """Record that some values are new and others old: the engine refuses to go on until a load."""
         self.interrupted = True
 
-    def settle(self) -> None:
+    def snapshot_versions(self) -> None:
         """Record that weights and masters have the same values now; changes from here on are reported."""
-        self._late.settle()
-        self._optimizer.settle()
+        self._parameter_checks.snapshot_versions()
+        self._optimizer.snapshot_versions()
 
     def check_complete(self) -> None:
         """Raise UsageError after a step or a load that did not complete."""
@@ -59,7 +59,7 @@ class Integrity:
 
     def check_present(self) -> None:
         """Raise UsageError while the state is off the device."""
-        self._parking.check()
+        self._state_offload.check()
 
     def check_refreshed(self) -> None:
         """Raise UsageError if the optimizer's values were changed in place and the weights lack the change.
@@ -77,7 +77,7 @@ class Integrity:
 
     def check_model(self) -> None:
         """Check, before whole values are saved or loaded, that the model's parameters are the engine's."""
-        self._late.check_model()
+        self._parameter_checks.check_model()
 
     def check_backward(self, loss: Tensor) -> None:
         """Check that a backward can run from `loss` and would reach the parameters that are trained."""
@@ -88,7 +88,7 @@ class Integrity:
         if not loss.requires_grad:
             raise UsageError("backward(): the loss does not depend on any parameter that requires a gradient")
         self.check_complete()
-        self._late.check_trained()
+        self._parameter_checks.check_trained()
 
     def check_step(self) -> None:
         """Check that the optimizer would step what it was given, with the gradients that the engine has.
@@ -96,7 +96,7 @@ class Integrity:
         Warns of weights that were changed in place, which the step undoes.
         """
         self._optimizer.check_groups()
-        self._late.warn_of_changes()
+        self._parameter_checks.warn_of_changes()
         self._check_gradients()
 
     def _check_gradients(self) -> None:

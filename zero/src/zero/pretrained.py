@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero.access import WHOLE_ATTRIBUTE
+from zero.access import OWNER_ATTRIBUTE
 from zero.checkpoint.names import Rename, match
 from zero.checkpoint.storage import DISK, Storage
 from zero.checkpoint.tensor_reader import TensorReader
@@ -23,9 +23,9 @@ from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.communication.communicator import Communicator
 from zero.deferred import deferred_init
 from zero.errors import CheckpointError, ModelError, UsageError
+from zero.sharding.full_parameters import FullParameters
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
-from zero.sharding.whole import WholeValues
 from zero.sources.safetensors_header import is_safetensors
 from zero.sources.safetensors_weights import SafetensorsWeights
 
@@ -96,7 +96,7 @@ def fill(model: nn.Module, request: Request) -> None:
     """Do what load_pretrained() does."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if any(WHOLE_ATTRIBUTE in parameter.__dict__ for parameter in model.parameters()):
+    if any(OWNER_ATTRIBUTE in parameter.__dict__ for parameter in model.parameters()):
         raise UsageError("the model has an engine: call engine.load_pretrained(path) instead")
     with closing(request.open()) as weights:
         keys = request.match(weights, model)
@@ -130,10 +130,10 @@ def keep_promises(units: Sequence[ShardedUnit], communicator: Communicator) -> N
 
 
 def fill_engine(
-    model: nn.Module, whole: WholeValues, request: Request, before_change: Callable[[], None]
+    model: nn.Module, full_parameters: FullParameters, request: Request, before_change: Callable[[], None]
 ) -> None:
     """Do what Engine.load_pretrained does. before_change: called once everything has been checked."""
-    together = Together(whole.communicator, "pretrained weights")
+    together = Together(full_parameters.communicator, "pretrained weights")
     opened: list[SafetensorsWeights] = []
     keys: dict[str, str] = {}
 
@@ -143,13 +143,13 @@ def fill_engine(
 
     def change() -> None:
         fill_buffers(model, TensorReader(opened[0]), keys)
-        _fill_shards(whole.units, {opened[0]: keys})
+        _fill_shards(full_parameters.units, {opened[0]: keys})
 
     try:
         together(check)
         before_change()
         together(change)
-        refill(whole.units, frozen=True)
+        refill(full_parameters.units, frozen=True)
     finally:
         for weights in opened:
             weights.close()

@@ -6,9 +6,10 @@ storage, stream         all input and output
 manifest, reader        the manifest; reading tensors by key, with every byte checked. No torch, no engine
 dtypes, user_state, random_state, header, rank_layout, rank_file, engine_state
                         what a save consists of, and one rank's file
-exchange, problems, together
+save_messages, problems, together
                         messages and errors between ranks
-publication, assembly   publishing a checkpoint under its name; one manifest from all ranks' reports
+publication, manifest_assembly
+                        publishing a checkpoint under its name; one manifest from all ranks' reports
 save_job                one save
 names, group_match, tensor_reader, weights, load_optimizer, load
                         matching stored tensors to another model, and reading them

@@ -18,11 +18,11 @@ from torch import Tensor
 import zero
 from zero.checkpoint import user_state
 from zero.checkpoint.engine_state import EngineParts, collect, describe
-from zero.checkpoint.exchange import Exchange
-from zero.checkpoint.load import Loaded, Options, load
+from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.publication import Publication, check_name
 from zero.checkpoint.rank_file import pack
 from zero.checkpoint.save_job import Job, refuse
+from zero.checkpoint.save_messages import SaveMessages
 from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
 from zero.tiers.values import lasting
@@ -61,7 +61,7 @@ class Checkpoints:
             check()  # at once, as other ranks may not be there to be told
         self.wait()
         group = self._engine.communicator.group
-        exchange = Exchange(group, f"{self._key}/save{next(self._saves)}")
+        exchange = SaveMessages(group, f"{self._key}/save{next(self._saves)}")
         try:
             check()
             _check_arguments(state, rank_state, keep_last)
@@ -80,7 +80,7 @@ class Checkpoints:
             job.run()
 
     @lasting()
-    def load(self, path: str | Path, options: Options, before_change: Callable[[], None]) -> Loaded:
+    def load(self, path: str | Path, options: LoadOptions, before_change: Callable[[], None]) -> Loaded:
         """See Engine.load_checkpoint."""
         self.wait()
         return load(self._engine, self.storage, Path(path).absolute(), options, before_change)
@@ -104,7 +104,7 @@ class Checkpoints:
         self._engine.accelerator.streams.synchronize()
         self._engine.communicator.check()  # results of a failed collective must not be published
         job.mine = collect(self._engine, _plain(rank_state))
-        if job.exchange.rank == 0:
+        if job.messages.rank == 0:
             job.described = {
                 "zero": zero.__version__,
                 "created": time.time(),

@@ -24,7 +24,7 @@ from zero.communication.communicator import Communicator
 from zero.config import Config
 from zero.errors import StateError, UsageError
 from zero.gradients.loss_scale import LossScale
-from zero.offload.parking import Parking
+from zero.offload.state_offload import StateOffload
 from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
@@ -42,8 +42,8 @@ from zero.tiers.stored import Stored
 class EngineParts:
     """The parts of an engine that a checkpoint is made from and loaded into.
 
-    param_group_of: for each parameter, the index of its group in the optimizer's param_groups. parking: tells
-    whether the state is on the host at the moment.
+    param_group_of: for each parameter, the index of its group in the optimizer's param_groups. state_offload:
+    tells whether the state is on the host at the moment.
     """
 
     module: nn.Module
@@ -54,7 +54,7 @@ class EngineParts:
     sharded_optimizer: ShardedOptimizer
     param_group_of: dict[nn.Parameter, int]
     loss_scale: LossScale | None
-    parking: Parking
+    state_offload: StateOffload
 
     @property
     def rank(self) -> int:

@@ -24,7 +24,7 @@ from zero.sharding.state_entries import entries_of, load_rest
 
 
 @dataclass(frozen=True)
-class Options:
+class LoadOptions:
     """See Engine.load_checkpoint."""
 
     restore: Mapping[str, Any]
@@ -50,7 +50,7 @@ class Loaded:
 
 
 def load(
-    engine: EngineParts, storage: Storage, path: Path, options: Options, before_change: Callable[[], None]
+    engine: EngineParts, storage: Storage, path: Path, options: LoadOptions, before_change: Callable[[], None]
 ) -> Loaded:
     """Load a checkpoint. Collective.
 
@@ -98,7 +98,7 @@ def _check_same(seen: Sequence[tuple[str, int]]) -> None:
 class _Load:
     """One load. Its public methods are called in the order in which they stand."""
 
-    def __init__(self, engine: EngineParts, checkpoint: Checkpoint, options: Options) -> None:
+    def __init__(self, engine: EngineParts, checkpoint: Checkpoint, options: LoadOptions) -> None:
         self._engine = engine
         self._checkpoint = checkpoint
         self._manifest: Manifest = checkpoint.manifest
@@ -152,9 +152,9 @@ class _Load:
     def spread(self) -> None:
         """Refresh the resident units' whole parameters. Collective.
 
-        While the state is parked off the device nothing is done: they are gathered when it comes back.
+        While the state is off the device nothing is done: they are gathered when it comes back.
         """
-        if not self._engine.parking.away:
+        if not self._engine.state_offload.away:
             refill(self._engine.units, frozen=True)
 
     def restore(self) -> None:

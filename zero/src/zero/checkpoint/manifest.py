@@ -18,7 +18,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 LATEST = "latest"
 CHECKSUMS = "checksums"  # the tensor that holds them in a rank's file
-BLOCK = 1 << 16  # bytes that one checksum covers
+CHECKSUM_BLOCK = 1 << 16  # bytes that one checksum covers
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,

@@ -19,15 +19,15 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import name_of
-from zero.checkpoint.manifest import BLOCK
+from zero.checkpoint.manifest import CHECKSUM_BLOCK
 from zero.checkpoint.rank_layout import RankLayout, Stretch
 from zero.checkpoint.storage import PAGE, Storage
-from zero.checkpoint.stream import CHUNK, Stream, aligned, view_of
+from zero.checkpoint.stream import CHUNK, Stream, empty_aligned, view_of
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values
 
-_CACHED = 4 * BLOCK  # bytes read for their checksums, then copied while still in the processor's cache
+_CACHED = 4 * CHECKSUM_BLOCK  # bytes read for checksums, then copied while still in the processor's cache
 _PACKED = 2 * CHUNK  # bytes of packed parts per write; larger than CHUNK, as only one write is under way
 
 
@@ -125,7 +125,7 @@ def _write_packed(
 ) -> bytes:
     """Write parts that pack() made; returns the table of checksums."""
     memory, begin = bytes_of(packed), len(layout.header)
-    first = aligned(begin)
+    first = empty_aligned(begin)
     first[:] = np.frombuffer(layout.header, np.uint8)
     table = bytearray()
     file = storage.create(path, layout.size, direct=layout.size > CHUNK)
@@ -135,9 +135,9 @@ def _write_packed(
         for part in parts:
             assert isinstance(part.values, Tensor)
             values = bytes_of(part.values)
-            for block in range(0, values.nbytes, BLOCK):
-                table += crc32(values[block : block + BLOCK]).to_bytes(4, "little")
-                summed += min(BLOCK, values.nbytes - block)
+            for block in range(0, values.nbytes, CHECKSUM_BLOCK):
+                table += crc32(values[block : block + CHECKSUM_BLOCK]).to_bytes(4, "little")
+                summed += min(CHECKSUM_BLOCK, values.nbytes - block)
                 if summed - written >= _PACKED:  # the processor's cache still has some of it
                     ready = written + _PACKED
                     file.write(begin + written, [memory[written:ready]])
@@ -160,8 +160,8 @@ def _write_parts(file: Stream, accelerator: Accelerator, parts: Sequence[Part]) 
         for values in staging.on_host(chunk):
             for begin in range(0, values.nbytes, _CACHED):
                 run = values[begin : begin + _CACHED]
-                for block in range(0, run.nbytes, BLOCK):
-                    table += crc32(run[block : block + BLOCK]).to_bytes(4, "little")
+                for block in range(0, run.nbytes, CHECKSUM_BLOCK):
+                    table += crc32(run[block : block + CHECKSUM_BLOCK]).to_bytes(4, "little")
                 file.append(run)
     return bytes(table)
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from zero.checkpoint.header import lay_out
-from zero.checkpoint.manifest import BLOCK, CHECKSUMS, ITEM_BYTES
+from zero.checkpoint.manifest import CHECKSUM_BLOCK, CHECKSUMS, ITEM_BYTES
 
 _METADATA = {"format": "pt", "whole": "see manifest.json"}
 
@@ -35,7 +35,7 @@ class Stretch(NamedTuple):
     @property
     def blocks(self) -> int:
         """The number of its checksums in the table."""
-        return -(-self.nbytes // BLOCK)
+        return -(-self.nbytes // CHECKSUM_BLOCK)
 
 
 class RankLayout:

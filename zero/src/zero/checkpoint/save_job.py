@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from zero.checkpoint.assembly import assemble
 from zero.checkpoint.engine_state import RankState
-from zero.checkpoint.exchange import Exchange
+from zero.checkpoint.manifest_assembly import assemble
 from zero.checkpoint.problems import Problem, error_of, problem_of
 from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import write_rank_file
+from zero.checkpoint.save_messages import SaveMessages
 from zero.checkpoint.storage import Storage
 from zero.errors import CheckpointError, CommunicationError, ZeroError
 
@@ -34,7 +34,7 @@ class Job:
     rank, of the error that is raised.
     """
 
-    exchange: Exchange
+    messages: SaveMessages
     storage: Storage
     accelerator: Accelerator
     publication: Publication
@@ -53,27 +53,27 @@ class Job:
             raise error_of(problem) from self.failure
 
     def _run(self) -> Problem:
-        rank, exchange = self.exchange.rank, self.exchange
+        rank, messages = self.messages.rank, self.messages
         try:
             report = self._write(self._begin())
         except Exception as error:
             self.failure = error
             report = {"problem": problem_of(error, _PART.format(rank))}
-        exchange.publish("file", report)
+        messages.publish("file", report)
         if rank:
-            outcome: Problem = exchange.collect("outcome", [0], patience=_LAST)[0]
-            exchange.publish("leave", None)
+            outcome: Problem = messages.collect("outcome", [0], patience=_LAST)[0]
+            messages.publish("leave", None)
             return outcome
         outcome = self._publish()
-        exchange.publish("outcome", outcome)
+        messages.publish("outcome", outcome)
         if outcome[:1] != [CommunicationError.__name__]:  # otherwise nobody may be there
-            _take_leave(exchange)
+            _take_leave(messages)
         return outcome
 
     def _begin(self) -> Path:
         """Have rank 0 make the directory, and return it once it is there."""
-        if self.exchange.rank:
-            problem, there = self.exchange.collect("directory", [0])[0]
+        if self.messages.rank:
+            problem, there = self.messages.collect("directory", [0])[0]
             if problem:
                 raise error_of(problem)
             self._check_same(there)
@@ -88,13 +88,13 @@ class Job:
             self.publication.begin()
         except Exception as error:
             problem = problem_of(error, f"{self.publication.staging} could not be created")
-        self.exchange.publish("directory", [problem, str(self.publication.staging)])
+        self.messages.publish("directory", [problem, str(self.publication.staging)])
         if problem:
             raise error_of(problem)
 
     def _check_same(self, there: str) -> None:
         """Raise unless this rank sees the directory. there: rank 0's path of it, which may differ."""
-        here, rank = self.publication.staging, self.exchange.rank
+        here, rank = self.publication.staging, self.messages.rank
         if not self.storage.is_directory(here):
             raise CheckpointError(
                 f"rank 0 created {there}, but rank {rank} does not see {here}: every rank must pass the same "
@@ -102,19 +102,19 @@ class Job:
             )
 
     def _write(self, staging: Path) -> dict[str, Any]:
-        path = staging / f"rank-{self.exchange.rank:05d}.safetensors"
+        path = staging / f"rank-{self.messages.rank:05d}.safetensors"
         report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts, self.packed)
         return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
 
     def _publish(self) -> Problem:
         """Publish the checkpoint once every rank has written its file. On rank 0."""
         try:
-            reports = self.exchange.collect("file", self.exchange.ranks)
+            reports = self.messages.collect("file", self.messages.ranks)
             problem = next((r["problem"] for _, r in sorted(reports.items()) if "problem" in r), None)
             if problem:
                 raise error_of(problem)
             self._check_visible(reports)
-            self.publication.commit(assemble(self.described, [reports[r] for r in self.exchange.ranks]))
+            self.publication.commit(assemble(self.described, [reports[r] for r in self.messages.ranks]))
         except Exception as error:
             return self._abandon(problem_of(error, "the checkpoint could not be published"))
         return []
@@ -143,7 +143,7 @@ class Job:
                 )
 
 
-def refuse(exchange: Exchange, error: Exception) -> NoReturn:
+def refuse(exchange: SaveMessages, error: Exception) -> NoReturn:
     """Raise what keeps this rank from starting its job; the others, which have, raise it with its number.
 
     Only rank 0 waits for the others, until they know.
@@ -161,7 +161,7 @@ def refuse(exchange: Exchange, error: Exception) -> NoReturn:
     raise error_of(own) from error
 
 
-def _take_leave(exchange: Exchange) -> None:
+def _take_leave(exchange: SaveMessages) -> None:
     """Wait until every rank has read the outcome, since rank 0's process may hold the store."""
     others = exchange.ranks[1:]
     try:

@@ -30,7 +30,7 @@ class Stream:
         self._large = size > CHUNK
         self._file = storage.create(path, size, direct=self._large)
         self._writers = ThreadPoolExecutor(_WRITERS) if self._large else None
-        memory = aligned((1 + _WRITERS) * CHUNK if self._large else size)
+        memory = empty_aligned((1 + _WRITERS) * CHUNK if self._large else size)
         self._chunks = [memory[at : at + CHUNK] for at in range(0, max(len(memory), 1), CHUNK)]
         self._pending: list[Future[None] | None] = [None] * len(self._chunks)
         self._current = 0  # index of the chunk being filled
@@ -87,7 +87,7 @@ class Stream:
             pending.result()
 
 
-def aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def empty_aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """`size` bytes of memory that begin on a page.
 
     Large memory uses huge pages if there are any, as touching thousands of small ones for the first time

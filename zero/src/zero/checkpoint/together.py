@@ -25,7 +25,7 @@ class Together:
             cause = error
             rank = self._communicator.group.rank
             mine = {"problem": problem_of(error, f"rank {rank} could not load {self._what}")}
-        results = self._communicator.share_all(mine)
+        results = self._communicator.all_gather_object(mine)
         for result in results:
             if "problem" in result:
                 raise error_of(result["problem"]) from cause

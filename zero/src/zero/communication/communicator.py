@@ -78,7 +78,7 @@ class Communicator:
 
     group: all ranks of the job. control: a second group of the same ranks, for host memory, whose traffic
     must not interleave with the data's. After `split`, shards: the ranks that share a copy of the model with
-    this one; copies: the ranks that have the same slices as this one, None if there is one copy.
+    this one; replicas: the ranks that have the same slices as this one, None if there is one copy.
 
     A rank whose disk fails continues to take part in the collectives of the others, with whatever values
     there are, and reports the error in the next `agree`: until then the error is *postponed*. in_pass: inside
@@ -89,7 +89,7 @@ class Communicator:
         self._collectives = accelerator.collectives
         self._control = control
         self.group = self.shards = group
-        self.copies: Group | None = None
+        self.replicas: Group | None = None
         self.traffic = Traffic()
         self._key = key  # prefix in the store, one per engine
         self._reports = Reports(group, key)
@@ -108,7 +108,7 @@ class Communicator:
 
     def split(self, split: Split) -> None:
         """Gather and reduce slices as `split` says from now on."""
-        self.shards, self.copies = split.shards, split.copies
+        self.shards, self.replicas = split.shards, split.replicas
 
     def all_gather(self, unit: str, output: Tensor, shard: Tensor) -> NamedHandle:
         """All-gather over the ranks of a copy."""
@@ -123,7 +123,7 @@ class Communicator:
         )
 
     def reduce_scatter(self, unit: str, output: Tensor, full: Tensor) -> NamedHandle:
-        """Reduce-scatter over the ranks of a copy; the sum over all copies takes `all_reduce_copies`, too."""
+        """Reduce-scatter over the ranks of a copy; `all_reduce_replicas` then adds up all copies."""
         return self._issue(
             "reduce_scatter",
             unit,
@@ -156,10 +156,10 @@ class Communicator:
         """All-reduce over the ranks of a copy."""
         return self._all_reduce(unit, tensor, op, self.shards)
 
-    def all_reduce_copies(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
+    def all_reduce_replicas(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
         """All-reduce over the ranks that have the same slices, in several copies of the model."""
-        assert self.copies is not None
-        return self._all_reduce(unit, tensor, op, self.copies)
+        assert self.replicas is not None
+        return self._all_reduce(unit, tensor, op, self.replicas)
 
     def _all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp, group: Group) -> NamedHandle:
         return self._issue(
@@ -190,7 +190,7 @@ class Communicator:
         Raises RankMismatchError if the ranks had issued different collectives. What was computed from an
         aborted one is worthless. After `streams.synchronize()` no abort is missed.
         """
-        groups = {id(group): group for group in (self.group, self.shards, self.copies) if group is not None}
+        groups = {id(group): group for group in (self.group, self.shards, self.replicas) if group is not None}
         try:
             for group in groups.values():
                 self._collectives.check(group)
@@ -252,16 +252,16 @@ class Communicator:
         self.agree()
 
     def _raise_disk_error(self) -> NoReturn:
-        causes = self.share_all(self._disk_error)
+        causes = self.all_gather_object(self._disk_error)
         self._disk_error = ""
         self._shared_disk_error = next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause)
         raise OffloadError(self._shared_disk_error)
 
-    def fence(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait until every rank has come here and finished all reading and writing before it."""
         self._exchange(what, torch.zeros(1, dtype=torch.int64, device=HOST))
 
-    def any_of(self, flags: Tensor) -> Tensor:
+    def all_reduce_or(self, flags: Tensor) -> Tensor:
         """Take the elementwise "or" of host uint8 flags over the ranks, in place."""
         if self.group.size > 1:
             self._exchange("usage", flags)
@@ -280,17 +280,17 @@ class Communicator:
         highest, lowest = ballot.tolist()
         unequal = [what for what, high, low in zip(facts, highest, lowest, strict=True) if high != -low]
         if unequal:
-            every = self.share_all(facts[unequal[0]].splitlines())
+            every = self.all_gather_object(facts[unequal[0]].splitlines())
             raise RankMismatchError(
                 f"the ranks disagree about {' and '.join(unequal)}, which must be the same on all ranks: "
                 f"{_first_difference(every)}"
             )
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank. Blocks the host."""
-        return self.share_all(value if self.group.rank == 0 else None)[0]
+        return self.all_gather_object(value if self.group.rank == 0 else None)[0]
 
-    def share_all(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, by rank. Blocks the host."""
         if self.group.size == 1:
             return [json.loads(json.dumps(value))]  # what other world sizes would see
@@ -377,7 +377,7 @@ class Communicator:
             return ""
         first = self.group.rank - self.shards.rank
         ranks = range(first, first + self.shards.size)
-        if group is self.copies:
+        if group is self.replicas:
             ranks = range(self.shards.rank, self.group.size, self.shards.size)
         return (
             f" (ranks 0 to {group.size - 1} of this group are ranks {', '.join(map(str, ranks))} of the job)"
@@ -388,7 +388,7 @@ class Communicator:
         raise RankMismatchError(f"{self._difference() or self.failed}. {_ADVICE}")
 
     def _explain_settings(self, own: Mapping[str, Any]) -> NoReturn:
-        every = self.share_all(dict(own))
+        every = self.all_gather_object(dict(own))
         name, rank = next(
             (name, rank)
             for rank, theirs in enumerate(every)

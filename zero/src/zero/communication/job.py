@@ -19,12 +19,12 @@ T = TypeVar("T")
 class Split:
     """A rank's groups.
 
-    shards: the ranks that share a copy of the model, with this one. copies: the ranks that have the same
+    shards: the ranks that share a copy of the model, with this one. replicas: the ranks that have the same
     slices, this one among them, one of each copy; None if there is one copy.
     """
 
     shards: Group
-    copies: Group | None
+    replicas: Group | None
 
 
 _groups: dict[float, tuple[object, Group, Group]] = {}  # timeout -> (the job, for data, for control)
@@ -55,10 +55,10 @@ def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
 def split(accelerator: Accelerator, group: Group, shard_ranks: int | None) -> Split:
     """Divide the job into copies of the model of `shard_ranks` consecutive ranks each (None: one copy).
 
-    group: from `join`. Every rank must call this, with the same number. Raises what `ranks_of_copy` raises,
-    and CommunicationError.
+    group: from `join`. Every rank must call this, with the same number. Raises what `ranks_of_replica`
+    raises, and CommunicationError.
     """
-    each = ranks_of_copy(shard_ranks, group.size)
+    each = ranks_of_replica(shard_ranks, group.size)
     if each == group.size:
         return Split(group, None)
     job, key = accelerator.collectives.init(group.timeout).process_group, (group.timeout, each)
@@ -68,7 +68,7 @@ def split(accelerator: Accelerator, group: Group, shard_ranks: int | None) -> Sp
     return _splits[key][1]
 
 
-def ranks_of_copy(shard_ranks: int | None, ranks: int) -> int:
+def ranks_of_replica(shard_ranks: int | None, ranks: int) -> int:
     """Return how many of the job's `ranks` share a copy.
 
     Raises ConfigError if copies would have different numbers of ranks.

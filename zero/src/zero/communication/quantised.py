@@ -13,31 +13,31 @@ from torch import Tensor
 from accelz.kernels import Kernels
 from zero.communication.communicator import Communicator, NamedHandle
 
-BLOCK = 128
+QUANT_BLOCK = 128
 """Elements that share a scale, which takes 4 more bytes for each 128."""
 
 
-def block_of(codes: torch.dtype | None) -> int:
-    """Return how many elements must stay together: a block if they travel in `codes`, else 1."""
-    return 1 if codes is None else BLOCK
+def block_of(quant_dtype: torch.dtype | None) -> int:
+    """Return how many elements must stay together: a block if they travel in `quant_dtype`, else 1."""
+    return 1 if quant_dtype is None else QUANT_BLOCK
 
 
 class Quantised:
     """A quantised buffer.
 
-    codes: (numel,) int8 or float8. scales: (numel / BLOCK,) fp32. numel is a multiple of BLOCK.
+    codes: (numel,) int8 or float8. scales: (numel / QUANT_BLOCK,) fp32. numel is a multiple of QUANT_BLOCK.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):  # a gather that begins in inference mode may end outside of it
             self.codes = torch.empty(numel, dtype=dtype, device=device)
-            self.scales = torch.empty(numel // BLOCK, dtype=torch.float32, device=device)
+            self.scales = torch.empty(numel // QUANT_BLOCK, dtype=torch.float32, device=device)
             self._bytes = self.codes.view(torch.uint8)
 
     @staticmethod
     def nbytes_of(numel: int) -> int:
         """Return the bytes of codes and scales for `numel` elements."""
-        return numel + 4 * (numel // BLOCK)
+        return numel + 4 * (numel // QUANT_BLOCK)
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +45,7 @@ class Quantised:
 
     def put(self, kernels: Kernels, window: slice, values: Tensor) -> None:
         """Quantise `values` into the elements `window`, which begins and ends on block boundaries."""
-        kernels.quantise(self.codes[window], self.scales[_blocks(window)], values, BLOCK)
+        kernels.quantise(self.codes[window], self.scales[_blocks(window)], values, QUANT_BLOCK)
 
     def all_gather(self, communicator: Communicator, unit: str, window: slice) -> list[NamedHandle]:
         """Begin to gather every rank's window; this rank's must have been `put`."""
@@ -56,8 +56,8 @@ class Quantised:
 
     def unpack(self, kernels: Kernels, output: Tensor) -> None:
         """Write the dequantised values to `output`, shape (numel,)."""
-        kernels.dequantise(output, self.codes, self.scales, BLOCK)
+        kernels.dequantise(output, self.codes, self.scales, QUANT_BLOCK)
 
 
 def _blocks(window: slice) -> slice:
-    return slice(window.start // BLOCK, window.stop // BLOCK)
+    return slice(window.start // QUANT_BLOCK, window.stop // QUANT_BLOCK)

@@ -2,7 +2,7 @@
 
 Modules, lowest first:
 
-split, facts            units for graphs; what passes know of the engine, without tensors
+units_by_use, facts     units for graphs; what passes know of the engine, without tensors
 activations, runtime    what the operations in graphs do to the engine
 ops                     these operations: the list of them is here
 graphs, liveness        reading graphs; the memory that they take
@@ -11,5 +11,5 @@ explain                 what the passes did
 inductor, backend       the inner compiler; what dynamo calls
 persistence             units that stay gathered until the weights change
 model                   the model whose calls are compiled
-assembly                puts it all together
+compile_calls           puts it all together
 """

@@ -11,7 +11,7 @@ import torch
 from zero.compiled.graphs import ShardedGraph, begun_by, text, travels_in, unit_of
 from zero.compiled.liveness import peak_of
 from zero.compiled.ops import REDUCE, RELEASE
-from zero.compiled.persistence import Candidate
+from zero.compiled.persistence import PersistCandidate
 from zero.settings import sizes
 
 IN_BYTES = frozenset({"list_schedule"})
@@ -69,7 +69,7 @@ class Explanation:
     graphs: tuple[GraphReport, ...]
     measured_peak: int
     room: int | None = None
-    persistent: tuple[Candidate, ...] = ()
+    persistent: tuple[PersistCandidate, ...] = ()
 
     def __str__(self) -> str:
         if self.mode == "units":
@@ -111,7 +111,7 @@ def predicted_peak(graph: ShardedGraph) -> int:
     return peak
 
 
-def _kept(room: int, persistent: Sequence[Candidate]) -> str:
+def _kept(room: int, persistent: Sequence[PersistCandidate]) -> str:
     names = ", ".join(f"{c.unit} ({sizes.human(c.nbytes)})" for c in persistent) or "nothing"
     saved = sum(c.saved * c.seconds for c in persistent)
     return (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zero.communication.quantised import Quantised
-from zero.optimizer.visits import Visits
+from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.sharded_unit import ShardedUnit
 
 
@@ -24,7 +24,7 @@ class UnitFacts:
     resident: whether it is always whole, and never gathered.
     elements: of the whole flat buffers, by dtype. rounded: those of them that travel in codes.
     away: whether shards are not on the device.
-    visiting: bytes of optimizer state that come to the device for the step.
+    streamed: bytes of optimizer state that come to the device for the step.
     slices: number that reduced gradients are cut into, one of which stays on the device until the step; 0 if
         none does.
     """
@@ -33,7 +33,7 @@ class UnitFacts:
     resident: bool
     elements: dict[torch.dtype, int]
     away: bool = False
-    visiting: int = 0
+    streamed: int = 0
     slices: int = 0
     rounded: dict[torch.dtype, int] = field(default_factory=dict)
 
@@ -76,7 +76,9 @@ class Facts:
     passing: int = 0
 
 
-def gather_facts(handle: int, units: Sequence[ShardedUnit], visits: Visits, accumulates: bool) -> Facts:
+def gather_facts(
+    handle: int, units: Sequence[ShardedUnit], record_streamer: RecordStreamer, accumulates: bool
+) -> Facts:
     """The facts about an engine. Parameters are numbered in the order of units, groups and slots.
     accumulates: whether gradients add up over micro-batches, the last of which finds slices of gradients
     there.
@@ -86,16 +88,18 @@ def gather_facts(handle: int, units: Sequence[ShardedUnit], visits: Visits, accu
         for group in unit.groups:
             for name in group.names:
                 parameters.append(ParameterFacts(len(parameters), name, unit.index, group.trainable))
-    of_units = tuple(_of_unit(unit, visits, accumulates) for unit in units)
-    return Facts(handle, of_units, tuple(parameters), visits.scratch, visits.passing_bytes)
+    of_units = tuple(_of_unit(unit, record_streamer, accumulates) for unit in units)
+    return Facts(handle, of_units, tuple(parameters), record_streamer.scratch, record_streamer.passing_bytes)
 
 
-def _of_unit(unit: ShardedUnit, visits: Visits, accumulates: bool) -> UnitFacts:
+def _of_unit(unit: ShardedUnit, record_streamer: RecordStreamer, accumulates: bool) -> UnitFacts:
     elements, rounded = Counter[torch.dtype](), Counter[torch.dtype]()
     for group in unit.groups:
         elements[group.dtype] += group.layout.numel
-        if group.travel.codes is not None:
+        if group.gather_options.quant_dtype is not None:
             rounded[group.dtype] += group.layout.numel
     near = any(group.placement.gradients == "device" for group in unit.groups if group.trainable)
     slices = unit.groups[0].shards if near and not accumulates else 0
-    return UnitFacts(unit.name, unit.resident, elements, unit.away, visits.nbytes(unit), slices, rounded)
+    return UnitFacts(
+        unit.name, unit.resident, elements, unit.away, record_streamer.nbytes(unit), slices, rounded
+    )

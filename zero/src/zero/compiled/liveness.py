@@ -191,11 +191,11 @@ def _count_optimizer(graph: ShardedGraph, comes: Counter[fx.Node], goes: Counter
     for node in graph.graph.nodes:
         if node.target in (RELOAD_OPTIMIZER, OFFLOAD_OPTIMIZER):
             near.update(node.args[2])
-            comes[node] += visiting(graph, node.args[2])
+            comes[node] += streamed_bytes(graph, node.args[2])
         if node.target is WAIT_OFFLOAD_OPTIMIZER:
-            goes[node] += visiting(graph, near.intersection(node.args[2]))
+            goes[node] += streamed_bytes(graph, near.intersection(node.args[2]))
 
 
-def visiting(graph: ShardedGraph, units: Iterable[int]) -> int:
+def streamed_bytes(graph: ShardedGraph, units: Iterable[int]) -> int:
     """Bytes of the units' optimizer state that come to the device for the step."""
-    return sum(graph.facts.units[unit].visiting for unit in units)
+    return sum(graph.facts.units[unit].streamed for unit in units)

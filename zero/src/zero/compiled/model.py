@@ -124,7 +124,7 @@ class CompiledModel:
             with hooks_spare_parameters():
                 result = whole(*args, **kwargs)
             self._show_returned(result)
-            self._runtime.awaiting.expect(result)
+            self._runtime.pending_backwards.expect(result)
             return result
         except BaseException:
             self._runtime.abandon()
@@ -159,7 +159,7 @@ class CompiledModel:
 
     def _compile_units(self) -> None:
         self._units_wait = False
-        for module in dict.fromkeys(a for u in self._units for a in u.anchors if self._is_block(a)):
+        for module in dict.fromkeys(a for u in self._units for a in u.hooked_modules if self._is_block(a)):
             forward = torch.compile(
                 module.forward, backend=self._settings.inner, dynamic=self._settings.dynamic
             )

@@ -27,7 +27,7 @@ REPEATS = 3  # gathers of each unit that are timed; the fastest counts
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PersistCandidate:
     """A unit that may persist. nbytes: what it then takes, besides memory that ranks have in common, on the
     rank where that is most. saved: gathers saved per step. seconds: of one gather. Both are means over the
     ranks.
@@ -45,10 +45,10 @@ class Candidate:
         return self.saved * self.seconds / max(self.nbytes, 1)
 
 
-def choose(candidates: Iterable[Candidate], room: int) -> tuple[Candidate, ...]:
+def choose(candidates: Iterable[PersistCandidate], room: int) -> tuple[PersistCandidate, ...]:
     """Choose those with the most worth per byte first, as far as `room` bytes go; equals in the order
     given."""
-    chosen: list[Candidate] = []
+    chosen: list[PersistCandidate] = []
     for candidate in sorted(candidates, key=lambda c: -c.worth):
         if candidate.saved > 0 and candidate.nbytes <= room:
             room -= candidate.nbytes
@@ -69,7 +69,7 @@ class Persistence:
         communicator: Communicator,
         budget: int | Literal["auto"],
     ) -> None:
-        self.chosen: tuple[Candidate, ...] = ()
+        self.chosen: tuple[PersistCandidate, ...] = ()
         self.room: int | None = None
         self._runtime = runtime
         self._accelerator = accelerator
@@ -100,7 +100,7 @@ class Persistence:
             return
         excess = memory.stats().peak - usable(self._accelerator)
         if self._communicator.agree(excess > 0):
-            self._give_up(max(self._communicator.share_all(excess)))
+            self._give_up(max(self._communicator.all_gather_object(excess)))
             memory.reset_peak()
 
     def _give_up(self, nbytes: int) -> None:
@@ -115,12 +115,12 @@ class Persistence:
     def _decide(self, profile: Profile) -> None:
         self._runtime.clear_all()
         candidates = self._candidates(profile)
-        self.room = min(self._communicator.share_all(self._room(profile.peak)))
+        self.room = min(self._communicator.all_gather_object(self._room(profile.peak)))
         self.chosen = choose(candidates, self.room)
         for candidate in self.chosen:
             self._runtime.set_persistent(candidate.what, True)
 
-    def _candidates(self, profile: Profile) -> list[Candidate]:
+    def _candidates(self, profile: Profile) -> list[PersistCandidate]:
         """The candidates, the same on every rank."""
         repeated = self._repeated(profile)
         with self._runtime.unseen():
@@ -130,17 +130,19 @@ class Persistence:
             ]
         found = []
         for what, of_ranks in zip(
-            repeated, zip(*self._communicator.share_all(mine), strict=True), strict=True
+            repeated, zip(*self._communicator.all_gather_object(mine), strict=True), strict=True
         ):
             saved, seconds, nbytes = zip(*of_ranks, strict=True)
             name = self._runtime.unit(what).name
-            found.append(Candidate(name, what, max(nbytes), fmean(saved), fmean(seconds)))
+            found.append(PersistCandidate(name, what, max(nbytes), fmean(saved), fmean(seconds)))
         return found
 
     def _repeated(self, profile: Profile) -> list[Gathered]:
         """What all ranks gather more than once per step, in the same order."""
         mine = [(unit, str(dtype)) for (unit, dtype), n in profile.gathers.items() if n > WATCHED]
-        theirs = ({(unit, name) for unit, name in found} for found in self._communicator.share_all(mine))
+        theirs = (
+            {(unit, name) for unit, name in found} for found in self._communicator.all_gather_object(mine)
+        )
         return [(u, getattr(torch, n.removeprefix("torch."))) for u, n in sorted(set.intersection(*theirs))]
 
     def _seconds(self, what: Gathered) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from zero.compiled.explain import GraphReport, report
 from zero.compiled.facts import ParameterFacts
 from zero.compiled.graphs import ShardedGraph
-from zero.compiled.passes.derive_late import derive_late
 from zero.compiled.passes.end_backward import end_backward
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
@@ -19,6 +18,7 @@ from zero.compiled.passes.reload_parameters import reload_parameters
 from zero.compiled.passes.retain import retain
 from zero.compiled.passes.save_sharded import save_sharded
 from zero.compiled.passes.schedule_optimizer import schedule_optimizer, send_optimizer
+from zero.compiled.passes.sink_weight_ops import sink_weight_ops
 from zero.compiled.passes.tie_releases import tie_releases
 from zero.settings.compilation import Compile
 
@@ -28,7 +28,7 @@ def for_inference(graph: ShardedGraph, settings: Compile) -> GraphReport:
     counts = _gathers(graph, settings)
     counts |= {"list_schedule": list_schedule(graph, inputs_go=False)}
     counts |= _begin_ahead(graph, settings)
-    if _visits(graph):
+    if _streams_optimizer(graph):
         send_optimizer(graph)
     counts |= _finish(graph, settings)
     return report(graph, "inference", counts)
@@ -58,7 +58,7 @@ def for_training(
         ahead |= {"offload_activations": offload_activations(forward, backward, kept, activations)}
     ahead |= _begin_ahead(forward, settings)
     back |= _begin_ahead(backward, settings)
-    if _visits(forward):
+    if _streams_optimizer(forward):
         back |= {"schedule_optimizer": schedule_optimizer(forward, backward)}
     ahead |= _finish(forward, settings)
     back |= _finish(backward, settings)
@@ -66,14 +66,14 @@ def for_training(
 
 
 def _gathers(graph: ShardedGraph, settings: Compile) -> dict[str, int]:
-    counts = {"derive_late": derive_late(graph), "insert_gathers": insert_gathers(graph)}
+    counts = {"sink_weight_ops": sink_weight_ops(graph), "insert_gathers": insert_gathers(graph)}
     if settings.fuse_casts:
         counts |= {"fuse_casts": fuse_casts(graph)}
     return counts
 
 
-def _visits(graph: ShardedGraph) -> bool:
-    return any(unit.visiting for unit in graph.facts.units)
+def _streams_optimizer(graph: ShardedGraph) -> bool:
+    return any(unit.streamed for unit in graph.facts.units)
 
 
 def _begin_ahead(graph: ShardedGraph, settings: Compile) -> dict[str, int]:

@@ -19,9 +19,9 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.memory import Memory
 from zero.compiled.activations import Activations
-from zero.compiled.awaiting import Awaiting
+from zero.compiled.pending_backwards import PendingBackwards
 from zero.errors import UsageError
-from zero.optimizer.visits import Visits
+from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit, State
@@ -57,8 +57,8 @@ class Runtime:
     it, which is to be added before the sum over ranks. close(unit): no further gradient of the unit will come
     from this graph. tracer: told when a unit is used and when it is done. peak: most bytes of whole units
     at one time in a graph. profile: of the steps under way; None where nobody watches. activations: those
-    that wait on the host. awaiting: forwards that await their backward. visits: of optimizer state. units: by
-    index.
+    that wait on the host. pending_backwards: of forwards that have run. record_streamer: of optimizer state.
+    units: by index.
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class Runtime:
         close: Close,
         tracer: Tracer,
         phase: Phase,
-        visits: Visits,
+        record_streamer: RecordStreamer,
     ) -> None:
         self.handle = next(_handles)
         self.peak = 0
         self.profile: Profile | None = None
         self.activations = Activations(accelerator)
         self.units = tuple(units)
-        self.awaiting = Awaiting(self.units)
+        self.pending_backwards = PendingBackwards(self.units)
         self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
         self._receive = receive
         self._close = close
         self._tracer = tracer
         self._phase = phase
         self._unseen = False
-        self._visits = visits
+        self._record_streamer = record_streamer
         self._held: Counter[ShardedUnit] = Counter()
         self._whole: dict[tuple[ShardedUnit, Cast], int] = {}
         _runtimes[self.handle] = self
@@ -105,7 +105,9 @@ class Runtime:
         """Bytes of whole buffers, beside those that ranks have in common."""
         unit = self.unit(what)
         cast = unit.cast_for(what[1], all=True)
-        return sum(g.nbytes(cast) for g in unit.groups if not (g.home.common and g.form(cast) == OWN))
+        return sum(
+            g.nbytes(cast) for g in unit.groups if not (g.home.common and g.gather_format(cast) == OWN)
+        )
 
     def begin_gather(self, unit: int, dtype: torch.dtype) -> None:
         """Begin to gather a unit; nothing waits. dtype: what fp32 parameters travel in."""
@@ -140,7 +142,7 @@ class Runtime:
     def reduce(self, number: int, gradient: Tensor, last: bool) -> None:
         """Take the gradient of a parameter. last: no other one of its unit comes from this graph."""
         unit, group, slot = self._slots[number]
-        more = unit.resident and self.awaiting.more
+        more = unit.resident and self.pending_backwards.more
         self._receive(group, slot, gradient, more)
         if last and not more:
             self._close(unit)
@@ -156,21 +158,21 @@ class Runtime:
     def reload_optimizer(self, units: Sequence[int]) -> None:
         """Begin to bring the units' optimizer state to the device, if a step follows."""
         for unit in units:
-            self._visits.bring(self.units[unit])
+            self._record_streamer.prefetch(self.units[unit])
 
     def offload_optimizer(self, units: Sequence[int]) -> None:
         """Begin to send what has stayed of it since the step."""
         for unit in units:
-            self._visits.send(self.units[unit])
+            self._record_streamer.evict(self.units[unit])
 
     def wait_offload_optimizer(self, units: Sequence[int]) -> None:
         """Wait until units' optimizer state is back on the host; its memory is free then."""
         for unit in units:
-            self._visits.land(self.units[unit])
+            self._record_streamer.wait_evicted(self.units[unit])
 
     def end_backward(self) -> None:
         """The graph's backward is over."""
-        self.awaiting.more = False
+        self.pending_backwards.more = False
         if self.profile is not None:
             self.profile.sample()
 
@@ -194,7 +196,7 @@ class Runtime:
     def begin(self) -> None:
         """A forward starts. What a failed backward still held has been dropped by the engine."""
         self._held.clear()
-        self.awaiting.more = False
+        self.pending_backwards.more = False
         self.activations.clear()
         self._forget_released()
 
@@ -203,7 +205,7 @@ class Runtime:
         for unit, count in self._held.items():
             unit.holds -= count
             unit.release()
-        self._visits.rest()
+        self._record_streamer.return_all_to_host()
         self.begin()
 
     @contextmanager

@@ -14,12 +14,12 @@ from typing import Any
 from zlib import crc32
 
 import zero
-from zero.checkpoint.assembly import assemble
-from zero.checkpoint.manifest import BLOCK, ITEM_BYTES, MANIFEST, model_key
+from zero.checkpoint.manifest import CHECKSUM_BLOCK, ITEM_BYTES, MANIFEST, model_key
+from zero.checkpoint.manifest_assembly import assemble
 from zero.checkpoint.rank_layout import RankLayout, Stretch
 from zero.checkpoint.storage import File, write_whole
 from zero.consolidate.files import WEIGHTS
-from zero.consolidate.plan import Plan, PlannedFile, choose
+from zero.consolidate.plan import OutputPlan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.workers import Buffers, chunk_bytes, run
 from zero.errors import CheckpointError
@@ -54,7 +54,7 @@ def convert(
         WEIGHTS.remove(directory / MANIFEST)
         write_whole(WEIGHTS, directory / MANIFEST, assemble(_described(source, file), [report]))
 
-    return publish(source, Plan((file,), {}), Path(out), options, progress, WEIGHTS, complete)
+    return publish(source, OutputPlan((file,), {}), Path(out), options, progress, WEIGHTS, complete)
 
 
 def _checksums(path: Path, layout: RankLayout, options: Options) -> bytes:
@@ -69,7 +69,8 @@ def _checksums(path: Path, layout: RankLayout, options: Options) -> bytes:
             for first in range(0, stretch.nbytes, limit):
                 nbytes = min(limit, stretch.nbytes - first)
                 yield Chunk(
-                    nbytes, partial(_sum, opened, place + first, nbytes, table, block + first // BLOCK)
+                    nbytes,
+                    partial(_sum, opened, place + first, nbytes, table, block + first // CHECKSUM_BLOCK),
                 )
             block += stretch.blocks
 
@@ -88,8 +89,10 @@ def _sum(file: File, offset: int, nbytes: int, table: bytearray, block: int, pag
     values = file.read_around(offset, nbytes, pages)
     if values.nbytes < nbytes:
         raise CheckpointError(f"{file.path} is shorter than what was written")
-    for number, first in enumerate(range(0, nbytes, BLOCK), start=block):
-        table[4 * number : 4 * number + 4] = crc32(values[first : first + BLOCK]).to_bytes(4, "little")
+    for number, first in enumerate(range(0, nbytes, CHECKSUM_BLOCK), start=block):
+        table[4 * number : 4 * number + 4] = crc32(values[first : first + CHECKSUM_BLOCK]).to_bytes(
+            4, "little"
+        )
     return values
 
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from zero.checkpoint.manifest import ITEM_BYTES
 from zero.checkpoint.storage import PAGE, File, Storage
-from zero.checkpoint.stream import aligned, view_of
+from zero.checkpoint.stream import empty_aligned, view_of
 from zero.consolidate.cast import cast
 from zero.consolidate.files import WeightStorage
-from zero.consolidate.plan import Chosen, Plan, PlannedFile
+from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile
 from zero.consolidate.workers import Buffers
 from zero.errors import CheckpointError
 from zero.sources.source import Chunk, TensorInfo
@@ -39,7 +39,7 @@ class Converter:
     dtype in the output.
     """
 
-    def __init__(self, plan: Plan, tensors: tuple[TensorInfo, ...]) -> None:
+    def __init__(self, plan: OutputPlan, tensors: tuple[TensorInfo, ...]) -> None:
         self._tensors = tensors
         self._places = {chosen.tensor: (chosen, file) for file in plan.files for chosen in file.tensors}
         self.overflowed: set[str] = set()
@@ -98,7 +98,7 @@ class PlacedFile:
     def write_anywhere(self, offset: int, data: bytes) -> None:
         """Write bytes with any alignment in memory."""
         shift = offset % PAGE
-        pages = aligned(shift + len(data))
+        pages = empty_aligned(shift + len(data))
         pages[shift : shift + len(data)] = np.frombuffer(data, np.uint8)
         self.write(offset, view_of(pages)[shift : shift + len(data)])
 
@@ -118,7 +118,7 @@ class PlacedFile:
             return
         page, begin = divmod(offset, PAGE)
         with self._lock:
-            memory, filled = self._waiting.pop(page, None) or (aligned(PAGE), 0)
+            memory, filled = self._waiting.pop(page, None) or (empty_aligned(PAGE), 0)
             view_of(memory)[begin : begin + data.nbytes] = data
             filled += data.nbytes
             if filled < PAGE:
@@ -134,7 +134,9 @@ class Output:
     files. Raises OSError.
     """
 
-    def __init__(self, storage: WeightStorage, directory: Path, plan: Plan, converter: Converter) -> None:
+    def __init__(
+        self, storage: WeightStorage, directory: Path, plan: OutputPlan, converter: Converter
+    ) -> None:
         self._storage = storage
         self._directory = directory
         self._converter = converter
@@ -200,7 +202,7 @@ class Output:
 class Comparison:
     """Reads the files of a plan back and compares. Raises OSError, and CheckpointError for a difference."""
 
-    def __init__(self, storage: Storage, directory: Path, plan: Plan, converter: Converter) -> None:
+    def __init__(self, storage: Storage, directory: Path, plan: OutputPlan, converter: Converter) -> None:
         self._converter = converter
         self._files: dict[str, File] = {}
         try:

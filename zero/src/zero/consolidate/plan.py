@@ -57,7 +57,7 @@ class PlannedFile:
 
 
 @dataclass(frozen=True)
-class Plan:
+class OutputPlan:
     """The files of an output. files: those with tensors. others: small ones by name, such as the index."""
 
     files: tuple[PlannedFile, ...]
@@ -144,7 +144,7 @@ def index_of(files: Sequence[PlannedFile], with_aliases: bool) -> bytes:
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def plan_safetensors(tensors: Sequence[Chosen], limit: int) -> Plan:
+def plan_safetensors(tensors: Sequence[Chosen], limit: int) -> OutputPlan:
     """The files of a model. limit: bytes of tensors in one file.
 
     A tied tensor is written once; as with safetensors' own `save_model`, the metadata says for each further
@@ -161,7 +161,7 @@ def plan_safetensors(tensors: Sequence[Chosen], limit: int) -> Plan:
         name = file_name("model", ".safetensors", number, len(parts))
         files.append(PlannedFile(name, nbytes, offsets, tuple(ordered), ((0, header),)))
     others = {"model.safetensors.index.json": index_of(files, with_aliases=False)} if len(files) > 1 else {}
-    return Plan(tuple(files), others)
+    return OutputPlan(tuple(files), others)
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 from zero.checkpoint.storage import write_whole
 from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.output import Comparison, Converter, Output
-from zero.consolidate.plan import Chosen, Dtype, Plan, choose, plan_safetensors
+from zero.consolidate.plan import Chosen, Dtype, OutputPlan, choose, plan_safetensors
 from zero.consolidate.publish import Staging
 from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes, default_workers, run
 from zero.errors import CheckpointError
@@ -86,7 +86,7 @@ def consolidate(
     return publish(source, plan, Path(out), options, progress, storage)
 
 
-def _plan(format: Format, chosen: Sequence[Chosen], limit: int) -> Plan:
+def _plan(format: Format, chosen: Sequence[Chosen], limit: int) -> OutputPlan:
     if format == "safetensors":
         return plan_safetensors(chosen, limit)
     from zero.consolidate.torch_plan import plan_torch  # torch takes a second to import
@@ -96,7 +96,7 @@ def _plan(format: Format, chosen: Sequence[Chosen], limit: int) -> Plan:
 
 def publish(
     source: Source,
-    plan: Plan,
+    plan: OutputPlan,
     out: Path,
     options: Options,
     progress: Progress,
@@ -176,7 +176,7 @@ class _Job:
     """The passes over a source. limit: the bytes of a chunk at most."""
 
     source: Source
-    plan: Plan
+    plan: OutputPlan
     converter: Converter
     storage: WeightStorage
     workers: int
@@ -224,7 +224,7 @@ class _Job:
         run(chunks, self.workers, self.limit, lambda chunk, buffers: told(handle(chunk, buffers)))
 
 
-def _fingerprint(source: Source, plan: Plan) -> bytes:
+def _fingerprint(source: Source, plan: OutputPlan) -> bytes:
     """A digest of what a run is about to write, by which a later run knows whether it has the same plan."""
     files = [
         [
@@ -240,7 +240,7 @@ def _fingerprint(source: Source, plan: Plan) -> bytes:
 
 
 @contextmanager
-def _translated(out: Path, plan: Plan) -> Iterator[None]:
+def _translated(out: Path, plan: OutputPlan) -> Iterator[None]:
     """Turn the operating system's errors into CheckpointError."""
     try:
         yield

@@ -17,11 +17,11 @@ from torch._subclasses import FakeTensorMode
 
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import TORCH
-from zero.consolidate.plan import Chosen, Plan, PlannedFile, file_name, index_of, shards
+from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, file_name, index_of, shards
 from zero.sources.torch_file import Record, records_of
 
 
-def plan_torch(tensors: Sequence[Chosen], limit: int) -> Plan:
+def plan_torch(tensors: Sequence[Chosen], limit: int) -> OutputPlan:
     """The files of a model, each of which torch.load reads as a dict. limit: bytes of tensors in one file.
 
     A tied tensor is one tensor under several names.
@@ -29,7 +29,7 @@ def plan_torch(tensors: Sequence[Chosen], limit: int) -> Plan:
     parts = shards(tensors, limit)
     files = [_file(part, number, len(parts)) for number, part in enumerate(parts)]
     others = {"pytorch_model.bin.index.json": index_of(files, with_aliases=True)} if len(files) > 1 else {}
-    return Plan(tuple(files), others)
+    return OutputPlan(tuple(files), others)
 
 
 def _file(tensors: Sequence[Chosen], number: int, count: int) -> PlannedFile:

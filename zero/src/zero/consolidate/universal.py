@@ -28,7 +28,7 @@ from zero.checkpoint.manifest import Manifest, ParameterEntry, model_key, state_
 from zero.checkpoint.storage import write_whole
 from zero.checkpoint.tensor_reader import TensorReader
 from zero.consolidate.files import WEIGHTS
-from zero.consolidate.plan import Chosen, Plan, PlannedFile, choose
+from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.torch_plan import plan_file
 from zero.sources.deepspeed_files import (
@@ -67,7 +67,9 @@ def export_universal(
             if path.is_dir():
                 WEIGHTS.sync_directory(path)
 
-    return publish(source, Plan(tuple(export.files()), {}), Path(out), options, progress, WEIGHTS, complete)
+    return publish(
+        source, OutputPlan(tuple(export.files()), {}), Path(out), options, progress, WEIGHTS, complete
+    )
 
 
 def _chosen(source: ZeroSource, options: Options) -> dict[str, Chosen]:

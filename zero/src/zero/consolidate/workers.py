@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from zero.checkpoint.storage import PAGE
-from zero.checkpoint.stream import aligned, view_of
+from zero.checkpoint.stream import empty_aligned, view_of
 from zero.errors import UsageError
 from zero.sources.source import Chunk
 
@@ -23,8 +23,8 @@ class Buffers:
     """One thread's page-aligned memory. source: for a chunk's bytes. output: for the converted bytes."""
 
     def __init__(self, limit: int) -> None:
-        self.source = view_of(aligned(limit + _ROOM))
-        self.output = view_of(aligned(limit + _ROOM))
+        self.source = view_of(empty_aligned(limit + _ROOM))
+        self.output = view_of(empty_aligned(limit + _ROOM))
 
     def read(self, chunk: Chunk) -> memoryview:
         """Read the bytes of a chunk."""

@@ -2,6 +2,6 @@
 
 Modules, lowest first: `absent` (what `param.grad` is between backward and step), `loss_scale`,
 `reduced_slice` (what is left of a group's gradients, in its tier), `group_gradients` (their whole buffer
-while backward runs), `copy_sums` (sums over several copies of the model), `reducer` (all groups, in one order
-on all ranks), `factor` (averaging, unscaling and clipping as one number).
+while backward runs), `replica_sums` (sums over several replicas of the model), `reducer` (all groups, in one
+order on all ranks), `factor` (averaging, unscaling and clipping as one number).
 """

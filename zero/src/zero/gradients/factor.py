@@ -84,8 +84,8 @@ class GradientFactor:
         result = reducer.norm_and_nonfinite()
         if self._sliced:
             self._communicator.all_reduce("gradient norm", result).wait()
-        if self._communicator.copies is not None:  # one number for all: copies may round in their own ways
-            self._communicator.all_reduce_copies("gradient norm", result, "max").wait()
+        if self._communicator.replicas is not None:  # one number for all: each may round in its own way
+            self._communicator.all_reduce_replicas("gradient norm", result, "max").wait()
         torch.gt(result[1], 0, out=self._overflow)
         norm = torch.sqrt(result[0], out=self._norm)
         return norm if factor is None else norm.mul_(factor)

@@ -67,11 +67,11 @@ class GroupGradients:
         more will come in it.
     whole: the buffer that is being filled. filled: parameters that have a value in it.
     reduced: whether it has been handed to a reduction in this backward.
-    have: parameters that got a gradient on this rank since the last agreement. used: those that got one on
-        any rank since the last step.
-    two_hops: with several copies of the model, whether slices are added up over the copies once per optimizer
+    locally_used: parameters that got a gradient on this rank since the last agreement. used: those that got
+        one on any rank since the last step.
+    two_hops: with several replicas of the model, whether slices are added up over them once per optimizer
         step, rather than each time a micro-batch leaves one; the same on all ranks. total: whether the slice
-        is now the sum over all copies; set by `CopySums`.
+        is now the sum over all replicas; set by `ReplicaSums`.
     """
 
     def __init__(self, group: FlatGroup, unit: ShardedUnit, stores: Stores, policy: GradientPolicy) -> None:
@@ -81,7 +81,7 @@ class GroupGradients:
         self.fired: set[int] = set()
         self.closed = False
         self.filled: set[int] = set()
-        self.have: set[int] = set()
+        self.locally_used: set[int] = set()
         self.used: set[int] = set()
         self.reduced = False
         self.two_hops = policy.fixed_tiers and group.placement.gradients == "device"
@@ -103,12 +103,12 @@ class GroupGradients:
     @property
     def partial(self) -> bool:
         """Whether some parameter has had no gradient on this rank."""
-        return len(self.have) < self._count
+        return len(self.locally_used) < self._count
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Put the gradient of parameter `index` into the whole buffer, or add it to the one that is there."""
         self.fired.add(index)
-        self.have.add(index)
+        self.locally_used.add(index)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
         self._gradient_dtype = gradient.dtype
         whole = self._open()
@@ -149,7 +149,7 @@ class GroupGradients:
             whole.data[gap].zero_()
         return whole.data
 
-    def settle(self, whole: FlatBuffer, slice_: Tensor) -> None:
+    def store_reduced(self, whole: FlatBuffer, slice_: Tensor) -> None:
         """Add a reduced slice. `whole` is released unless the slice lives in it."""
         self.slice.add(slice_)
         if self.slice.is_in(whole.data):
@@ -206,7 +206,7 @@ class GroupGradients:
         self.total = False
         self.begin_backward()
         self.filled.clear()
-        self.have.clear()
+        self.locally_used.clear()
         self.used.clear()
 
     def take_back(self, whole: FlatBuffer) -> None:
@@ -216,7 +216,7 @@ class GroupGradients:
 
     def _computed_dtype(self) -> torch.dtype:
         """The dtype that the parameters were computed in, and so the dtype of their gradients."""
-        cast = None if self.unit.resident else self.group.form(self.unit.computed_in).dtype
+        cast = None if self.unit.resident else self.group.gather_format(self.unit.computed_in).dtype
         return cast or self.group.dtype
 
     def _buffer(self, dtype: torch.dtype) -> FlatBuffer:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from zero.sharding.flat_group import FlatGroup
-from zero.tiers.carrier import Landing
+from zero.tiers.carrier import HostCopy
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values
 
@@ -32,27 +32,27 @@ class ReducedSlice:
         self._values: Values | None = None
         on_disk = group.placement.gradients == "disk"
         self._place = stores.on_disk(group.layout.shard_numel, dtype) if on_disk else None
-        self._landing: Landing | None = None  # on its way, not yet added
+        self._host_copy: HostCopy | None = None  # on its way, not yet added
         self._lock = threading.Lock()  # held while it is changed
 
     @property
     def present(self) -> bool:
         """Whether there is a gradient."""
-        return self._landing is not None or self._values is not None  # a landing ends with the values set
+        return self._host_copy is not None or self._values is not None  # a copy ends with the values set
 
     @property
     def away(self) -> bool:
         """Whether there is a gradient that takes no memory of the device."""
-        if (landing := self._landing) is not None:
-            return landing.event.done()
+        if (host_copy := self._host_copy) is not None:
+            return host_copy.event.done()
         return self._values is not None and not self._is_near
 
     def find(self) -> Values | None:
         """The gradient, or None if there is none; waits for one that is on its way."""
         with self._lock:
-            if self._landing is not None:
-                self._fold(self._landing.wait())
-                self._landing = None
+            if self._host_copy is not None:
+                self._fold(self._host_copy.wait())
+                self._host_copy = None
             return self._values
 
     def get(self) -> Values:
@@ -77,7 +77,7 @@ class ReducedSlice:
         if slice_.device == HOST:
             self._fold(slice_)
         else:
-            self._landing = self._stores.carrier.to_host(slice_)
+            self._host_copy = self._stores.carrier.to_host(slice_)
             if self._group.placement.gradients == "disk":
                 self.find()  # host memory is short too
 
@@ -87,17 +87,17 @@ class ReducedSlice:
 
     def device_bytes(self) -> int:
         """Bytes of the device in use, including those of a gradient on its way to the host."""
-        if (landing := self._landing) is not None:
-            return 0 if landing.event.done() else landing.values.nbytes
+        if (host_copy := self._host_copy) is not None:
+            return 0 if host_copy.event.done() else host_copy.values.nbytes
         values = self._values
         return values.numel() * values.element_size() if values is not None and self._is_near else 0
 
     def clear(self) -> None:
         """Drop the gradient."""
         with self._lock:
-            if self._landing is not None:
-                self._landing.wait()
-                self._landing = None
+            if self._host_copy is not None:
+                self._host_copy.wait()
+                self._host_copy = None
             self._values = None
 
     @property

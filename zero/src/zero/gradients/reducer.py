@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from accelz.flat_buffer import HOST, FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
-from zero.gradients.copy_sums import CopySums
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
+from zero.gradients.replica_sums import ReplicaSums
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.room import allocate
@@ -36,7 +36,7 @@ from zero.tiers.values import Values
 UNDER_REDUCTION = 1  # units whose reduction is not waited for until the next unit's is issued
 
 
-class Follower(Protocol):
+class GradientObserver(Protocol):
     """Is told what becomes of gradients."""
 
     def arrived(self, gradients: GroupGradients) -> None:
@@ -58,7 +58,7 @@ class _Reduction:
 class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
-    follower: told what becomes of gradients. settings(): see `Communicator.agree`; called at the end of a
+    observer: told what becomes of gradients. settings(): see `Communicator.agree`; called at the end of a
     backward. on_complete(unit): called when every trainable parameter of a unit has its gradient.
     """
 
@@ -68,14 +68,14 @@ class GradientReducer:
         stores: Stores,
         communicator: Communicator,
         policy: GradientPolicy,
-        follower: Follower,
+        observer: GradientObserver,
         settings: Callable[[], Mapping[str, Any]],
         on_complete: Callable[[ShardedUnit], None],
     ) -> None:
         self._stores = stores
         self._communicator = communicator
         self._policy = policy
-        self._follower = follower
+        self._observer = observer
         self._settings = settings
         self._on_complete = on_complete
         self.all: tuple[GroupGradients, ...] = tuple(
@@ -97,7 +97,9 @@ class GradientReducer:
         self._last = True
         self._reductions: list[_Reduction] = []
         self._alone = communicator.group.size == 1
-        self._copies = None if communicator.copies is None else CopySums(communicator, self._arrived)
+        self._replica_sums = (
+            None if communicator.replicas is None else ReplicaSums(communicator, self._arrived)
+        )
 
     @property
     def local(self) -> bool:
@@ -142,7 +144,7 @@ class GradientReducer:
         """
         mine = self._by_unit.get(unit, ())
         again = self._next == len(self._order) and any(g.closed and g.filled for g in mine)
-        if again and not (unit.resident or self._copies):
+        if again and not (unit.resident or self._replica_sums):
             self._next = 0
             for gradients in self.all:
                 gradients.begin_round()
@@ -221,18 +223,18 @@ class GradientReducer:
         flying = sum(
             r.whole.nbytes + (0 if r.result is r.whole.data else r.result.nbytes) for r in self._reductions
         )
-        flying += 0 if self._copies is None else self._copies.device_bytes()
+        flying += 0 if self._replica_sums is None else self._replica_sums.device_bytes()
         return flying + sum(gradients.device_bytes() for gradients in self.all)
 
     def clear(self) -> None:
         """Drop all gradients: after the optimizer step, or after an exception."""
-        self._follower.dropped()
+        self._observer.dropped()
         for reduction in self._reductions:
             if reduction.handle is not None and not self._communicator.failed:
                 reduction.handle.wait()
         self._reductions.clear()
-        if self._copies is not None:
-            self._copies.clear()
+        if self._replica_sums is not None:
+            self._replica_sums.clear()
         for gradients in self.all:
             gradients.clear()
 
@@ -254,34 +256,34 @@ class GradientReducer:
             handle = self._communicator.all_reduce(unit, data)
         self._reductions.append(_Reduction(gradients, whole, result, handle))
         while len({r.gradients.unit for r in self._reductions}) > UNDER_REDUCTION:
-            self._settle_oldest()
+            self._wait_oldest()
 
     def _reduce_all(self, which: Iterable[GroupGradients]) -> None:
         for gradients in which:
             self._reduce(gradients)
         while self._reductions:
-            self._settle_oldest()
-        if self._copies is not None:
-            self._copies.finish()
+            self._wait_oldest()
+        if self._replica_sums is not None:
+            self._replica_sums.finish()
 
-    def _settle_oldest(self) -> None:
+    def _wait_oldest(self) -> None:
         done = self._reductions.pop(0)
         if done.handle is not None:
             done.handle.wait()
-        if self._copies is not None:
-            self._copies.take(done.gradients, done.whole, done.result, self._last)
+        if self._replica_sums is not None:
+            self._replica_sums.take(done.gradients, done.whole, done.result, self._last)
             return
         with self._communicator.postponing_disk_errors():
-            done.gradients.settle(done.whole, done.result)
+            done.gradients.store_reduced(done.whole, done.result)
         self._arrived(done.gradients)
 
     def _arrived(self, gradients: GroupGradients) -> None:
         if self._last:
-            self._follower.arrived(gradients)
+            self._observer.arrived(gradients)
 
     def summed(self, gradients: GroupGradients) -> Values:
         """Collective. The slice of a group that has one, as the sum over all ranks at this moment."""
-        total = None if self._copies is None else self._copies.of_all(gradients)
+        total = None if self._replica_sums is None else self._replica_sums.of_all(gradients)
         return gradients.slice.get() if total is None else total
 
     def used(self) -> Iterator[nn.Parameter]:
@@ -299,16 +301,18 @@ class GradientReducer:
         counts = [len(g.group.parameters) for g in self.all]
         late: list[int] = []
         if self._communicator.agree(any(g.partial or g.filled for g in self.all), self._settings):
-            mine = torch.cat([_flags(g.have, n) for g, n in zip(self.all, counts, strict=True)])
+            mine = torch.cat([_flags(g.locally_used, n) for g, n in zip(self.all, counts, strict=True)])
             after = torch.tensor([bool(g.filled) for g in self._order], dtype=torch.uint8, device=HOST)
-            *flags, after = self._communicator.any_of(torch.cat([mine, after])).split([*counts, len(after)])
+            *flags, after = self._communicator.all_reduce_or(torch.cat([mine, after])).split(
+                [*counts, len(after)]
+            )
             used = [f.nonzero().flatten().tolist() for f in flags]
             late = after.nonzero().flatten().tolist()
         else:
             used = [range(n) for n in counts]
         for gradients, indices in zip(self.all, used, strict=True):
             gradients.used.update(indices)
-            gradients.have.clear()
+            gradients.locally_used.clear()
         return [self._order[i] for i in late]
 
     def _learn_order(self) -> None:

@@ -2,6 +2,6 @@
 
 Modules, lowest first: `memory_report` (device memory over a step, for people), `memory_tracer` (which follows
 it), `temporaries` (what an update takes beside state), `forecast` (the peak with other state on the device),
-`second_try` (an operation that found no room, repeated), `balance` (`offload="auto"`), `placement_policy`
-(state stays where it is, or is balanced); `parking` (all state out of the device for a while).
+`oom_retry` (an operation that found no room, repeated), `balance` (`offload="auto"`), `placement_policy`
+(state stays where it is, or is balanced); `state_offload` (all state out of the device for a while).
 """

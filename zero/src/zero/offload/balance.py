@@ -20,14 +20,14 @@ from zero.gradients.reducer import GradientReducer
 from zero.offload.forecast import Forecast
 from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
-from zero.offload.second_try import SecondTry
+from zero.offload.oom_retry import OomRetry
 from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.settings.offload import Tier
 from zero.settings.sizes import human
 from zero.tiers.stores import Stores
 
-WARM_UP = 2  # steps measured: the second is the first to gather ahead, and has one record of each kind near
+MEASURED_STEPS = 2  # the second is the first to gather ahead, and has one record of each kind near
 SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted to the byte
 SAFETY = 0.1  # elsewhere: caches, fragments, and what others take
 
@@ -36,7 +36,7 @@ class Balancer:
     """Moves records between host and device, between steps and when a step runs out of memory.
 
     predicted_peak: bytes of the device that steps need from now on, by calculation; 0 before the plan.
-    second_try: repeats operations that have found no room.
+    oom_retry: repeats operations that have found no room.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class Balancer:
         self._steps = 0
         self._seen: MemoryReport | None = None
         self._before = 0  # the highest point since records last moved, from before the state was away
-        self.second_try = SecondTry(self._accelerator, self._relieve_all, self._movable)
+        self.oom_retry = OomRetry(self._accelerator, self._relieve_all, self._movable)
         self._useful = stores.resolve("host") == "host"
-        self._warm_up = WARM_UP + any(owned.rule is None for owned in optimizer.subs)
+        self._warm_up = MEASURED_STEPS + any(owned.rule is None for owned in optimizer.subs)
         if self._useful:
             tracer.steps = self._warm_up
 
@@ -151,7 +151,7 @@ class Balancer:
             if len(alike) < probes and self._forecast.peak(report, self._near, [*found, owned]) <= limit:
                 found.append(owned)
         mine = [places.index(owned) for owned in found]
-        agreed = set.intersection(*(set(theirs) for theirs in self._communicator.share_all(mine)))
+        agreed = set.intersection(*(set(theirs) for theirs in self._communicator.all_gather_object(mine)))
         return [owned for owned in found if places.index(owned) in agreed]
 
     def _place(self, near: list[OwnedSubGroup]) -> None:
@@ -168,7 +168,7 @@ class Balancer:
         peak = self._peak()
         relieved = len(self._near) < len(self._agreed)
         if self._communicator.agree(relieved or (bool(self._near) and peak > usable(self._accelerator))):
-            fitting = min(self._communicator.share_all(self._fitting_above(peak)))
+            fitting = min(self._communicator.all_gather_object(self._fitting_above(peak)))
             self.predicted_peak = self._forecast.peak_above(peak, self._near, self._agreed[:fitting])
             self._place(self._agreed[:fitting])
             self._count_anew()

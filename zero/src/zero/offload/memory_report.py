@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 from zero.settings.sizes import human
-from zero.tiers.held import Held
+from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.tracer import PhaseName
 
 COLOURS = {
@@ -24,9 +24,10 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes of the device by what they are for. The first four: see `Held`. activations: what forwards have
-    left until their backward is over, and gradients on their way through it. other: what is none of these,
-    such as inputs, buffers and what was there before. temporary: taken and given back between two points.
+    """Bytes of the device by what they are for. The first four: see `DeviceBytes`. activations: what forwards
+    have left until their backward is over, and gradients on their way through it. other: what is none of
+    these, such as inputs, buffers and what was there before. temporary: taken and given back between two
+    points.
     """
 
     parameters: int
@@ -52,7 +53,7 @@ class Sample:
     phase: PhaseName
     unit: str
     seconds: float
-    held: Held
+    held: DeviceBytes
     activations: int
     allocated: int
     peak: int

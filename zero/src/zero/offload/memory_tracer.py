@@ -13,7 +13,7 @@ from zero.gradients.reducer import GradientReducer
 from zero.offload.memory_report import MemoryReport, Sample
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.tiers.held import Held
+from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.tracer import PhaseName
 
 
@@ -37,7 +37,7 @@ class MemoryTracer:
         self._samples: list[Sample] = []
         self._away = 0  # gradients that have left
         self._before = 0  # bytes in use that were not the engine's, before the forwards without a backward
-        self._settled = True  # there is no such forward
+        self._no_pending_forward = True  # there is no such forward
         self._activations = 0
         self._fresh = True  # the step has not begun
         self._follows = False  # the step is followed
@@ -49,9 +49,9 @@ class MemoryTracer:
     def begin(self) -> None:
         """A forward of the whole model begins."""
         self._begin_step()
-        if self._follows and self._settled:
+        if self._follows and self._no_pending_forward:
             self._note_before()
-            self._settled = False
+            self._no_pending_forward = False
         self.mark("forward", "")
 
     def _begin_step(self) -> None:
@@ -67,10 +67,10 @@ class MemoryTracer:
     def _note_before(self) -> None:
         self._before = self._memory.stats().allocated - self.held().total
 
-    def settle(self) -> None:
+    def end_backward(self) -> None:
         """A backward is over: what its forwards have left is gone, except for what their caller holds."""
         self.mark("backward", "")
-        self._settled = True
+        self._no_pending_forward = True
 
     def begin_update(self) -> None:
         """The optimizer begins."""
@@ -111,15 +111,15 @@ class MemoryTracer:
     def drop(self) -> None:
         """Forget the step: what comes next is a new one."""
         self._samples.clear()
-        self._fresh = self._settled = True
+        self._fresh = self._no_pending_forward = True
         self._follows = False
 
-    def held(self) -> Held:
+    def held(self) -> DeviceBytes:
         """What the engine holds of the device now."""
-        held = sum((g.held() for unit in self._units for g in unit.groups), Held())
+        held = sum((g.held() for unit in self._units for g in unit.groups), DeviceBytes())
         if self._reducer is not None:
-            held += Held(gradients=self._reducer.device_bytes())
+            held += DeviceBytes(gradients=self._reducer.device_bytes())
         if self._optimizer is not None:
             gradients = self._optimizer.gradient_bytes
-            held += Held(gradients=gradients, optimizer=self._optimizer.own_state_bytes())
+            held += DeviceBytes(gradients=gradients, optimizer=self._optimizer.own_state_bytes())
         return held

@@ -83,7 +83,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         self._units = units
         self._alone = communicator.group.size == 1
         self._watched = tuple(dict.fromkeys(watched))
-        self.balancer.second_try.watch(self._watched)
+        self.balancer.oom_retry.watch(self._watched)
 
     def forward(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], recover: Callable[[], None]
@@ -102,7 +102,7 @@ class AutoPlacementPolicy(StaticPlacementPolicy):
         return module(*args, **kwargs)
 
     def repeating(self) -> AbstractContextManager[None]:
-        return self.balancer.second_try.on() if self._watched else nullcontext()
+        return self.balancer.oom_retry.on() if self._watched else nullcontext()
 
     def before_step(self) -> None:
         self.balancer.before_step()

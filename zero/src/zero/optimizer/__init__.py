@@ -9,9 +9,12 @@ piece_state, state_size what an optimizer keeps for a piece, and how much
 routes                  which rank steps a whole parameter, and what travels there and back
 owned, pieces           the sub-groups with this rank's pieces; pieces as tensors
 group_step              one sub-group's step by a kernel
-exchange, own_step      steps by the optimizer itself, of slices or of whole parameters
-visitor, visits         records on the host that come to the device for their step
-twin, ahead             records stepped while backward goes on
+parameter_exchange, own_step
+                        steps by the optimizer itself, of slices or of whole parameters
+streamed_record, record_streamer
+                        records on the host that come to the device for their step
+shadow_record, speculative_steps
+                        records stepped while backward goes on
 sharded_optimizer       all of it behind the user's optimizer object
 state_dicts             that object's own state dicts, refused
 optimizer_state         whole state by name

@@ -14,7 +14,7 @@ from accelz.kernels import Kernels
 from zero.errors import OptimizerError
 from zero.optimizer.lion import Lion
 
-Options = Mapping[str, Any]
+KernelOptions = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Rule:
     kernel: str
     moments: tuple[str, ...]
     counts: bool
-    options: Callable[[Options], dict[str, Any]]
+    options: Callable[[KernelOptions], dict[str, Any]]
 
     def function(self, kernels: Kernels, dtype: torch.dtype) -> Callable[..., None]:
         """The backend's kernel; for fp64 masters, which no kernel has to support, the torch reference."""
@@ -64,22 +64,22 @@ def is_wrapped(optimizer: Optimizer) -> bool:
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
-def _adam(group: Options) -> dict[str, Any]:
+def _adam(group: KernelOptions) -> dict[str, Any]:
     _refuse_late(group, "amsgrad")
     return {**_betas(group), "eps": group["eps"], "decoupled": bool(group["decoupled_weight_decay"])}
 
 
-def _momentum(group: Options) -> dict[str, Any]:
+def _momentum(group: KernelOptions) -> dict[str, Any]:
     _refuse_late(group, "dampening")
     return {"momentum": float(group["momentum"]), "nesterov": group["nesterov"]}
 
 
-def _plain(group: Options) -> dict[str, Any]:
+def _plain(group: KernelOptions) -> dict[str, Any]:
     _refuse_late(group, "momentum", "dampening")
     return {"momentum_buffer": None, "momentum": 0.0}
 
 
-def _refuse_late(group: Options, *names: str) -> None:
+def _refuse_late(group: KernelOptions, *names: str) -> None:
     """Refuse options that no group had at zero.initialize: the kernel chosen there has neither the arithmetic
     nor the state for them."""
     for name in names:
@@ -90,7 +90,7 @@ def _refuse_late(group: Options, *names: str) -> None:
             )
 
 
-def _betas(group: Options) -> dict[str, Any]:
+def _betas(group: KernelOptions) -> dict[str, Any]:
     beta1, beta2 = group["betas"]
     return {"beta1": float(beta1), "beta2": float(beta2)}
 

@@ -17,8 +17,8 @@ from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.full_parameters import FullParameters, view_of
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.sharding.whole import WholeValues, view_of
 from zero.tiers.stored import Stored
 
 Kind = Literal["elements", "scalar"]
@@ -27,17 +27,17 @@ Kind = Literal["elements", "scalar"]
 class OptimizerState:
     """Whole optimizer state over all trainable groups."""
 
-    def __init__(self, whole: WholeValues, optimizer: ShardedOptimizer) -> None:
-        self._whole = whole
+    def __init__(self, full_parameters: FullParameters, optimizer: ShardedOptimizer) -> None:
+        self._full_parameters = full_parameters
         self._owned = optimizer.owned
         self._state = optimizer.optimizer.state
 
     def of(self, name: str) -> dict[str, Tensor]:
         """The state of one parameter, whole, on every rank's device."""
-        unit, group, index = self._whole.locate(name)
+        unit, group, index = self._full_parameters.locate(name)
         if group not in self._owned or not group.layout.specs[index].numel:
             return {}
-        with self._whole.sharing_disk_errors(), group.room_for_whole(torch.float32):
+        with self._full_parameters.sharing_disk_errors(), group.room_for_whole(torch.float32):
             if self._is_whole(group):
                 return self._of_parameter(unit, group, index)
             return {
@@ -56,11 +56,11 @@ class OptimizerState:
 
     def _of_parameter(self, unit: ShardedUnit, group: FlatGroup, index: int) -> dict[str, Tensor]:
         """The state on the rank that steps a parameter; where all ranks step it, each has its own."""
-        communicator = self._whole.communicator
+        communicator = self._full_parameters.communicator
         pieces = self._pieces(group, index)
         state: dict[str, Any] = next((self._state.get(piece.parameter, {}) for piece in pieces), {})
         mine = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        shapes = communicator.share_all({key: list(value.shape) for key, value in mine.items()})
+        shapes = communicator.all_gather_object({key: list(value.shape) for key, value in mine.items()})
         source = max(range(len(shapes)), key=lambda rank: len(shapes[rank]))
         found = {}
         for key, shape in shapes[source].items():
@@ -81,7 +81,7 @@ class OptimizerState:
                     wide = is_elementwise(key, value, piece.parameter)
                     mine[key] = "elements" if wide else mine.get(key, "scalar")
         merged: dict[str, Kind] = {}
-        for theirs in self._whole.communicator.share_all(mine):
+        for theirs in self._full_parameters.communicator.all_gather_object(mine):
             for key, kind in theirs.items():
                 merged[key] = "elements" if "elements" in (kind, merged.get(key)) else "scalar"
         return dict(sorted(merged.items()))
@@ -95,14 +95,14 @@ class OptimizerState:
                 value = self._state.get(piece.parameter, {}).get(key)
                 if value is not None and kind == "elements":
                     target = flat[owned.sub.window][piece.piece.shard_slice]
-                    with self._whole.communicator.postponing_disk_errors():
+                    with self._full_parameters.communicator.postponing_disk_errors():
                         target.copy_(in_memory_order(value, piece.parameter).to(flat.device))
                 elif value is not None:
                     flat[piece.piece.index] = value
         if kind == "elements":
-            return self._whole.gather(unit, group, flat)
+            return self._full_parameters.gather(unit, group, flat)
         if group.shards > 1:
-            self._whole.communicator.all_reduce(unit.name, flat, "max").wait()
+            self._full_parameters.communicator.all_reduce(unit.name, flat, "max").wait()
         return flat
 
 

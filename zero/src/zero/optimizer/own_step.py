@@ -20,9 +20,9 @@ from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError
 from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
-from zero.optimizer.exchange import Exchange
 from zero.optimizer.joint import name_of
 from zero.optimizer.owned import OwnedSubGroup, Turn
+from zero.optimizer.parameter_exchange import ParameterExchange
 from zero.optimizer.pieces import bind, home_of, shaped, show
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
@@ -46,7 +46,7 @@ class OwnStep:
         self._communicator = communicator
         self._tracer = tracer
         self._accelerator = stores.accelerator
-        self._exchange = Exchange(stores, communicator)
+        self._exchange = ParameterExchange(stores, communicator)
         self._whole: dict[OwnedSubGroup, Tensor] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._absent = AbsentGradients()
@@ -71,7 +71,7 @@ class OwnStep:
         finally:
             self._clear(subs)
         for owned in subs:
-            self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
+            self._stores.weight_writer(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
     def bytes_for(self, owned: OwnedSubGroup) -> int:
         """The most bytes that stepping a record on the device takes: what stays until all are stepped, and

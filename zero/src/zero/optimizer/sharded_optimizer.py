@@ -25,8 +25,7 @@ from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError, UsageError
 from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
-from zero.gradients.reducer import Follower
-from zero.optimizer.ahead import StepsAhead
+from zero.gradients.reducer import GradientObserver
 from zero.optimizer.group_step import Factors, GroupStep, plan_step
 from zero.optimizer.joint import JointOptimizer, members, name_of
 from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
@@ -34,9 +33,10 @@ from zero.optimizer.own_step import OwnStep
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount, Turn
 from zero.optimizer.piece_state import kept_tensors, moved
 from zero.optimizer.pieces import own, route_groups, shaped, show, sliced
+from zero.optimizer.record_streamer import RecordStreamer
+from zero.optimizer.speculative_steps import SpeculativeSteps
 from zero.optimizer.state_dicts import refuse_state_dicts
 from zero.optimizer.stepping import Stepping
-from zero.optimizer.visits import Visits
 from zero.settings.offload import Tier
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.record import Opened
@@ -52,10 +52,10 @@ class ShardedOptimizer:
 
     stepping: how each group is stepped.
     tracer: told when a kernel has stepped a sub-group; see also `OwnStep`.
-    expected: as in `StepsAhead`, which then steps what is on the host as gradients arrive; None not to.
+    expected: as in `SpeculativeSteps`, which then steps what is on the host as gradients arrive; None not to.
     owned, subs: the sub-groups, by group, and all in order.
     visits: of the records that come to the device for their step.
-    follower: of the gradients that are stepped.
+    gradient_observer: of the gradients that are stepped.
     held_back: whether optimizers that step themselves took no part in the last step, because its gradients
         overflowed: the state that they keep may not exist yet.
     absent: what stands for the gradients of pieces until the hooks before the step are over.
@@ -91,18 +91,20 @@ class ShardedOptimizer:
             group: own(group, param_group_of, rule, routes.get(group)) for group, rule in rules.items()
         }
         self.subs = [owned for subs in self.owned.values() for owned in subs]
-        self.visits = Visits(stores, self.subs, self._show)
+        self.record_streamer = RecordStreamer(stores, self.subs, self._show)
         self.held_back = False
         self.absent = AbsentGradients()
         self._in_step = False
-        self._settled: dict[OwnedSubGroup, list[int]] = {}
+        self._versions_then: dict[OwnedSubGroup, list[int]] = {}
         if isinstance(optimizer, JointOptimizer):
             optimizer.share_state()
         self._install()
-        self._ahead = None if expected is None else StepsAhead(stores, self.owned, self._plan, expected)
-        self.follower: Follower = self._ahead or self.visits
+        self._speculative = (
+            None if expected is None else SpeculativeSteps(stores, self.owned, self._plan, expected)
+        )
+        self.gradient_observer: GradientObserver = self._speculative or self.record_streamer
         self._lengths = self._group_lengths()
-        self.settle()
+        self.snapshot_versions()
         for each in {optimizer, *members(optimizer)}:
             each.register_step_pre_hook(self._check_caller)
             refuse_state_dicts(each)
@@ -123,17 +125,17 @@ class ShardedOptimizer:
             self.absent.hide()
         self.deliver_changed()  # by hooks after the step
 
-    def settle(self) -> None:
+    def snapshot_versions(self) -> None:
         """Note that weights and masters have the same values now: `changed` tells what is written from here
         on."""
-        self._settled = {owned: owned.piece_versions() for owned in self.subs}
+        self._versions_then = {owned: owned.piece_versions() for owned in self.subs}
 
     def changed(self) -> dict[OwnedSubGroup, list[str]]:
-        """Sub-groups with pieces that were written to since `settle()`, each with the names of those
-        pieces."""
+        """Sub-groups with pieces that were written to since `snapshot_versions()`, each with the names of
+        those pieces."""
         return {
             owned: [owned.name_of(p) for p, a, b in zip(owned.pieces, before, now, strict=True) if a != b]
-            for owned, before in self._settled.items()
+            for owned, before in self._versions_then.items()
             if (now := owned.piece_versions()) != before
         }
 
@@ -141,51 +143,51 @@ class ShardedOptimizer:
         """Send the masters of `changed` sub-groups on to the weights. A step itself delivers those that it
         changes."""
         for owned in self.changed():
-            self.visits.part_with(owned.sub)
-            self._stores.outlet(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
+            self.record_streamer.return_to_host(owned.sub)
+            self._stores.weight_writer(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
     def _step(self, turns: Sequence[Turn], scale: Tensor | None, skip: Tensor | None) -> None:
         self.held_back = self._own_step is not None and skip is not None and bool(skip)
         if self._own_step is not None and not self.held_back:  # skipping these is decided on the host
             mine = [(owned, have) for owned, have in turns if owned.rule is None]
             self._own_step.run(mine, scale)
-            self._settled |= {owned: owned.piece_versions() for owned, _ in mine}
+            self._versions_then |= {owned: owned.piece_versions() for owned, _ in mine}
         served = [(owned, have) for owned, have in turns if owned.rule is not None]
         _between_hooks(self._served, partial(self._kernel_step, served, Factors(scale, skip)))
 
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
         self.absent.hide()
         away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
-        if self._ahead is not None:
-            self._ahead.judge(away)
-            present = self._ahead.in_turn(present)
+        if self._speculative is not None:
+            self._speculative.validate(away)
+            present = self._speculative.in_turn(present)
         with closing(self._in_turn([owned for owned, _ in present])) as turns:
             for (owned, have), state in zip(present, turns, strict=True):
                 step = self._plan(owned, have.used)
                 here = factors if state.master.device == self._accelerator.device else away
                 with self._room("for the step of", owned):
-                    if not self._taken(owned, step):
+                    if not self._committed(owned, step):
                         self._step_sub_group(owned, have, state, step, here)
                 owned.remember(step.missed)
                 self._tracer.mark("step", owned.group.unit)
 
     def _in_turn(self, subs: Sequence[OwnedSubGroup]) -> Generator[Opened, None, None]:
-        """Each sub-group's record in memory, in turn: read from disk through the pipeline, brought from the
-        host to the device as a visitor, or where it is."""
+        """Each sub-group's record in memory, in turn: read from disk through the pipeline, streamed from the
+        host to the device, or where it is."""
         stored = self._stores.pipeline.through([o.sub.kept for o in subs if o.sub.kept.tier == "disk"])
-        visiting = self.visits.in_turn([o for o in subs if o.sub in self.visits])
-        with closing(stored) as read, closing(visiting) as visitors:
+        streaming = self.record_streamer.in_turn([o for o in subs if o.sub in self.record_streamer])
+        with closing(stored) as read, closing(streaming) as streamed:
             for owned in subs:
                 record = owned.sub.kept
-                if owned.sub in self.visits:
-                    yield next(visitors)
+                if owned.sub in self.record_streamer:
+                    yield next(streamed)
                 else:
                     yield next(read) if record.tier == "disk" else record.opened()
-            for _ in itertools.chain(read, visitors):  # asking once more ends the last turn
+            for _ in itertools.chain(read, streamed):  # asking once more ends the last turn
                 raise AssertionError("a record that no sub-group has")
 
     def _is_stepped_by_host(self, owned: OwnedSubGroup) -> bool:
-        away = owned.sub.kept.tier != "device" and owned.sub not in self.visits
+        away = owned.sub.kept.tier != "device" and owned.sub not in self.record_streamer
         return away and owned.rule is not None
 
     def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
@@ -231,31 +233,31 @@ class ShardedOptimizer:
 
     def move(self, owned: OwnedSubGroup, tier: Tier) -> None:
         """Move a record between device memory and host memory; one on disk stays there."""
-        self._move(owned, self._stores.resolve(tier), visits=False)
+        self._move(owned, self._stores.resolve(tier), streamed=False)
 
-    def park(self) -> None:
+    def offload_state(self) -> None:
         """Move all records to the host; those on disk stay there."""
         for owned in self.subs:
             self.move(owned, "host")
 
-    def unpark(self) -> None:
+    def reload_state(self) -> None:
         """Move all records to where they belong."""
         for owned in self.subs:
-            self._move(owned, owned.sub.tier, owned.sub.visits)
+            self._move(owned, owned.sub.tier, owned.sub.streamed)
 
     @lasting()
-    def _move(self, owned: OwnedSubGroup, tier: Tier, visits: bool) -> None:
+    def _move(self, owned: OwnedSubGroup, tier: Tier, streamed: bool) -> None:
         sub = owned.sub
         if sub.kept.tier == "disk":
             return
-        self.visits.part_with(sub)  # which puts the record on the host in place of one on the device
+        self.record_streamer.return_to_host(sub)  # in place of one on the device
         old = sub.kept
         with self._room("for the optimizer state of", owned):
-            new = self._stores.moved(old, tier, sub.shard, visits)
+            new = self._stores.moved(old, tier, sub.shard, streamed)
             if new.tier == old.tier and new.master is old.master:
                 return
             there = new.opened().master.device
-            device = self._accelerator.device if visits else there
+            device = self._accelerator.device if streamed else there
             steps = None if owned.count is None else owned.count.steps.to(device)
             pieces = owned.pieces if owned.rule is None else ()
             kept = [(p.parameter, self._own_state_on(there, p)) for p in pieces]
@@ -269,13 +271,13 @@ class ShardedOptimizer:
 
     def _show(self, owned: OwnedSubGroup) -> None:
         """Make the optimizer's pieces and their state views of the record that the sub-group has now."""
-        was_changed = self._settled[owned] != owned.piece_versions()
+        was_changed = self._versions_then[owned] != owned.piece_versions()
         for index, piece in enumerate(owned.pieces):
             show(owned, piece)
             if owned.rule is not None:
                 self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, owned.rule))
         versions = owned.piece_versions()  # these differ where a piece comes from another kind of memory
-        self._settled[owned] = [version - was_changed for version in versions]
+        self._versions_then[owned] = [version - was_changed for version in versions]
 
     def moments_bytes(self, owned: OwnedSubGroup) -> int:
         """Bytes of a sub-group's state besides the master, wherever it is."""
@@ -298,13 +300,13 @@ class ShardedOptimizer:
         return {key: moved(key, value, piece.parameter, device) for key, value in state.items()}
 
     def own_state_bytes(self) -> int:
-        """Bytes of the device in use for state besides the groups' records: for visitors, and for what the
-        user's optimizer itself keeps, or steps."""
+        """Bytes of the device in use for state besides the groups' records: for streamed ones, and for what
+        the user's optimizer itself keeps, or steps."""
         if self._own_step is None:
-            return self.visits.device_bytes()
+            return self.record_streamer.device_bytes()
         values = [value for owned in self.subs for value in self._kept(owned)]
         near = sum(value.nbytes for value in values if value.device == self._accelerator.device)
-        return self.visits.device_bytes() + near + self._own_step.value_bytes
+        return self.record_streamer.device_bytes() + near + self._own_step.value_bytes
 
     @property
     def gradient_bytes(self) -> int:
@@ -333,7 +335,7 @@ class ShardedOptimizer:
         record = owned.sub.kept
         self._stores.make_moments(record, len(rule.moments))
         device = record.master.device if isinstance(record.master, Tensor) else HOST
-        device = self._accelerator.device if owned.sub in self.visits else device
+        device = self._accelerator.device if owned.sub in self.record_streamer else device
         owned.count = StepCount(torch.zeros(len(owned.pieces), dtype=torch.float32, device=device))
         for index, piece in enumerate(owned.pieces):
             self.optimizer.state[piece.parameter] = self._state_of_piece(owned, index, rule)
@@ -351,9 +353,9 @@ class ShardedOptimizer:
             )
         return state
 
-    def _taken(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
+    def _committed(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
         """Whether the step was made ahead; if so, it has now taken effect."""
-        if self._ahead is None or not self._ahead.take(owned, step):
+        if self._speculative is None or not self._speculative.commit(owned, step):
             return False
         self._show(owned)
         return True
@@ -363,10 +365,10 @@ class ShardedOptimizer:
     ) -> None:
         sub, device = owned.sub, state.master.device
         gradient = sub.of(have.slice.get()).to(device)
-        outlet = self._stores.outlet(state.master if sub.shard_serves else sub.shard, state.master)
+        writer = self._stores.weight_writer(state.master if sub.shard_serves else sub.shard, state.master)
         kernels = self._stores.kernels(device)
-        step.run(kernels, state, owned.counted.steps, gradient, factors, outlet.narrow)
-        outlet.deliver(step.written, factors.skip)
+        step.run(kernels, state, owned.counted.steps, gradient, factors, writer.narrow)
+        writer.deliver(step.written, factors.skip)
 
     def _plan(self, owned: OwnedSubGroup, used: set[int]) -> GroupStep:
         assert owned.rule is not None

@@ -226,10 +226,16 @@ class UnitPlanner:
 
     def _group(self, draft: GroupDraft, resident: bool) -> PlannedGroup:
         kind, policy, order = draft.kind, self._policy, self._order
-        form = OWN if resident else kind.travel.form(Cast(self._autocast, kind.travel.codes), kind.dtype)
+        fmt = (
+            OWN
+            if resident
+            else kind.gather_options.gather_format(
+                Cast(self._autocast, kind.gather_options.quant_dtype), kind.dtype
+            )
+        )
         parameters = [parameter for _, parameter in draft.named]
         given = max((parameter.dtype for parameter in parameters), key=lambda dtype: dtype.itemsize)
-        gathered = form.dtype or kind.dtype
+        gathered = fmt.dtype or kind.dtype
         reduced = policy.whole_dtype(gathered)
         tied = order.largest_tied(parameters)
         return PlannedGroup(
@@ -238,7 +244,7 @@ class UnitPlanner:
             dtype=kind.dtype,
             given=given if kind.trainable and given.itemsize > kind.dtype.itemsize else kind.dtype,
             gathered=gathered,
-            coded=form.codes is not None,
+            coded=fmt.quant_dtype is not None,
             trainable=kind.trainable,
             resident=resident,
             reduced=reduced,
@@ -325,7 +331,7 @@ class _Order:
         """Whether the unit's output depends on a parameter that is trained."""
         if draft.plan.name in (ROOT, PERSISTENT):
             return True
-        within = (self.last[p] for anchor in draft.plan.anchors for p in anchor.parameters())
+        within = (self.last[p] for hooked in draft.plan.hooked_modules for p in hooked.parameters())
         return max(within) >= self.trained
 
     def largest_tied(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:

@@ -12,7 +12,7 @@ from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.peaks import Sums, backward, building, forward, step
 from zero.settings.offload import Tier
-from zero.tiers.held import Held
+from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.pipeline import BUFFERS
 from zero.tiers.record import section_bytes
 
@@ -27,10 +27,10 @@ class MemoryPlan:
     the host, through which records on disk pass. peaks: of the device, by phase.
     """
 
-    rest: dict[Tier, Held]
+    rest: dict[Tier, DeviceBytes]
     gradients: dict[Tier, int]
     buffers: int
-    peaks: dict[str, Held]
+    peaks: dict[str, DeviceBytes]
 
     @property
     def device(self) -> int:
@@ -51,14 +51,14 @@ def plan_memory(
     config: Config,
     policy: GradientPolicy,
     scaled: bool,
-    copies: int,
+    replicas: int,
 ) -> MemoryPlan:
-    """Plan one rank's memory. scaled: whether gradients are averaged, unscaled or clipped. copies: their
+    """Plan one rank's memory. scaled: whether gradients are averaged, unscaled or clipped. replicas: their
     number, of the model."""
     sums: Sums = "none" if policy.steps == 1 else "whole" if policy.local else "slices"
     groups = [group for unit in units for group in unit.groups]
-    rest = {tier: sum((_rest(g, tier, config) for g in groups), Held()) for tier in TIERS}
-    made = sum((_rest(g.before_steps, "device", config) for g in groups), Held())
+    rest = {tier: sum((_rest(g, tier, config) for g in groups), DeviceBytes()) for tier in TIERS}
+    made = sum((_rest(g.before_steps, "device", config) for g in groups), DeviceBytes())
     gradients = {
         tier: sum(g.slice_bytes for g in groups if g.trainable and g.placement.gradients == tier)
         for tier in TIERS
@@ -66,14 +66,16 @@ def plan_memory(
     peaks = {
         "init": max(*building(units), made, key=lambda held: held.total),
         "forward": max(forward(units, config.prefetch, sums), key=lambda held: held.total),
-        "backward": max(backward(units, config, sums, copies), key=lambda held: held.total, default=Held()),
+        "backward": max(
+            backward(units, config, sums, replicas), key=lambda held: held.total, default=DeviceBytes()
+        ),
         "step": step(units, scaled),
     }
     peaks = {phase: rest["device"] + held if phase != "init" else held for phase, held in peaks.items()}
     return MemoryPlan(rest, gradients, _buffers(groups, config.tiers.compact), peaks)
 
 
-def _rest(group: PlannedGroup, tier: Tier, config: Config) -> Held:
+def _rest(group: PlannedGroup, tier: Tier, config: Config) -> DeviceBytes:
     """What a group keeps in one tier between steps."""
     parameters = group.own_bytes if group.resident else group.shard_bytes
     records = [numel for numel, where in group.placement.optimizer if where == tier]
@@ -87,7 +89,7 @@ def _rest(group: PlannedGroup, tier: Tier, config: Config) -> Held:
         optimizer += sum(
             numel * (group.wide.itemsize * (1 + group.placement.moments) + weights) for numel in records
         )
-    return Held(parameters=parameters if group.placement.params == tier else 0, optimizer=optimizer)
+    return DeviceBytes(parameters=parameters if group.placement.params == tier else 0, optimizer=optimizer)
 
 
 def _buffers(groups: Sequence[PlannedGroup], compact: bool) -> int:

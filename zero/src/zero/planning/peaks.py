@@ -13,13 +13,13 @@ from typing import Literal
 
 from zero.communication.quantised import Quantised
 from zero.config import Config
-from zero.gradients.copy_sums import BETWEEN_COPIES
 from zero.gradients.reducer import UNDER_REDUCTION
-from zero.optimizer.visits import WINDOW
+from zero.gradients.replica_sums import REPLICA_SUMS_IN_FLIGHT
+from zero.optimizer.record_streamer import STREAM_WINDOW
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.order import backward_uses, end
 from zero.tiers.carrier import LEAVING
-from zero.tiers.held import Held
+from zero.tiers.device_bytes import DeviceBytes
 
 TRAVELLING = LEAVING + 1
 """Units whose gradients may be on their way to the host, including one that is just setting out."""
@@ -27,15 +27,15 @@ Sums = Literal["none", "slices", "whole"]
 """What earlier micro-batches have left: nothing, reduced slices, or whole buffers."""
 
 
-def building(units: Sequence[PlannedUnit]) -> Iterator[Held]:
+def building(units: Sequence[PlannedUnit]) -> Iterator[DeviceBytes]:
     """The points of `zero.initialize`, for a model whose parameters are on the host or under `zero.init`."""
-    done = Held()
+    done = DeviceBytes()
     for unit in units:
         yield replace(done, gathered=_flattening(unit))
         for group in unit.groups:
             parameters = group.own_bytes if group.resident else group.shard_bytes
             near = parameters if group.placement.params == "device" else 0
-            done += Held(parameters=near, optimizer=_masters(group))
+            done += DeviceBytes(parameters=near, optimizer=_masters(group))
 
 
 def _flattening(unit: PlannedUnit) -> int:
@@ -61,18 +61,18 @@ def _masters(group: PlannedGroup) -> int:
     return 0 if group.is_master("device") else sum(near) * group.wide.itemsize
 
 
-def forward(units: Sequence[PlannedUnit], prefetch: int, sums: Sums) -> Iterator[Held]:
+def forward(units: Sequence[PlannedUnit], prefetch: int, sums: Sums) -> Iterator[DeviceBytes]:
     """What is gathered, unit by unit, and the gradients of earlier micro-batches."""
     order = [unit for unit in units if not unit.is_root]
     groups = [group for unit in units for group in unit.groups if group.trainable]
     near = [group for group in groups if group.placement.gradients == "device"]
     gradients = sum(g.slice_bytes for g in near) if sums == "slices" else 0
     gradients += sum(g.gradient_bytes for g in groups) if sums == "whole" else 0
-    yield Held(gathered=_window([u for u in units if u.is_root], []), gradients=gradients)
+    yield DeviceBytes(gathered=_window([u for u in units if u.is_root], []), gradients=gradients)
     for index, unit in enumerate(order):
         ahead = [later for later in order[index + 1 :] if later.gathered][:prefetch]
         gathered = _gathered_at(units, unit, ahead)
-        yield Held(gathered=gathered, gradients=gradients)
+        yield DeviceBytes(gathered=gathered, gradients=gradients)
 
 
 def _gathered_at(units: Sequence[PlannedUnit], unit: PlannedUnit, ahead: Sequence[PlannedUnit]) -> int:
@@ -90,10 +90,12 @@ def _window(used: Sequence[PlannedUnit], ahead: Sequence[PlannedUnit]) -> int:
     return whole + max(unpacking, coming)
 
 
-def backward(units: Sequence[PlannedUnit], config: Config, sums: Sums, copies: int) -> Iterator[Held]:
+def backward(
+    units: Sequence[PlannedUnit], config: Config, sums: Sums, replicas: int
+) -> Iterator[DeviceBytes]:
     """The units that a backward comes to, from the last to the first, then the root."""
     turns, uses = _turns(units), backward_uses(units)
-    travelling = TRAVELLING + (BETWEEN_COPIES if copies > 1 else 0)
+    travelling = TRAVELLING + (REPLICA_SUMS_IN_FLIGHT if replicas > 1 else 0)
     for index, unit in enumerate(turns):
         ahead = [later for later in uses[end(unit, uses) :] if later.gathered]
         gathered = _gathered_at(units, unit, ahead[: config.prefetch])
@@ -104,7 +106,7 @@ def backward(units: Sequence[PlannedUnit], config: Config, sums: Sums, copies: i
                 for group in other.groups
                 if group.trainable
             )
-            yield Held(gathered=gathered, gradients=gradients + own)
+            yield DeviceBytes(gathered=gathered, gradients=gradients + own)
 
 
 def _turns(units: Sequence[PlannedUnit]) -> list[PlannedUnit]:
@@ -186,8 +188,8 @@ class _Moment:
         return group.gradient_bytes if begun and (near or age <= self.travelling) else 0
 
 
-def step(units: Sequence[PlannedUnit], scaled: bool) -> Held:
-    """What the step takes. Kernels step from the gradients as they are, and visiting records come a few at a
+def step(units: Sequence[PlannedUnit], scaled: bool) -> DeviceBytes:
+    """What the step takes. Kernels step from the gradients as they are, and streamed records come a few at a
     time; torch's optimizers have everything that they step with at once. The last gradients may still be on
     their way to the host. scaled: whether gradients are multiplied by something.
     """
@@ -202,22 +204,24 @@ def step(units: Sequence[PlannedUnit], scaled: bool) -> Held:
         for numel, tier in group.placement.optimizer
         if tier == "device" and not group.kernel
     )
-    visiting = [
+    streamed = [
         group.record_bytes(numel, tier)
         for group, _ in groups
         for numel, tier in group.placement.optimizer
-        if group.placement.visits and tier == "host"
+        if group.placement.streamed and tier == "host"
     ]
     gradients += max((_fetched(group) for group, _ in groups if group.kernel), default=0)
     on_the_way = max((_exchanged(group, scaled) for group, _ in groups), default=0)
-    return Held(gradients=gradients, optimizer=max(WINDOW * max(visiting, default=0), on_the_way))
+    return DeviceBytes(
+        gradients=gradients, optimizer=max(STREAM_WINDOW * max(streamed, default=0), on_the_way)
+    )
 
 
 def _fetched(group: PlannedGroup) -> int:
     """The most bytes of gradients off the device that come back for one record that is stepped there."""
     if group.placement.gradients == "device":
         return 0
-    there = (n for n, tier in group.placement.optimizer if tier == "device" or group.placement.visits)
+    there = (n for n, tier in group.placement.optimizer if tier == "device" or group.placement.streamed)
     return group.slice.itemsize * max(there, default=0)
 
 

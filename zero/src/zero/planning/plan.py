@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.communication.job import ranks_of_copy
+from zero.communication.job import ranks_of_replica
 from zero.config import Config
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
@@ -82,7 +82,7 @@ def plan(
         raise UsageError(f"ranks must be a whole number of at least 1, got {ranks!r}")
     if autocast not in (None, *AUTOCAST):
         raise UsageError(f"autocast must be {', '.join(map(str, AUTOCAST))} or None, got {autocast!r}")
-    sharing = ranks_of_copy(config.shard_ranks, ranks)
+    sharing = ranks_of_replica(config.shard_ranks, ranks)
     check_model(model, shapes_only=True)
     _check_dtypes(model, config)
     prepared = prepare(model, optimizer, config, ANY_DEVICE, for_graphs=False)

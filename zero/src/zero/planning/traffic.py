@@ -45,17 +45,18 @@ class TrafficPlan(Moved):
 
 
 def plan_traffic(
-    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int, copies: int
+    units: Sequence[PlannedUnit], config: Config, policy: GradientPolicy, ranks: int, replicas: int
 ) -> TrafficPlan:
     """Plan what one rank moves in an optimizer step.
 
     Each unit is used once in a forward, in the order of names. A backward comes to a unit if one of its
     parameters is trained, or one with an earlier name; where inputs, a recomputation or another order take
-    the backward further, more is gathered. ranks: those that share a copy of the model. copies: their number.
+    the backward further, more is gathered. ranks: those that share a copy of the model. replicas: their
+    number.
     """
     reductions = 1 if policy.local else policy.steps
     collectives: dict[str, int] = {}
-    between = 0  # bytes of the slices that copies add up
+    between = 0  # bytes of the slices that replicas add up
     moved = Moved()
     kept = _kept_between(units, config.prefetch)
     for unit in units:
@@ -63,14 +64,14 @@ def plan_traffic(
         for group in unit.groups:
             for kind, nbytes in _collectives(group, reductions, ranks, gathers):
                 collectives[kind] = collectives.get(kind, 0) + nbytes
-            between += _between_copies(group, reductions, policy.fixed_tiers) if copies > 1 else 0
+            between += _between_replicas(group, reductions, policy.fixed_tiers) if replicas > 1 else 0
             moved += _of_parameters(group, gathers)
             moved += _of_gradients(group, reductions)
             moved += _of_records(group, config.tiers.compact)
             moved += _of_exchange(group)
     whole = sum(nbytes * _passes(kind, ranks) for kind, nbytes in collectives.items())
     inside = int(whole * (ranks - 1) / ranks)
-    to_copies = int(between * _passes("all_reduce", copies) * (copies - 1) / copies)
+    to_copies = int(between * _passes("all_reduce", replicas) * (replicas - 1) / replicas)
     if between:
         collectives["all_reduce"] = collectives.get("all_reduce", 0) + between
     return TrafficPlan(**vars(moved), collectives=collectives, link=inside + to_copies, to_copies=to_copies)
@@ -108,9 +109,9 @@ def _collectives(group: PlannedGroup, reductions: int, ranks: int, gathers: int)
         yield "all_gather", group.own_bytes  # after the step
 
 
-def _between_copies(group: PlannedGroup, reductions: int, settled: bool) -> int:
-    """Bytes that are added up over the copies: slices that stay, once the micro-batches are added up; others,
-    every time they come."""
+def _between_replicas(group: PlannedGroup, reductions: int, settled: bool) -> int:
+    """Bytes that are added up over the replicas: slices that stay, once the micro-batches are added up;
+    others, every time they come."""
     if not group.trainable:
         return 0
     if group.placement.gradients == "device" and settled:
@@ -137,7 +138,7 @@ def _of_gradients(group: PlannedGroup, reductions: int) -> Moved:
     tier = group.placement.gradients
     if not group.trainable or tier == "device":
         return Moved()
-    back = sum(n for n, t in group.placement.optimizer if t == "device" or group.placement.visits)
+    back = sum(n for n, t in group.placement.optimizer if t == "device" or group.placement.streamed)
     disk = group.slice_bytes if tier == "disk" else 0
     return Moved(
         to_host=reductions * group.shard_numel * group.sent.itemsize,
@@ -153,7 +154,7 @@ def _of_records(group: PlannedGroup, compact: bool) -> Moved:
     for numel, tier in group.placement.optimizer:
         if tier == "device":
             continue
-        if group.placement.visits:
+        if group.placement.streamed:
             nbytes = group.record_bytes(numel, tier)
             moved += Moved(to_host=nbytes, to_device=nbytes)
             continue

@@ -67,7 +67,7 @@ class Offload(Validated):
         master is not the shard itself (2 bytes per parameter in bf16); `host_budget` counts both. To change
         masters and optimizer state in place between backward and step, change the tensors themselves, under
         `torch.no_grad()`: changes through `.data` or a numpy view are not seen, and may be lost. See
-        `zero.optimizer.ahead`.
+        `zero.optimizer.speculative_steps`.
     compact: keep only the part of masters on disk that the 16-bit parameters lack (Adam: 20 bytes moved per
         parameter and step instead of 24). Same values, bit for bit; more work for the processor. ConfigError
         if no parameter is bf16.

@@ -37,16 +37,18 @@ def _build_unit(
     with room_for(accelerator, "to shard", plan.name, nbytes):
         deferred_init.materialize(p for _, p in plan.parameters)
         groups = [
-            FlatGroup(stores, g.placement, plan.name, g.named, g.kind.dtype, shards, shard, g.kind.travel)
+            FlatGroup(
+                stores, g.placement, plan.name, g.named, g.kind.dtype, shards, shard, g.kind.gather_options
+            )
             for g in draft.groups
         ]
         if group.size > 1 and not awaited:
             for flat in groups:
                 communicator.broadcast(plan.name, flat.home.data, 0)
         unit = ShardedUnit(
-            index, plan.name, plan.anchors, groups, communicator, draft.is_resident(group.size)
+            index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident(group.size)
         )
-        unit.settle()
+        unit.finalize_shards()
     for name, parameter in plan.parameters:
         parameter.grad = None
         parameter.__dict__[NAME_ATTRIBUTE] = name

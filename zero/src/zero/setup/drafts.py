@@ -17,10 +17,10 @@ from zero.optimizer.routes import share_out
 from zero.optimizer.stepping import Stepping, of_unknown
 from zero.setup.preparation import Prepared
 from zero.sharding import layout
-from zero.sharding.cast import Travel
+from zero.sharding.cast import GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.units import UnitPlan
-from zero.tiers.placement import Candidate, Placement, Placer
+from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.stores import Stores
 
 Named = tuple[str, nn.Parameter]
@@ -32,7 +32,7 @@ class GroupKind:
 
     dtype: torch.dtype
     trainable: bool
-    travel: Travel
+    gather_options: GatherOptions
     stepping: Stepping
 
 
@@ -75,18 +75,18 @@ class _Cut:
 class _Ways:
     """What the parameters of a unit may be converted to when it is gathered.
 
-    codes: dtype that matrices are rounded to, in blocks with one scale each; None for no rounding. Vectors
-    are never rounded: most are shorter than a block, and a norm's weights do not tolerate it.
+    quant_dtype: dtype that matrices are rounded to, in blocks with one scale each; None for no rounding.
+    Vectors are never rounded: most are shorter than a block, and a norm's weights do not tolerate it.
     castable: parameters that autocast casts before each use, which may be cast before they are gathered.
     """
 
-    codes: torch.dtype | None = None
+    quant_dtype: torch.dtype | None = None
     castable: Collection[nn.Parameter] = ()
 
-    def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> Travel:
+    def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> GatherOptions:
         coded = parameter.is_floating_point() and parameter.dim() > 1
         narrows = dtype is torch.float32 and parameter in self.castable
-        return Travel(self.codes if coded else None, narrows)
+        return GatherOptions(self.quant_dtype if coded else None, narrows)
 
 
 _EXACT = _Ways()
@@ -124,7 +124,9 @@ def draft_units(
     ]
 
 
-def _draft(kind: GroupKind, named: list[Named], candidate: Candidate, placement: Placement) -> GroupDraft:
+def _draft(
+    kind: GroupKind, named: list[Named], candidate: PlacementRequest, placement: Placement
+) -> GroupDraft:
     return GroupDraft(tuple(named), kind, candidate.shard_numel, placement)
 
 
@@ -154,11 +156,11 @@ def target_dtype(parameter: nn.Parameter, config: Config) -> torch.dtype:
 
 def _candidate(
     kind: GroupKind, named: Sequence[Named], policy: GradientPolicy, own_state: _OwnState, resident: bool
-) -> Candidate:
+) -> PlacementRequest:
     specs = [ParameterSpec(name, tuple(p.shape), p.stride(), p.numel()) for name, p in named]
     item, rule = kind.dtype.itemsize, kind.stepping.rule
-    numel = layout.plan(specs, own_state.ranks, item, block_of(kind.travel.codes)).shard_numel
-    return Candidate(
+    numel = layout.plan(specs, own_state.ranks, item, block_of(kind.gather_options.quant_dtype)).shard_numel
+    return PlacementRequest(
         numel,
         item,
         policy.slice_dtype(kind.dtype).itemsize,

@@ -20,8 +20,8 @@ from zero.setup.build import build_units
 from zero.setup.checks import check_dtypes, check_equal, check_model, check_movable
 from zero.setup.drafts import draft_units, reserve_disk
 from zero.setup.preparation import prepare, settings
+from zero.sharding.full_parameters import spread_buffer
 from zero.sharding.guard import ANEW, abandon
-from zero.sharding.whole import spread_buffer
 from zero.tiers.placement import Placer
 from zero.tiers.room import OutOfMemoryError, room_for
 from zero.tiers.stores import Stores
@@ -63,7 +63,7 @@ def initialize(
     check_equal(prepared, config, communicator)
     communicator.split(split(accelerator, group, config.shard_ranks))
     tiers, ranks = config.tiers, communicator.shards.size
-    stores = Stores(accelerator, tiers.folder, tiers.compact, visits=tiers.step == "device")
+    stores = Stores(accelerator, tiers.folder, tiers.compact, streamed=tiers.step == "device")
     placer = Placer(tiers, stores.resolve)
     drafts = draft_units(prepared, config, placer, ranks, moments)
     placer.warn_of_shortfalls()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.compiled.split import split_by_use
+from zero.compiled.units_by_use import split_by_use
 from zero.config import Config
 from zero.errors import ConfigError
 from zero.optimizer.checks import check_optimizer

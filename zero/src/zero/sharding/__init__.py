@@ -2,7 +2,7 @@
 
 Modules, lowest first:
 
-layout, cast            where parameters sit in a buffer, arithmetic only; in what form a buffer is gathered
+layout, cast            where parameters sit in a buffer, arithmetic only; the format it is gathered in
 guard, alterations      what a parameter is while it has no values; changes to it that bypass the engine
 state_entries, units    names as a state dict has them; the module tree divided into units
 autocast                which parameters may be cast before they are gathered
@@ -13,7 +13,8 @@ schedule                the order in which units are needed, as a hint for gathe
 progress, tensors, under_way
                         how far a backward is; tensors in any object; forwards whose end no hook reported
 unit_hooks              when a unit is gathered and released
-whole, model_state      whole values by name; the model's state dict
-late_parameters         parameters that were added or changed after the engine was made
+full_parameters, model_state
+                        full parameters by name; the model's state dict
+parameter_checks        parameters that were added or changed after the engine was made
 uncopied                objects of an engine, which cannot be copied
 """

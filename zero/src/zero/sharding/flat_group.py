@@ -3,7 +3,7 @@
 Glossary
 --------
 home        the flat buffer in the parameters' own dtype.
-cast buffer a flat buffer for another form of the values: in autocast's dtype, if autocast casts them before
+cast buffer a flat buffer for another format of the values: in autocast's dtype, if autocast casts them before
             each use, or rounded by a gather in 8 bits.
 shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). If the whole buffer
             stays (stages 0 to 2, one rank, persistent units, ranks with common memory) it is a view of
@@ -31,12 +31,12 @@ from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.quantised import Quantised, block_of
 from zero.sharding import layout
 from zero.sharding.alterations import elsewhere, replaced
-from zero.sharding.cast import OWN, Cast, Travel
+from zero.sharding.cast import OWN, Cast, GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
 from zero.sharding.sub_group import SubGroup, sub_groups
-from zero.tiers.carrier import Journey
-from zero.tiers.held import Held
+from zero.tiers.carrier import SideStreamWork
+from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.joined import joined
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
@@ -46,16 +46,16 @@ from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
 from zero.tiers.values import Values, lasting
 
-Pending = NamedHandle | Journey
+Pending = NamedHandle | SideStreamWork
 """A transfer under way to or from a buffer."""
 
 
 class FlatGroup:
-    """One flat buffer: flattens its parameters when built; `settle()` leaves the shard, or shard and whole.
+    """A flat buffer: flattens its parameters when built; `finalize_shards()` leaves the shard, or both.
 
     unit: the unit's name. Parameters keep their identity and are cast to `dtype`. shards: how many slices the
     buffer is cut into (1: replicated). shard: which of them this rank owns. placement: where its state goes.
-    travel: what the values may be converted to on their way.
+    gather_options: what the values may be converted to on their way.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FlatGroup:
         dtype: torch.dtype,
         shards: int,
         shard: int,
-        travel: Travel,
+        gather_options: GatherOptions,
     ) -> None:
         self.unit = unit
         self.names = tuple(name for name, _ in named)
@@ -75,14 +75,14 @@ class FlatGroup:
         self.dtype = dtype
         self.trainable = self.parameters[0].requires_grad
         specs = [ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel()) for name, p in named]
-        self.layout = layout.plan(specs, shards, dtype.itemsize, block_of(travel.codes))
+        self.layout = layout.plan(specs, shards, dtype.itemsize, block_of(gather_options.quant_dtype))
         self.window = self.layout.shard_slice(shard)
         self.pieces = self.layout.pieces(shard)
         self.placement = placement
         self.subs = tuple(sub_groups(placement))
         self._stores = stores
         self._accelerator: Accelerator = stores.accelerator
-        self.travel = travel
+        self.gather_options = gather_options
         self._cast_buffers: dict[Cast, FlatBuffer] = {}
         self._travelling: dict[Cast, Quantised] = {}
         self._private: FlatBuffer | None = None
@@ -140,7 +140,7 @@ class FlatGroup:
         nbytes = self.layout.numel * dtype.itemsize
         return room_for(self._accelerator, "for whole values of", self.unit, nbytes)
 
-    def settle(self, whole: bool, ranks: Group) -> None:
+    def finalize_shards(self, whole: bool, ranks: Group) -> None:
         """Make masters, convert to `dtype`, and keep only the shard unless the whole buffer stays.
 
         Called once the values are final. ranks: those that the shards are spread over.
@@ -163,15 +163,15 @@ class FlatGroup:
             self._mine[sub.window], dtype, sub.tier, self.placement.moments, upper
         )
 
-    def park(self) -> None:
-        """Move the shard to the host and give back all device memory, until `unpark`."""
+    def offload_state(self) -> None:
+        """Move the shard to the host and give back all device memory, until `reload_state`."""
         shard = self.source.resting
         if shard is not None and self._stores.resolve("host") == "host":
             self.shard = self._stores.keep(shard, "host")
             self.home.release()
 
-    def unpark(self, whole: bool) -> None:
-        """End `park`: move the shard back to where the placement says.
+    def reload_state(self, whole: bool) -> None:
+        """End `offload_state`: move the shard back to where the placement says.
 
         whole: into the whole buffer, whose other slices must then be gathered.
         """
@@ -192,7 +192,7 @@ class FlatGroup:
     def _part_with_whole(self, ranks: Group) -> None:
         """Move the whole buffer into memory common to all ranks, or release it and keep the shard."""
         tier = self.placement.params
-        here = tier == "device" and self.travel.codes is None  # shards do not hold codes
+        here = tier == "device" and self.gather_options.quant_dtype is None  # shards do not hold codes
         common = self._accelerator.flat_buffers.share(self.home, ranks) if here else None
         if common is not None:
             self.home = common
@@ -214,7 +214,7 @@ class FlatGroup:
         """The gathered values in the parameters' own dtype, shape (layout.numel,)."""
         return (self._private or self.home).data
 
-    def held(self) -> Held:
+    def held(self) -> DeviceBytes:
         """Return the bytes of the device in use for the group."""
         buffers = [self.home, *self._cast_buffers.values(), *([self._private] if self._private else [])]
         whole = sum(b.nbytes for b in buffers if b.materialized)
@@ -224,10 +224,12 @@ class FlatGroup:
         record = sum(sub.kept.bytes_on(device, sub.shard) for sub in records)
         shard = self.source.resting
         if shard is None:
-            return Held(parameters=self.source.brought_bytes, gathered=whole, optimizer=record)
+            return DeviceBytes(parameters=self.source.brought_bytes, gathered=whole, optimizer=record)
         if shard.untyped_storage().data_ptr() == self.home.data.untyped_storage().data_ptr():
-            return Held(parameters=self.home.nbytes, gathered=whole - self.home.nbytes, optimizer=record)
-        return Held(parameters=shard.nbytes, gathered=whole, optimizer=record)
+            return DeviceBytes(
+                parameters=self.home.nbytes, gathered=whole - self.home.nbytes, optimizer=record
+            )
+        return DeviceBytes(parameters=shard.nbytes, gathered=whole, optimizer=record)
 
     def isolate(self, beside: Cast) -> None:
         """Make the gathered parameters a `private` copy if they may not be views of `home`.
@@ -235,7 +237,7 @@ class FlatGroup:
         Then no write to them reaches another rank, and what is computed with them stays valid up to its
         backward, longer than `home`. beside: the cast that a forward under way computes in.
         """
-        if self._private is None and (self.home.common or self.form(beside) != OWN):
+        if self._private is None and (self.home.common or self.gather_format(beside) != OWN):
             self._private = allocate(self._stores, "for a copy of", self.unit, self.home.nbytes, self._copy)
             self._bind_to(self._private)
 
@@ -282,30 +284,30 @@ class FlatGroup:
 
     def buffer(self, cast: Cast) -> FlatBuffer:
         """Return the buffer to gather into: `home` for values as they are, else a cast buffer."""
-        form = self.form(cast)
-        if form == OWN:
+        fmt = self.gather_format(cast)
+        if fmt == OWN:
             return self.home
-        if form not in self._cast_buffers:
-            dtype = form.dtype or self.dtype
+        if fmt not in self._cast_buffers:
+            dtype = fmt.dtype or self.dtype
             with lasting():
-                self._cast_buffers[form] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
-        return self._cast_buffers[form]
+                self._cast_buffers[fmt] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
+        return self._cast_buffers[fmt]
 
     def nbytes(self, cast: Cast) -> int:
         """Return the bytes of the buffer to gather into."""
-        return self.layout.numel * (self.form(cast).dtype or self.dtype).itemsize
+        return self.layout.numel * (self.gather_format(cast).dtype or self.dtype).itemsize
 
     def release(self, cast: Cast) -> None:
         """Drop the bytes of `buffer(cast)`, if it was ever made: memory may have run out before."""
-        form = self.form(cast)
-        self._travelling.pop(form, None)
-        buffer = self.home if form == OWN else self._cast_buffers.get(form)
+        fmt = self.gather_format(cast)
+        self._travelling.pop(fmt, None)
+        buffer = self.home if fmt == OWN else self._cast_buffers.get(fmt)
         if buffer is not None:
             buffer.release()
 
-    def form(self, cast: Cast) -> Cast:
-        """Return the form in which the group is gathered for a unit's cast; each form has its own buffer."""
-        return self.travel.form(cast, self.dtype)
+    def gather_format(self, cast: Cast) -> Cast:
+        """Return the format in which the group is gathered for a unit's cast; each has its own buffer."""
+        return self.gather_options.gather_format(cast, self.dtype)
 
     def start_gather(self, communicator: Communicator, cast: Cast) -> list[Pending]:
         """Begin to fill the buffer from all ranks' shards; return what to wait for before `finish_gather`.
@@ -314,12 +316,12 @@ class FlatGroup:
         conversion is copied concurrently with the computation. Nothing travels between ranks if no other rank
         has a shard.
         """
-        form = self.form(cast)
-        room = self._open(form) if form.codes is None else self._open_quantised(form, form.codes)
+        fmt = self.gather_format(cast)
+        room = self._open(fmt) if fmt.quant_dtype is None else self._open_quantised(fmt, fmt.quant_dtype)
         if room is not self.home or self.source.resting is not None:
             return self._fill(communicator, room)
-        with self._stores.carrier.beside() as journey:
-            return [*self._fill(communicator, room), journey]
+        with self._stores.carrier.beside() as work:
+            return [*self._fill(communicator, room), work]
 
     def _fill(self, communicator: Communicator, room: FlatBuffer | Quantised) -> list[Pending]:
         postponing = communicator.postponing_disk_errors() if communicator.in_pass else nullcontext()
@@ -332,27 +334,27 @@ class FlatGroup:
             mine = self._mine_in(room)
         return [] if self.shards == 1 else [communicator.all_gather(self.unit, room.data, mine)]
 
-    def _open_quantised(self, form: Cast, codes: torch.dtype) -> Quantised:
+    def _open_quantised(self, fmt: Cast, quant_dtype: torch.dtype) -> Quantised:
         numel = self.layout.numel
-        make = partial(Quantised, numel, codes, self._accelerator.device)
+        make = partial(Quantised, numel, quant_dtype, self._accelerator.device)
         whole = allocate(self._stores, "to gather", self.unit, Quantised.nbytes_of(numel), make)
-        self._travelling[form] = whole
+        self._travelling[fmt] = whole
         return whole
 
     def finish_gather(self, cast: Cast) -> None:
         """Unpack values that travelled as codes, after the gather has been waited for."""
-        form = self.form(cast)
-        if form in self._travelling:
-            self._travelling[form].unpack(self._accelerator.kernels, self._open(form).data)
-            del self._travelling[form]
+        fmt = self.gather_format(cast)
+        if fmt in self._travelling:
+            self._travelling[fmt].unpack(self._accelerator.kernels, self._open(fmt).data)
+            del self._travelling[fmt]
 
-    def _open(self, form: Cast) -> FlatBuffer:
+    def _open(self, fmt: Cast) -> FlatBuffer:
         def materialized() -> FlatBuffer:
-            buffer = self.buffer(form)
+            buffer = self.buffer(fmt)
             buffer.materialize()
             return buffer
 
-        return allocate(self._stores, "to gather", self.unit, self.nbytes(form), materialized)
+        return allocate(self._stores, "to gather", self.unit, self.nbytes(fmt), materialized)
 
     def _mine_in(self, buffer: FlatBuffer) -> Tensor:
         """Return this rank's slice for `buffer`: the shard itself if it fits, else a copy in `buffer`."""

@@ -12,25 +12,25 @@ from torch import Tensor, nn
 from accelz.flat_buffer import HOST
 from zero.errors import StateError, some
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.full_parameters import FullParameters, spread_buffer, view_of
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of, load_rest
-from zero.sharding.whole import WholeValues, spread_buffer, view_of
 
 
-def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
+def read(model: nn.Module, full_parameters: FullParameters, master: bool) -> dict[str, Any]:
     """Return what `model.state_dict()` would be unsharded, in rank 0's host memory ({} on other ranks).
 
     master: return fp32 masters where there are any. One group at a time is whole on the device.
     """
     values: dict[nn.Parameter, Tensor] = {}
-    with whole.sharing_disk_errors():
-        for unit, group in ((u, g) for u in whole.units for g in u.groups):
+    with full_parameters.sharing_disk_errors():
+        for unit, group in ((u, g) for u in full_parameters.units for g in u.groups):
             shard = group.master if master and group.master is not None else group.shard
-            full = whole.gather(unit, group, shard)
-            if whole.is_source:
+            full = full_parameters.gather(unit, group, shard)
+            if full_parameters.is_source:
                 for index, parameter in enumerate(group.parameters):
                     values[parameter] = view_of(full, group, index).to(HOST, copy=True).contiguous()
-    if not whole.is_source:
+    if not full_parameters.is_source:
         return {}
     owner = entries_of(model).by_name
     return {
@@ -41,7 +41,7 @@ def read(model: nn.Module, whole: WholeValues, master: bool) -> dict[str, Any]:
 
 def load(
     model: nn.Module,
-    whole: WholeValues,
+    full_parameters: FullParameters,
     state: Mapping[str, Any] | None,
     strict: bool,
     before_change: Callable[[], None],
@@ -53,25 +53,25 @@ def load(
     Raises StateError on every rank, before anything changes, for shapes that differ and, if strict, for
     names that are missing or unknown.
     """
-    problem = _no_state(state) if whole.is_source else ""
-    state = dict(state) if whole.is_source and state is not None and not problem else {}
+    problem = _no_state(state) if full_parameters.is_source else ""
+    state = dict(state) if full_parameters.is_source and state is not None and not problem else {}
     entries = entries_of(model)
-    groups = [group for unit in whole.units for group in unit.groups]
+    groups = [group for unit in full_parameters.units for group in unit.groups]
     own = {p: name for group in groups for name, p in zip(group.names, group.parameters, strict=True)}
     rest, packed = {name: state[name] for name in entries.rest if name in state}, BytesIO()
-    if whole.is_source:
+    if full_parameters.is_source:
         problem = problem or _misfits(model, state, strict) or _pack(rest, packed)
-    if problem := whole.communicator.share(problem):
+    if problem := full_parameters.communicator.broadcast_object(problem):
         raise StateError(f"the state dict does not fit the model: {problem}")
     given = {own[p]: state[name] for name, p in entries.by_name.items() if name in state and p in own}
-    present = set(whole.communicator.share(sorted(given)))
-    rest = _shared(whole, packed)
+    present = set(full_parameters.communicator.broadcast_object(sorted(given)))
+    rest = _shared(full_parameters, packed)
     before_change()
-    with whole.sharing_disk_errors():
-        for unit in whole.units:
+    with full_parameters.sharing_disk_errors():
+        for unit in full_parameters.units:
             for group in unit.groups:
-                _load_group(whole, unit, group, given, present)
-        _load_buffers(whole, entries.buffers, state)
+                _load_group(full_parameters, unit, group, given, present)
+        _load_buffers(full_parameters, entries.buffers, state)
         load_rest(model, rest)
 
 
@@ -93,12 +93,16 @@ def _pack(rest: dict[str, Any], into: BytesIO) -> str:
     return ""
 
 
-def _shared(whole: WholeValues, packed: BytesIO) -> dict[str, Any]:
+def _shared(full_parameters: FullParameters, packed: BytesIO) -> dict[str, Any]:
     """Return, on every rank, what rank 0 has packed."""
-    data = torch.zeros(whole.communicator.share(packed.tell()), dtype=torch.uint8, device=whole.device)
-    if whole.is_source:
+    data = torch.zeros(
+        full_parameters.communicator.broadcast_object(packed.tell()),
+        dtype=torch.uint8,
+        device=full_parameters.device,
+    )
+    if full_parameters.is_source:
         data.copy_(torch.frombuffer(packed.getbuffer(), dtype=torch.uint8))
-    spread_buffer(whole.communicator, "extra state", data)
+    spread_buffer(full_parameters.communicator, "extra state", data)
     found = torch.load(BytesIO(data.to(HOST).numpy().tobytes()), map_location=HOST, weights_only=False)
     return dict(found)
 
@@ -133,22 +137,28 @@ def _is_whole_tensor(value: Any) -> bool:
 
 
 def _load_group(
-    whole: WholeValues, unit: ShardedUnit, group: FlatGroup, given: Mapping[str, Tensor], present: set[str]
+    full_parameters: FullParameters,
+    unit: ShardedUnit,
+    group: FlatGroup,
+    given: Mapping[str, Tensor],
+    present: set[str],
 ) -> None:
     wanted = [(index, name) for index, name in enumerate(group.names) if name in present]
     if not wanted:
         return
     dtype = group.dtype if group.master is None else group.master.dtype
-    full = whole.spread(unit, group, dtype, {index: given.get(name) for index, name in wanted})
+    full = full_parameters.spread(unit, group, dtype, {index: given.get(name) for index, name in wanted})
     for index, _ in wanted:
         if unit.resident:
             view_of(group.home.data, group, index).copy_(view_of(full, group, index))
-        whole.assign(group, index, full)
+        full_parameters.assign(group, index, full)
 
 
-def _load_buffers(whole: WholeValues, buffers: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def _load_buffers(
+    full_parameters: FullParameters, buffers: Mapping[str, Tensor], state: Mapping[str, Any]
+) -> None:
     with torch.no_grad():
         for name, buffer in buffers.items():
             if isinstance(state.get(name), Tensor):
                 buffer.copy_(state[name])
-            spread_buffer(whole.communicator, name, buffer)
+            spread_buffer(full_parameters.communicator, name, buffer)

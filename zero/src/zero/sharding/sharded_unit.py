@@ -50,14 +50,14 @@ class ShardedUnit:
         self,
         index: int,
         name: str,
-        anchors: Sequence[nn.Module],
+        hooked_modules: Sequence[nn.Module],
         groups: Sequence[FlatGroup],
         communicator: Communicator,
         resident: bool,
     ) -> None:
         self.index = index
         self.name = name
-        self.anchors = tuple(anchors)
+        self.hooked_modules = tuple(hooked_modules)
         self.groups = tuple(groups)
         self.resident = resident
         self.holds = 0
@@ -73,8 +73,10 @@ class ShardedUnit:
         self._stale = False  # the weights changed: nothing gathered before may stay
         self._exposed = False  # see `expose`
         self._bound = OWN  # the cast whose buffers the parameters are views of
-        self._shown_before: list[Cast] = []  # what was bound before the `show_exact` blocks under way
-        self._codes = next((group.travel.codes for group in groups if group.travel.codes), None)
+        self._bound_before_exact: list[Cast] = []  # what was bound before the `hold_exact` blocks under way
+        self._quant_dtype = next(
+            (group.gather_options.quant_dtype for group in groups if group.gather_options.quant_dtype), None
+        )
 
     @property
     def common(self) -> bool:
@@ -82,9 +84,9 @@ class ShardedUnit:
         return any(group.home.common for group in self.groups)
 
     @property
-    def shown(self) -> bool:
-        """Whether the unit is inside `show_exact`."""
-        return bool(self._shown_before)
+    def held_exact(self) -> bool:
+        """Whether the unit is inside `hold_exact`."""
+        return bool(self._bound_before_exact)
 
     @property
     def in_use(self) -> bool:
@@ -92,12 +94,12 @@ class ShardedUnit:
 
     @property
     def in_forward(self) -> bool:
-        """Whether a forward holds the unit, not only `show_exact`."""
-        return self.holds > len(self._shown_before)
+        """Whether a forward holds the unit, not only `hold_exact`."""
+        return self.holds > len(self._bound_before_exact)
 
     def leave_forward(self) -> None:
         """Drop the holds of forwards: none is under way any more, even if it did not end them itself."""
-        self.holds = len(self._shown_before)
+        self.holds = len(self._bound_before_exact)
 
     def has_views_among(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether one of `tensors` lies in parameter memory that a release would drop."""
@@ -123,12 +125,12 @@ class ShardedUnit:
     def cast_for(self, dtype: torch.dtype | None, all: bool = False) -> Cast:
         """Return the cast to compute in when autocast casts to `dtype` (None: it is off).
 
-        all: every fp32 parameter is wanted in `dtype`. A unit that is shown exact also computes with exact
+        all: every fp32 parameter is wanted in `dtype`. A unit that is held exact also computes with exact
         values.
         """
-        castable = any(g.dtype is torch.float32 and (all or g.travel.narrows) for g in self.groups)
+        castable = any(g.dtype is torch.float32 and (all or g.gather_options.narrows) for g in self.groups)
         narrow = dtype if castable and dtype is not torch.float32 else None
-        return Cast(narrow, None if self.shown else self._codes, all and narrow is not None)
+        return Cast(narrow, None if self.held_exact else self._quant_dtype, all and narrow is not None)
 
     def start_gather(self, cast: Cast) -> None:
         """Begin the gather unless it is done or under way.
@@ -141,16 +143,16 @@ class ShardedUnit:
                 begun.append(self._begin(index, cast))
 
     def _begin(self, index: int, cast: Cast) -> list[Pending]:
-        """Begin a group's gather, or join that of another cast in which the group has the same form.
+        """Begin a group's gather, or join that of another cast in which the group has the same format.
 
-        There is one buffer for each form.
+        There is one buffer for each format.
         """
         group = self.groups[index]
-        form = group.form(cast)
+        fmt = group.gather_format(cast)
         for other, begun in self._pending.items():
-            if len(begun) > index and group.form(other) == form:
+            if len(begun) > index and group.gather_format(other) == fmt:
                 return begun[index]
-        if not self._stale and any(group.form(other) == form for other in self._gathered):
+        if not self._stale and any(group.gather_format(other) == fmt for other in self._gathered):
             return []
         return group.start_gather(self._communicator, cast)
 
@@ -178,7 +180,7 @@ class ShardedUnit:
             group.finish_gather(cast)
 
     def renew(self) -> None:
-        """Refill gathered buffers after weights were written in a `show_exact` block. Collective.
+        """Refill gathered buffers after weights were written in a `hold_exact` block. Collective.
 
         Forwards and backwards under way continue with the new weights, once every rank has written.
         """
@@ -199,9 +201,9 @@ class ShardedUnit:
     def end_compute(self) -> None:
         """Release the unit and raise ModelError if the forward changed a parameter: the change would be lost.
 
-        Does nothing inside `show_exact`, whose end looks for changes itself.
+        Does nothing inside `hold_exact`, whose end looks for changes itself.
         """
-        if self.resident or self.shown:
+        if self.resident or self.held_exact:
             return
         rebound, names = self.rebind(), chain.from_iterable(group.names for group in self.groups)
         now = versions_of(self._classes)
@@ -222,13 +224,13 @@ class ShardedUnit:
             group.bind_again()
         return names
 
-    def show_exact(self) -> None:
-        """Hold the unit, its parameters bound to exact values of this rank's own, until `end_show`."""
+    def hold_exact(self) -> None:
+        """Hold the unit, its parameters bound to exact values of this rank's own, until `unhold_exact`."""
         self.holds += 1
-        self._shown_before.append(self._bound)
+        self._bound_before_exact.append(self._bound)
         self.gather(OWN)
         for group in self.groups:
-            group.isolate(self._shown_before[-1])
+            group.isolate(self._bound_before_exact[-1])
 
     def hold_to_the_end(self) -> None:
         """Keep the unit gathered until the engine's backward is over: the program may read it. Collective."""
@@ -236,21 +238,21 @@ class ShardedUnit:
             self.calls_in_backward.add(VIEWED)
             self.gather(self.cast_for(None))
 
-    def _show_exact_again(self) -> None:
-        """Bind exact values again, inside `show_exact`, once no forward computes with others."""
-        if self.shown and not self.in_forward and OWN in self._gathered:
+    def _bind_exact_again(self) -> None:
+        """Bind exact values again, inside `hold_exact`, once no forward computes with others."""
+        if self.held_exact and not self.in_forward and OWN in self._gathered:
             self._bind(OWN)
 
-    def end_show(self) -> list[str]:
-        """End `show_exact` and bind what was bound before, for a forward that computes with the unit.
+    def unhold_exact(self) -> list[str]:
+        """End `hold_exact` and bind what was bound before, for a forward that computes with the unit.
 
         The caller then releases the unit. Returns the names of parameters that were given other memory with
         other values, which are dropped.
         """
         self.holds -= 1
-        before = self._shown_before.pop()
-        lost = [] if self.shown else self.rebind(told=FlatGroup.differs)
-        if not self.shown:
+        before = self._bound_before_exact.pop()
+        lost = [] if self.held_exact else self.rebind(told=FlatGroup.differs)
+        if not self.held_exact:
             for group in self.groups:
                 group.rejoin(self._bound)
         if before in self._gathered:
@@ -262,7 +264,7 @@ class ShardedUnit:
         if self.resident or self.idle:
             return
         if self.in_use:
-            self._show_exact_again()
+            self._bind_exact_again()
             return
         if self._pending and self._communicator.failed:
             return  # a transfer that cannot be waited for may still write to its buffer
@@ -271,9 +273,9 @@ class ShardedUnit:
                 handle.wait()
         stay = set() if self._stale else self.persistent & self._gathered
         for group in self.groups:
-            kept = {group.form(cast) for cast in stay}
+            kept = {group.gather_format(cast) for cast in stay}
             for cast in (*self._pending, *self._gathered):
-                if group.form(cast) not in kept:
+                if group.gather_format(cast) not in kept:
                     group.release(cast)
         self._pending.clear()
         self._gathered = stay
@@ -309,10 +311,10 @@ class ShardedUnit:
         for group in self.groups:
             group.source.take_back()
 
-    def settle(self) -> None:
+    def finalize_shards(self) -> None:
         """Turn a freshly flattened unit resident, or SHARDED, where only shards remain."""
         for group in self.groups:
-            group.settle(self.resident, self._communicator.shards)
+            group.finalize_shards(self.resident, self._communicator.shards)
         if not self.resident:
             self._guard()
 
@@ -330,23 +332,24 @@ class ShardedUnit:
     def replaced_frozen(self) -> list[tuple[FlatGroup, int]]:
         """Return the frozen parameters that a program has given other memory, and with it other values."""
         if not self.resident:
-            return []  # checked when a forward or a `show_exact` block ends
+            return []  # checked when a forward or a `hold_exact` block ends
         groups = [group for group in self.groups if not group.trainable and group.home.materialized]
         return [(group, index) for group in groups for index in group.rebound()]
 
-    def park(self) -> None:
+    def offload_state(self) -> None:
         """Give back the device's memory; see `Engine.offload_states`."""
         for group in self.groups:
-            group.park()
+            group.offload_state()
         self._guard()
 
-    def unpark(self) -> None:
-        """End park(): bring back this rank's shards. `refill` brings back a resident unit's whole values."""
+    def reload_state(self) -> None:
+        """End offload_state(): bring back this rank's shards. `refill` brings back a resident unit's whole
+        values."""
         for group in self.groups:
-            group.unpark(whole=self.resident)
+            group.reload_state(whole=self.resident)
 
     def abandon(self) -> None:
-        """Forget all users but `show_exact` blocks, and release.
+        """Forget all users but `hold_exact` blocks, and release.
 
         For after an exception, or for a forward that never got its backward.
         """

@@ -19,16 +19,16 @@ from zero.tiers.values import Values
 class SubGroup:
     """A stretch of a shard.
 
-    window: its elements of the shard. tier: where its record belongs. visits: the record is on the device for
-    its step. shard: this stretch of the shard, in any tier.
+    window: its elements of the shard. tier: where its record belongs. streamed: the record is on the device
+    for its step. shard: this stretch of the shard, in any tier.
     """
 
     shard: Values
 
-    def __init__(self, window: slice, tier: Tier, visits: bool) -> None:
+    def __init__(self, window: slice, tier: Tier, streamed: bool) -> None:
         self.window = window
         self.tier: Tier = tier
-        self.visits = visits
+        self.streamed = streamed
         self.record: Record | None = None
 
     @property
@@ -37,7 +37,7 @@ class SubGroup:
 
     @property
     def kept(self) -> Record:
-        """The record, which exists once the group has settled."""
+        """The record, which exists once the group's shards are final."""
         assert self.record is not None
         return self.record
 
@@ -65,5 +65,5 @@ def sub_groups(placement: Placement) -> Iterator[SubGroup]:
     """Yield the sub-groups of a trainable group, in the order of the shard; none for a frozen one."""
     begin = 0
     for numel, tier in placement.optimizer:
-        yield SubGroup(slice(begin, begin + numel), tier, placement.visits and tier == "host")
+        yield SubGroup(slice(begin, begin + numel), tier, placement.streamed and tier == "host")
         begin += numel

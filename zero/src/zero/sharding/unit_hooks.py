@@ -54,7 +54,7 @@ class Phase:
 
 
 class UnitHooks(Uncopied):
-    """Hooks of one unit on its anchors (modules whose forward needs its parameters).
+    """Hooks of one unit on its `hooked_modules`, whose forward needs its parameters.
 
     progress: of the engine's backwards. tracer: told when the unit's use begins and ends. on_over(unit):
     called when the backward of the unit's calls is over and none is still to come.
@@ -76,22 +76,22 @@ class UnitHooks(Uncopied):
         self._progress = progress
         self._device_type = device_type
         self._tracer = tracer
-        self._depth = 0  # anchors being called, nested
+        self._depth = 0  # hooked modules being called, nested
         self._call: _Call | None = None
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # whose outputs still exist
         self._ahead: set[_Call] = set()  # whose backward is to come or under way
         self._over: list[_Call] = []  # whose backward is over, in the backward under way
         self._open_ended = False  # there was a call whose backward ends only with the whole one
         own = {parameter for group in unit.groups for parameter in group.parameters}
-        within = dict.fromkeys(p for anchor in unit.anchors for p in anchor.parameters())
+        within = dict.fromkeys(p for hooked in unit.hooked_modules for p in hooked.parameters())
         self._own, self._others = own, [parameter for parameter in within if parameter not in own]
         self._on_over = on_over
         # Not as decorators: dynamo takes seconds to import, and only engines need it.
         self._enter = torch.compiler.disable(self._gather_before)
         self._leave = torch.compiler.disable(self._release_after)
-        for anchor in unit.anchors:
-            anchor.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-            anchor.register_forward_hook(self._after, always_call=True)
+        for hooked in unit.hooked_modules:
+            hooked.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+            hooked.register_forward_hook(self._after, always_call=True)
 
     def reset(self) -> None:
         """Forget calls under way, after a backward or an exception."""

@@ -27,12 +27,12 @@ _LEAF_MINIMUM = 1 << 14  # elements; a smaller repeated leaf (a bare Linear) is 
 class UnitPlan:
     """A unit before it is built.
 
-    anchors: modules whose forward needs the parameters: the unit's module and, for the root unit, also the
-    modules that hold its parameters, so that calling one of them by itself works.
+    hooked_modules: modules whose forward needs the parameters: the unit's module and, for the root unit, also
+    the modules that hold its parameters, so that calling one of them by itself works.
     """
 
     name: str
-    anchors: tuple[nn.Module, ...]
+    hooked_modules: tuple[nn.Module, ...]
     parameters: tuple[tuple[str, nn.Parameter], ...]
     persistent: bool = False
 
@@ -54,7 +54,7 @@ def find_units(model: nn.Module, rule: UnitRule, persistent_below: int = 0) -> l
         small = parameter.numel() < persistent_below
         plans[PERSISTENT if small else owner[parameter]].append((name, parameter))
     return [
-        UnitPlan(name, _anchors(model, name, chosen, found), tuple(found), name == PERSISTENT)
+        UnitPlan(name, _hooked_modules(model, name, chosen, found), tuple(found), name == PERSISTENT)
         for name, found in plans.items()
         if found
     ]
@@ -127,7 +127,7 @@ def _common(first: list[str], second: list[str]) -> list[str]:
     return shared
 
 
-def _anchors(
+def _hooked_modules(
     model: nn.Module, name: str, chosen: dict[str, nn.Module], found: list[tuple[str, nn.Parameter]]
 ) -> tuple[nn.Module, ...]:
     if name == PERSISTENT:

@@ -4,12 +4,13 @@ Modules, lowest first:
 
 placement               which tier each group's state goes to, by the settings
 stored, swap_file       values that must be read to be used; a rank's unnamed file on disk
-values, joined, split   values in any tier; several as one; fp32 masters stored as what bf16 weights lack
+values, joined          values in any tier; several as one
+split_master            fp32 masters stored as what bf16 weights lack
 record                  an optimizer's state of a sub-group, the master and its moments, in their tier
 pipeline                records from the disk, stepped and written back
 read_ahead              parameters on disk, read before their gather asks for them
-carrier, outlet         copies between device and host beside the computation; where stepped weights go
+carrier, weight_writer  copies between device and host beside the computation; where stepped weights go
 stores                  one for each engine: makes and finds all of these
 room                    out-of-memory errors that name the unit that found no room
-held, tracer            bytes of the device that the engine holds, by kind; who follows them over a step
+device_bytes, tracer    bytes of the device that the engine holds, by kind; who follows them over a step
 """

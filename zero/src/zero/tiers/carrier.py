@@ -19,7 +19,7 @@ LEAVING = 2  # values that may be on their way to the host, still holding device
 
 
 @dataclass
-class Landing:
+class HostCopy:
     """Values on their way to the host."""
 
     values: Tensor
@@ -31,7 +31,7 @@ class Landing:
         return self.values
 
 
-class Journey:
+class SideStreamWork:
     """Work that was queued to run concurrently with the computation."""
 
     event: Event
@@ -62,22 +62,22 @@ class Carrier:
     def _beside(self) -> Stream:
         return self._streams.new()
 
-    def to_host(self, values: Tensor) -> Landing:
+    def to_host(self, values: Tensor) -> HostCopy:
         """Begin to move `values` to page-locked host memory.
 
-        The caller drops `values` at once; the device has its memory back when the copy has landed.
+        The caller drops `values` at once; the device has its memory back when the copy is complete.
         """
         host = self._accelerator.memory.empty_host(tuple(values.shape), values.dtype)
         self._stream.wait(self._streams.current().record())
         with self._streams.use(self._stream):
             host.copy_(values, non_blocking=True)
         self._streams.keep_alive(values, self._stream)
-        landing = Landing(host, self._stream.record())
+        host_copy = HostCopy(host, self._stream.record())
         if values.dim():  # a single number holds no memory worth waiting for
-            self._flying.append(landing.event)
+            self._flying.append(host_copy.event)
         if len(self._flying) > LEAVING:
             self._flying.popleft().synchronize()
-        return landing
+        return host_copy
 
     def slot(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a host buffer, (numel,), to fill and pass to `to_device`; waits for its last copy to end."""
@@ -106,21 +106,22 @@ class Carrier:
         return self._stream.record()
 
     @contextmanager
-    def beside(self) -> Iterator[Journey]:
+    def beside(self) -> Iterator[SideStreamWork]:
         """Queue the block's work beside the computation.
 
-        It runs after what was queued before; later work waits for it only where it waits for the journey.
-        Allocate outside of the block: memory belongs to the stream that was current when it was allocated.
+        It runs after what was queued before; later work waits for it only where it waits for the returned
+        work. Allocate outside of the block: memory belongs to the stream that was current when it was
+        allocated.
         """
-        journey, computing = Journey(self._streams), self._streams.current()
+        work, computing = SideStreamWork(self._streams), self._streams.current()
         self._beside.wait(computing.record())
         with self._streams.use(self._beside):
             try:
-                yield journey
+                yield work
             except BaseException:
-                computing.wait(self._beside.record())  # nobody will wait for the journey
+                computing.wait(self._beside.record())  # nobody will wait for the work
                 raise
-            journey.event = self._beside.record()
+            work.event = self._beside.record()
 
     def join(self) -> None:
         """Make the device's later work wait for everything that is under way to it."""

@@ -11,7 +11,7 @@ from accelz.flat_buffer import HOST
 from accelz.memory import Memory
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.record import Opened, Record, section_bytes
-from zero.tiers.split import SplitMaster
+from zero.tiers.split_master import SplitMaster
 from zero.tiers.swap_file import Transfer, whole_pages
 
 BUFFERS = 3  # one is read, one stepped, one written: a fourth is never needed
@@ -50,7 +50,7 @@ class Pipeline:
                     record.sections[0].place, self._bytes(record, turn)
                 )
         finally:
-            self._settle(reading)
+            self._drain(reading)
 
     def _begin_read(self, record: Record, turn: int) -> Transfer:
         """Begin to read into the buffer of three turns before, waiting until that has been written."""
@@ -58,12 +58,12 @@ class Pipeline:
         first = record.sections[0]
         return first.file.read(first.place, self._bytes(record, turn))
 
-    def _settle(self, reading: Transfer | None) -> None:
+    def _drain(self, reading: Transfer | None) -> None:
         """Wait for everything under way, even if the records' user gave up, and only then raise."""
         under_way = [transfer for transfer in (*self._writes, reading) if transfer is not None]
         self._writes = [None] * BUFFERS
         for transfer in under_way:
-            transfer.settle()
+            transfer.drain()
         for transfer in under_way:
             transfer.wait()
 

@@ -14,7 +14,7 @@ ALIGN = 64  # elements: every sub-group begins on a cache line
 
 
 @dataclass(frozen=True)
-class Candidate:
+class PlacementRequest:
     """A group to be placed.
 
     item_bytes, gradient_bytes: per element of a parameter, and of its reduced gradient. resident: the group's
@@ -38,7 +38,7 @@ class Placement:
     """The tiers of one group. Whole buffers are not placed: they are on the device while in use.
 
     optimizer: (elements, tier) of each sub-group, in the order of the shard; empty for a frozen group.
-    moments: values that records have for each element beside the master. visits: records on the host are on
+    moments: values that records have for each element beside the master. streamed: records on the host are on
     the device for the step.
     """
 
@@ -46,14 +46,15 @@ class Placement:
     moments: int = 0
     params: Tier = "device"
     gradients: Tier = "device"
-    visits: bool = False
+    streamed: bool = False
 
     def shard_serves(self, item_bytes: int, tier: Tier) -> bool:
         """Return whether the shard, of `item_bytes` per element, is itself the master of a record in `tier`.
 
-        It is if it is wide enough and lies where the record does, or where the record visits for its step.
+        It is if it is wide enough and lies where the record does, or where the record is streamed for its
+        step.
         """
-        near = self.visits and tier == "host" and self.params == "device"
+        near = self.streamed and tier == "host" and self.params == "device"
         return item_bytes >= 4 and (near or tier == self.params != "disk")
 
 
@@ -127,13 +128,13 @@ class Placer:
         self._offload = offload
         self._resolve = resolve
         self._size = -(-offload.sub_group_size // ALIGN) * ALIGN
-        self._twins = offload.overlap and resolve("host") == "host"
-        self._visits = offload.step == "device"
+        self._shadows = offload.overlap and resolve("host") == "host"
+        self._streamed = offload.step == "device"
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
         budgets: dict[Kind, int | None] = {kind: offload.budget(kind) for kind in get_args(Kind)}
         self._host = {kind: _HostRoom(limit) for kind, limit in budgets.items() if limit is not None}
 
-    def place(self, groups: Sequence[Candidate]) -> list[Placement]:
+    def place(self, groups: Sequence[PlacementRequest]) -> list[Placement]:
         """Place all groups of a model, in its order."""
         leaving = self._leaving(groups)
         return [self._place(group, away) for group, away in zip(groups, leaving, strict=True)]
@@ -150,18 +151,18 @@ class Placer:
                 stacklevel=3,
             )
 
-    def _place(self, group: Candidate, away: int) -> Placement:
+    def _place(self, group: PlacementRequest, away: int) -> Placement:
         wanted = "device" if group.resident else self._offload.params
         params = self._tier("params", wanted, group.shard_numel, group.item_bytes)
         if not group.trainable:
             return Placement(params=params)
         records = tuple(self._cut(self._divide(group, params, away), group.divisible))
-        near = {"device", "host"} if self._visits else {"device"}
+        near = {"device", "host"} if self._streamed else {"device"}
         stepped_there = {tier for _, tier in records} <= near
         gradients = self._gradient_tier(group, stepped_there)
-        return Placement(records, group.moments, params, gradients, self._visits)
+        return Placement(records, group.moments, params, gradients, self._streamed)
 
-    def _leaving(self, groups: Sequence[Candidate]) -> list[int]:
+    def _leaving(self, groups: Sequence[PlacementRequest]) -> list[int]:
         """Return how many elements of each group have their optimizer state away from the device.
 
         For all but one or two groups that is all or none, so that a group's gradients have one tier.
@@ -181,7 +182,7 @@ class Placer:
             share.leave(away[index])
         return away
 
-    def _divide(self, group: Candidate, params: Tier, away: int) -> Iterator[tuple[int, Tier]]:
+    def _divide(self, group: PlacementRequest, params: Tier, away: int) -> Iterator[tuple[int, Tier]]:
         """Divide the shard, from its beginning: what goes to the host, what goes to disk, what stays."""
         each = self._host_bytes(group, params)
         host = self._take_host("optimizer", away, each, group.divisible, group.own_bytes)
@@ -236,20 +237,21 @@ class Placer:
         share.leave(numel)
         return self._resolve("host" if on_host else "disk")
 
-    def _gradient_tier(self, group: Candidate, stepped_there: bool) -> Tier:
+    def _gradient_tier(self, group: PlacementRequest, stepped_there: bool) -> Tier:
         """Return the gradients' tier. stepped_there: the device steps all of the group's optimizer state."""
         wanted = self._offload.gradients
         if wanted is not None:
             return self._tier("gradients", wanted, group.shard_numel, group.gradient_bytes)
         return "device" if stepped_there else self._resolve("host")
 
-    def _host_bytes(self, group: Candidate, params: Tier) -> int:
-        """Return the host bytes of an element's optimizer state, with its `Twin`; see `shard_serves`."""
+    def _host_bytes(self, group: PlacementRequest, params: Tier) -> int:
+        """Return the host bytes of an element's optimizer state, with its `ShadowRecord`; see
+        `shard_serves`."""
         item_bytes = group.item_bytes
         record = (1 + group.moments) * max(item_bytes, 4)
-        if self._visits and item_bytes >= 4 and params == "device":
+        if self._streamed and item_bytes >= 4 and params == "device":
             return record - item_bytes
-        if not self._twins:
+        if not self._shadows:
             return record
         shard_serves = item_bytes >= 4 and params == "host"
         return 2 * record + (0 if shard_serves else item_bytes)

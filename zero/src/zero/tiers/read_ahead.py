@@ -12,9 +12,9 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.streams import Event
 from zero.tiers.host_memory import bytes_of
-from zero.tiers.swap_file import BLOCK, THREADS, Section, Transfer
+from zero.tiers.swap_file import THREADS, TRANSFER_BLOCK, Section, Transfer
 
-LIMIT = 2 * THREADS * BLOCK  # bytes read before they are needed: enough to keep a disk busy
+LIMIT = 2 * THREADS * TRANSFER_BLOCK  # bytes read before they are needed: enough to keep a disk busy
 DEPTH = 2 * THREADS  # units considered for it; small ones are one block each
 
 
@@ -110,7 +110,7 @@ class ReadAhead:
         return self._accelerator.memory.empty_host((nbytes,), torch.uint8)
 
     def _give_back(self, reading: _Reading) -> None:
-        reading.transfer.settle()
+        reading.transfer.drain()
         self._free.append((reading.buffer, self._accelerator.streams.current().record()))
         while len(self._free) > 1 and sum(buffer.numel() for buffer, _ in self._free) > self.limit:
             self._free.pop(0)[1].synchronize()

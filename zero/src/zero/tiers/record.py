@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zero.settings.offload import Tier
 from zero.tiers.placement import Placement
-from zero.tiers.split import LOWER, SplitMaster
+from zero.tiers.split_master import LOWER, SplitMaster
 from zero.tiers.swap_file import PAGE, Section
 from zero.tiers.values import Values
 

@@ -17,14 +17,14 @@ from accelz.flat_buffer import HOST
 from accelz.kernels import Kernels
 from zero.settings.offload import Tier
 from zero.tiers.carrier import Carrier
-from zero.tiers.outlet import Outlet
 from zero.tiers.pipeline import Pipeline
 from zero.tiers.placement import Placement
 from zero.tiers.read_ahead import ReadAhead
 from zero.tiers.record import DiskFormat, Record, section_bytes
-from zero.tiers.split import SplitMaster
+from zero.tiers.split_master import SplitMaster
 from zero.tiers.swap_file import Section, SwapFile
 from zero.tiers.values import Values
+from zero.tiers.weight_writer import WeightWriter
 
 
 class Movable(Protocol):
@@ -39,8 +39,8 @@ class Stores:
 
     If the device is the host, the host tier is the device's memory, and nothing is there twice.
 
-    folder: for state on disk. compact: of masters on disk, keep only what bf16 weights lack. visits: records
-    on the host are page-locked, to be stepped on the device.
+    folder: for state on disk. compact: of masters on disk, keep only what bf16 weights lack. streamed:
+    records on the host are page-locked, to be stepped on the device.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class Stores:
         accelerator: Accelerator,
         folder: Path | None,
         compact: bool,
-        visits: bool,
+        streamed: bool,
     ) -> None:
         self.accelerator = accelerator
         self.pipeline = Pipeline(accelerator.memory)
         self._folder = folder
         self._compact = compact
-        self._visits = visits
+        self._streamed = streamed
         self._movable: list[Movable] = []
 
     @cached_property
@@ -139,21 +139,22 @@ class Stores:
             master = values.to(dtype, copy=True)
         return Record(tier, master)
 
-    def moved(self, record: Record, tier: Tier, shard: Values, visits: bool = False) -> Record:
+    def moved(self, record: Record, tier: Tier, shard: Values, streamed: bool = False) -> Record:
         """Return a record moved to `tier`.
 
-        The shard itself serves as an fp32 master if it is there, or on the device if the record visits that.
+        The shard itself serves as an fp32 master if it is there, or on the device if the record is streamed
+        there.
         """
         old = record.opened()
         device = HOST if tier == "host" else self.accelerator.device
-        near = (device, self.accelerator.device) if visits else (device,)
+        near = (device, self.accelerator.device) if streamed else (device,)
         serves = isinstance(shard, Tensor) and shard.device in near and shard.dtype is old.master.dtype
         master = shard if serves else old.master.to(device)
         return Record(tier, master, tuple(m.to(device) for m in old.moments))
 
-    def outlet(self, shard: Values, master: Tensor) -> Outlet:
-        """Make the outlet that sends the weights of a stepped `master` to `shard`."""
-        return Outlet(self, shard, master)
+    def weight_writer(self, shard: Values, master: Tensor) -> WeightWriter:
+        """Make what sends the weights of a stepped `master` to `shard`."""
+        return WeightWriter(self, shard, master)
 
     def join(self) -> None:
         """Make the device's later work wait for everything that is under way to it."""
@@ -173,7 +174,7 @@ class Stores:
 
     def _empty_on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate host memory for a record; it need not be page-locked if the host's kernels step it."""
-        if self._visits:
+        if self._streamed:
             return self.accelerator.memory.empty_host((numel,), dtype)
         return torch.empty(numel, dtype=dtype, device=HOST)
 

@@ -33,7 +33,7 @@ from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored
 
 PAGE = 4096
-BLOCK = 4 << 20  # bytes that one thread moves at a time
+TRANSFER_BLOCK = 4 << 20  # bytes that one thread moves at a time
 _PREFIX = ".zero-swap-"
 _STALE = 60.0  # seconds after which a file that still has a name is abandoned
 THREADS = 8  # concurrent transfers; a disk needs several to be busy
@@ -128,9 +128,9 @@ class SwapFile:
         return Transfer(
             [
                 self._threads.submit(
-                    self._guarded, call, descriptor, place + begin, buffer[begin : begin + BLOCK]
+                    self._guarded, call, descriptor, place + begin, buffer[begin : begin + TRANSFER_BLOCK]
                 )
-                for begin in range(0, buffer.nbytes, BLOCK)
+                for begin in range(0, buffer.nbytes, TRANSFER_BLOCK)
             ]
         )
 
@@ -156,13 +156,13 @@ class Transfer:
     def __init__(self, blocks: list[Future[None]]) -> None:
         self._blocks = blocks
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until no part of it is under way any more, moved or not."""
         wait(self._blocks)
 
     def wait(self) -> None:
         """Wait until all of it has been moved; raises OffloadError if a part could not be."""
-        self.settle()  # every block: none may still be moving when the buffer is used again
+        self.drain()  # every block: none may still be moving when the buffer is used again
         for block in self._blocks:
             block.result()
         self._blocks = []
@@ -196,7 +196,7 @@ class Section(Stored):
         return Section(self.file, self.place + begin * self.dtype.itemsize, end - begin, self.dtype)
 
 
-def aligned(buffer: Tensor) -> Tensor:
+def page_aligned_part(buffer: Tensor) -> Tensor:
     """The part of a host buffer (uint8) that begins with a page; allocate PAGE bytes more than needed."""
     return buffer[-buffer.data_ptr() % PAGE :]
 
@@ -211,7 +211,7 @@ def whole_pages(memory: Memory, nbytes: int) -> Tensor:
     if exact.data_ptr() % PAGE == 0:
         return exact
     del exact
-    return aligned(memory.empty_host((nbytes + PAGE,), torch.uint8))[:nbytes]
+    return page_aligned_part(memory.empty_host((nbytes + PAGE,), torch.uint8))[:nbytes]
 
 
 def _close(threads: ThreadPoolExecutor, descriptors: set[int]) -> None:

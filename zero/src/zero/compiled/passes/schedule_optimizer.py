@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from zero.compiled.graphs import ShardedGraph, outputs
-from zero.compiled.liveness import Liveness, visiting
+from zero.compiled.liveness import Liveness, streamed_bytes
 from zero.compiled.ops import OFFLOAD_OPTIMIZER, RELOAD_OPTIMIZER, WAIT_OFFLOAD_OPTIMIZER
 
 
@@ -43,26 +43,26 @@ def send_optimizer(graph: ShardedGraph) -> None:
 
 
 def _away(graph: ShardedGraph) -> list[int]:
-    return [index for index, unit in enumerate(graph.facts.units) if unit.visiting]
+    return [index for index, unit in enumerate(graph.facts.units) if unit.streamed]
 
 
 def _chosen(backward: ShardedGraph, room: int) -> list[int]:
     """The units that come, in the order of their steps. room: bytes at the end of the backward."""
     units, room = _away(backward), room - backward.facts.scratch
-    if not backward.parameters or visiting(backward, units) <= room:
+    if not backward.parameters or streamed_bytes(backward, units) <= room:
         return units if backward.parameters else []
     room -= backward.facts.passing
     coming = []
     for unit in units:
-        if backward.facts.units[unit].visiting <= room:
-            room -= backward.facts.units[unit].visiting
+        if backward.facts.units[unit].streamed <= room:
+            room -= backward.facts.units[unit].streamed
             coming.append(unit)
     return coming
 
 
 def _bring(backward: ShardedGraph, coming: Sequence[int], places: Sequence[tuple[fx.Node, int]]) -> None:
     """Begin to bring each at the first place where it fits together with those before it."""
-    wanted = accumulate(backward.facts.units[unit].visiting for unit in coming)
+    wanted = accumulate(backward.facts.units[unit].streamed for unit in coming)
     firsts = [next(node for node, room in places if room >= nbytes) for nbytes in wanted]
     for node, group in groupby(zip(firsts, coming, strict=True), key=lambda pair: pair[0]):
         _insert(backward, RELOAD_OPTIMIZER, node, [unit for _, unit in group])
@@ -85,7 +85,7 @@ def _send(forward: ShardedGraph, staying: Sequence[int], during: dict[fx.Node, i
     waiting = list(staying)
     for node in nodes:
         going = []
-        while waiting and during[node] + visiting(forward, waiting) > peak:
+        while waiting and during[node] + streamed_bytes(forward, waiting) > peak:
             going.append(waiting.pop(0))
         _insert(forward, WAIT_OFFLOAD_OPTIMIZER, node, going)
     _insert(forward, WAIT_OFFLOAD_OPTIMIZER, outputs(forward.graph), waiting)

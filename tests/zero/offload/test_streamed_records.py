@@ -13,7 +13,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.offload.test_ahead import course, same
+from tests.zero.offload.test_speculative_steps import course, same
 from tests.zero.offload.test_tiers import adagrad, lion, momentum
 from tests.zero.test_parity import fresh, language_loss, plain_sgd
 from tests.zero.training import adamw, collected
@@ -227,7 +227,7 @@ def attempt(nth: int) -> Attempt:
         found.told = str(error)
     else:
         found.loss = backward(engine, 1)
-    found.held = engine._sharded_optimizer.visits.device_bytes()
+    found.held = engine._sharded_optimizer.record_streamer.device_bytes()
     return found
 
 

@@ -1,4 +1,4 @@
-"""Sums of reduced slices over several copies of the model, between the ranks that hold the same slice.
+"""Sums of reduced slices over several replicas of the model, between the ranks that hold the same slice.
 
 A slice that stays on the device is summed once per optimizer step, after the micro-batches have been added up
 in it (two hops; MiCS, Zhang et al., 2022). A slice that leaves the device, or may have to, is summed before
@@ -17,12 +17,12 @@ from accelz.flat_buffer import FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.gradients.group_gradients import GroupGradients
 
-BETWEEN_COPIES = 2  # units whose slices may be under way; with one more, the oldest is waited for
+REPLICA_SUMS_IN_FLIGHT = 2  # units whose slices may be under way; with one more, the oldest is waited for
 
 
 @dataclass
 class _Sum:
-    """slice_: added to the gradients once it is the sum over copies; None where the gradients' own slice is
+    """slice_: added to the gradients once it is the sum over replicas; None where the gradients' own slice is
     summed in place."""
 
     gradients: GroupGradients
@@ -30,9 +30,9 @@ class _Sum:
     handle: NamedHandle
 
 
-class CopySums:
-    """Slices under way between the copies. arrived(gradients): called when a slice of the last micro-batch is
-    complete."""
+class ReplicaSums:
+    """Slices under way between the replicas. arrived(gradients): called when a slice of the last micro-batch
+    is complete."""
 
     def __init__(self, communicator: Communicator, arrived: Callable[[GroupGradients], None]) -> None:
         self._communicator = communicator
@@ -54,7 +54,7 @@ class CopySums:
     def finish(self) -> None:
         """Wait for everything that is under way."""
         while self._flying:
-            self._settle_oldest()
+            self._wait_oldest()
 
     def clear(self) -> None:
         """Forget everything that is under way: nothing writes to slices any more."""
@@ -68,21 +68,21 @@ class CopySums:
         return sum(sum_.slice_.nbytes for sum_ in self._flying if sum_.slice_ is not None)
 
     def of_all(self, gradients: GroupGradients) -> Tensor | None:
-        """Collective. A copy of the slice, summed over the copies of the model; None where the slice itself
+        """Collective. A copy of the slice, summed over the replicas of the model; None where the slice itself
         is already that sum."""
         if not gradients.two_hops or gradients.total:
             return None
         value = gradients.slice.near.clone()
-        self._communicator.all_reduce_copies(gradients.unit.name, value).wait()
+        self._communicator.all_reduce_replicas(gradients.unit.name, value).wait()
         return value
 
     def _start(self, gradients: GroupGradients, values: Tensor, slice_: Tensor | None) -> None:
-        handle = self._communicator.all_reduce_copies(gradients.unit.name, values)
+        handle = self._communicator.all_reduce_replicas(gradients.unit.name, values)
         self._flying.append(_Sum(gradients, slice_, handle))
-        while len({sum_.gradients.unit for sum_ in self._flying}) > BETWEEN_COPIES:
-            self._settle_oldest()
+        while len({sum_.gradients.unit for sum_ in self._flying}) > REPLICA_SUMS_IN_FLIGHT:
+            self._wait_oldest()
 
-    def _settle_oldest(self) -> None:
+    def _wait_oldest(self) -> None:
         sum_ = self._flying.popleft()
         sum_.handle.wait()
         if sum_.slice_ is not None:

@@ -23,7 +23,7 @@ from tests.zero.offload.test_tiers import adagrad, lion, momentum
 from tests.zero.test_hot_path import freed_body
 from tests.zero.test_parity import fresh, language_loss, plain_sgd
 from tests.zero.training import Loss, adamw
-from zero.optimizer.twin import Twin
+from zero.optimizer.shadow_record import ShadowRecord
 from zero.tiers.carrier import Carrier
 
 STEPS = 6
@@ -86,9 +86,9 @@ def course(
             state = engine.full_optimizer_state(name)
             run.values |= {f"{name} {key}": value for key, value in state.items()}
     if overlap:
-        ahead = engine._sharded_optimizer._ahead
+        ahead = engine._sharded_optimizer._speculative
         assert ahead is not None
-        run.taken, run.wasted = ahead.taken, ahead.wasted
+        run.taken, run.wasted = ahead.committed, ahead.wasted
     return run
 
 
@@ -198,11 +198,11 @@ def confidence_body(context: Context) -> list[int]:
     offload = zero.Offload(optimizer="host", overlap=True)
     config = zero.Config(offload=offload, clip_norm=50.0, timeout=20)
     engine = zero.initialize(model := fresh(), adamw(model), config)
-    ahead, begun = engine._sharded_optimizer._ahead, []
+    ahead, begun = engine._sharded_optimizer._speculative, []
     for step in range(STEPS):
         engine.backward(bursts(model, step, context.rank))
         engine.step()
-        begun.append(ahead.taken + ahead.wasted)
+        begun.append(ahead.committed + ahead.wasted)
     return begun
 
 
@@ -257,7 +257,7 @@ class Onlooker:
         return [value.clone() for value in seen]
 
     def before(self, engine: zero.Engine, step: int) -> None:
-        ahead = engine._sharded_optimizer._ahead
+        ahead = engine._sharded_optimizer._speculative
         if ahead is not None:
             assert not wait([attempt.done for attempt in ahead._attempts.values()], 10).not_done
         if step:
@@ -364,7 +364,7 @@ def resumed_body(context: Context, path: str) -> bool:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-        assert engine._sharded_optimizer._ahead.taken
+        assert engine._sharded_optimizer._speculative.committed
         engine.save_checkpoint(Path(path, f"part-{part}"), async_=True)
         engine.offload_states()
         engine.reload_states()
@@ -430,7 +430,7 @@ def during_body(context: Context) -> dict[str, Any]:
 
     def adamw_watched(*arguments: Any, **options: Any) -> None:
         sound(*arguments, **options)
-        seen.append((threading.current_thread().name, engine._passes.phase.in_backward))
+        seen.append((threading.current_thread().name, engine._model_hooks.phase.in_backward))
         made.set()
 
     waited = []
@@ -466,7 +466,7 @@ def test_steps_are_made_during_backward(cluster: Clusters, side_device: str) -> 
 
 def failing_body(context: Context) -> dict[str, Any]:
     """Steps ahead that fail, on one rank only: those groups are stepped at the step, as if never begun."""
-    sound, turns = Twin.step, iter(range(1000))
+    sound, turns = ShadowRecord.step, iter(range(1000))
 
     def fail(*arguments: Any) -> None:
         sound(*arguments)
@@ -474,11 +474,11 @@ def failing_body(context: Context) -> dict[str, Any]:
             raise RuntimeError("a kernel that fails")
 
     plain = course(context, False, clip_norm=1e6)
-    Twin.step = fail  # type: ignore[method-assign]
+    ShadowRecord.step = fail  # type: ignore[method-assign]
     try:
         ahead = course(context, True, clip_norm=1e6)
     finally:
-        Twin.step = sound  # type: ignore[method-assign]
+        ShadowRecord.step = sound  # type: ignore[method-assign]
     return {"same": same(ahead, plain), "taken": ahead.taken, "wasted": ahead.wasted}
 
 

@@ -33,17 +33,17 @@ def _matrices(plan: UnitPlan) -> list[UnitPlan]:
     alone = [item for item in named if plan.name == ROOT and item[1].numel() >= ALONE]
     large = {name for name, _ in alone}
     rest = tuple(item for item in named if item[0] not in large)
-    parts = [UnitPlan(name, plan.anchors, ((name, parameter),)) for name, parameter in alone]
-    return [*parts, UnitPlan(plan.name, plan.anchors, rest)] if rest else parts
+    parts = [UnitPlan(name, plan.hooked_modules, ((name, parameter),)) for name, parameter in alone]
+    return [*parts, UnitPlan(plan.name, plan.hooked_modules, rest)] if rest else parts
 
 
 def _vectors(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
     holders = [plan for plan in plans if any(_is_vector(item) for item in plan.parameters)]
     if not holders:
         return []
-    anchors = dict.fromkeys(anchor for plan in holders for anchor in plan.anchors)
+    hooked_modules = dict.fromkeys(hooked for plan in holders for hooked in plan.hooked_modules)
     named = [item for plan in holders for item in plan.parameters if _is_vector(item)]
-    return [UnitPlan(VECTORS, tuple(anchors), tuple(named))]
+    return [UnitPlan(VECTORS, tuple(hooked_modules), tuple(named))]
 
 
 def _is_vector(item: Named) -> bool:

@@ -17,7 +17,7 @@ from accelz.polled_store import wait_for
 from zero.errors import CommunicationError
 
 
-class Exchange:
+class SaveMessages:
     """The messages of one save. key: the prefix of its keys in the store, the same on every rank."""
 
     def __init__(self, group: Group, key: str) -> None:

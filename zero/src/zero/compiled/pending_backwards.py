@@ -20,7 +20,7 @@ from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.tensors import iter_tensors
 
 
-class Awaiting:
+class PendingBackwards:
     """The backwards of one engine's graphs. more: whether another one follows the one that is running."""
 
     def __init__(self, units: Sequence[ShardedUnit]) -> None:
@@ -51,7 +51,10 @@ class Awaiting:
 
 
 def _enter(
-    awaiting: weakref.ref[Awaiting], node: weakref.ref[Any] | None, changes: Sequence[int], _: Any
+    pending_backwards: weakref.ref[PendingBackwards],
+    node: weakref.ref[Any] | None,
+    changes: Sequence[int],
+    _: Any,
 ) -> None:
-    if (alive := awaiting()) is not None:
+    if (alive := pending_backwards()) is not None:
         alive.enter(None if node is None else node(), changes)

@@ -8,14 +8,14 @@ from torch import Tensor
 from accelz.flat_buffer import HOST
 from zero.optimizer.group_step import Factors, GroupStep
 from zero.optimizer.owned import OwnedSubGroup
-from zero.tiers.outlet import complete
 from zero.tiers.record import Opened
 from zero.tiers.stores import Stores
 from zero.tiers.values import put
+from zero.tiers.weight_writer import complete
 
 
-class Twin:
-    """The twin of a sub-group's record: a kernel serves the sub-group, and the record is on the host. It
+class ShadowRecord:
+    """The shadow of a sub-group's record: a kernel serves the sub-group, and the record is on the host. It
     takes as much memory as the record and, where the master is not the shard, as the weights."""
 
     def __init__(self, stores: Stores, owned: OwnedSubGroup) -> None:
@@ -34,8 +34,8 @@ class Twin:
     def step(self, step: GroupStep, gradient: Tensor, factors: Factors) -> None:
         """Copy the record and step the copy. gradient, factors: on the host.
 
-        The gradient has landed, and so have the weights that the twin sent last: see `Carrier.send`. What the
-        device was to read of this memory while it was the record had been read when that ended: see
+        The gradient has landed, and so have the weights that the shadow sent last: see `Carrier.send`. What
+        the device was to read of this memory while it was the record had been read when that ended: see
         `begin_write`.
         """
         record, mine = self._owned.sub.kept.opened(), self._state
@@ -56,8 +56,8 @@ class Twin:
         wide = weights is None or weights.dtype.itemsize == self._state.master.dtype.itemsize
         return None if wide else weights
 
-    def take_the_place(self) -> None:
-        """Change places with the record, which becomes the twin; the weights begin to go to where the shard
+    def swap_in(self) -> None:
+        """Change places with the record, which becomes the shadow; the weights begin to go to where the shard
         is."""
         group, sub, count = self._owned.group, self._owned.sub, self._owned.counted
         before, after = sub.kept.opened(), self._state

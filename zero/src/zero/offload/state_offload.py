@@ -11,7 +11,7 @@ from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.values import lasting
 
 
-class Parking:
+class StateOffload:
     """away: whether parameters and optimizer state are on the host, or on their way, and cannot be used."""
 
     def __init__(
@@ -28,16 +28,16 @@ class Parking:
             raise UsageError("the model's state is on the host: call engine.reload_states() first")
 
     @lasting()
-    def park(self) -> None:
+    def offload(self) -> None:
         """Move everything to the host, while nothing is gathered. After an error part of it is away; both
-        this and `unpark` go on from there."""
+        this and `reload_state` go on from there."""
         self.away = True
-        self._optimizer.park()
+        self._optimizer.offload_state()
         for unit in self._units:
-            unit.park()
+            unit.offload_state()
 
     @lasting()
-    def unpark(self) -> None:
+    def reload(self) -> None:
         """Bring it back, bit for bit. Collective: if one rank has no room for its own state, no rank waits
         for it in a gather, and all may try again."""
         error: Exception | None = None
@@ -58,8 +58,8 @@ class Parking:
 
     def _bring_own(self) -> None:
         for unit in self._units:
-            unit.unpark()
-        self._optimizer.unpark()
+            unit.reload_state()
+        self._optimizer.reload_state()
 
 
 _ELSEWHERE = (

@@ -15,7 +15,7 @@ from torch import fx
 from zero.compiled.graphs import ShardedGraph
 
 
-def derive_late(graph: ShardedGraph) -> int:
+def sink_weight_ops(graph: ShardedGraph) -> int:
     """Returns how many nodes were moved."""
     order: dict[fx.Node, float] = dict(graph.positions().items())
     moved = 0

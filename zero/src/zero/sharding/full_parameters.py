@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
 
 
-class WholeValues(Uncopied):
+class FullParameters(Uncopied):
     """The sharded units as a set of named parameters. Making one is collective.
 
     integrity: of their engine, asked before a `gathered` block and told how a change of weights has ended.
@@ -136,7 +136,7 @@ class WholeValues(Uncopied):
         for unit in self.units:
             unit.begin_write()
         if self._common:
-            self.communicator.fence("before a change of the weights")
+            self.communicator.barrier("before a change of the weights")
 
     def hold(self, names: Sequence[str]) -> None:
         """Keep the units of these parameters gathered until unhold()."""
@@ -148,7 +148,7 @@ class WholeValues(Uncopied):
             with self.sharing_disk_errors():
                 for unit in self._units_of(names):
                     held.append(unit)
-                    unit.show_exact()
+                    unit.hold_exact()
         except BaseException:
             self._let_go(held)
             raise
@@ -160,7 +160,7 @@ class WholeValues(Uncopied):
     def _let_go(self, units: Sequence[ShardedUnit]) -> None:
         lost = []
         for unit in units:
-            lost += unit.end_show()
+            lost += unit.unhold_exact()
             unit.release()
         if lost:
             warnings.warn(f"the values of {some(lost)} {_LOST}", RuntimeWarning, stacklevel=5)
@@ -183,7 +183,7 @@ class WholeValues(Uncopied):
         with self.sharing_disk_errors():
             for unit in self._units_of(names):
                 unit.renew()
-        self.integrity.settle()
+        self.integrity.snapshot_versions()
 
     def take_in_frozen(self) -> None:
         """Take over the values of frozen, whole parameters that a program has given other memory.
@@ -197,7 +197,9 @@ class WholeValues(Uncopied):
             self.assign(group, index, group.whole)
 
     def _check_own(self, units: Sequence[ShardedUnit]) -> None:
-        rebound = [] if any(unit.shown for unit in units) else [n for unit in units for n in unit.rebound()]
+        rebound = (
+            [] if any(unit.held_exact for unit in units) else [n for unit in units for n in unit.rebound()]
+        )
         if rebound:
             raise replaced(rebound)
 

@@ -16,24 +16,24 @@ from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
 
 
-class Where(Enum):
+class Residence(Enum):
     """Where a record is, and what that costs: bytes of the device, for a record of R bytes on the host.
 
     A master that is the shard on the device is not counted.
     """
 
-    HOME = "0: on the host"
-    ARRIVING = "R: on the host; the device is making a copy"
-    NEAR = "R: on the device; what the host has is old"
-    LEAVING = "R: on the device; it is being copied to the host"
+    ON_HOST = "0: on the host"
+    PREFETCHING = "R: on the host; the device is making a copy"
+    ON_DEVICE = "R: on the device; what the host has is old"
+    EVICTING = "R: on the device; it is being copied to the host"
 
 
-class Visitor:
+class StreamedRecord:
     """The record of one sub-group. outwards: carries records back to the host, while `stores.carrier` brings
     others."""
 
     def __init__(self, stores: Stores, owned: OwnedSubGroup, outwards: Carrier) -> None:
-        self.where = Where.HOME
+        self.residence = Residence.ON_HOST
         self.owned = owned
         self._accelerator = stores.accelerator
         self._stores = stores
@@ -49,62 +49,62 @@ class Visitor:
         return sum(values.nbytes for values in self._apart())
 
     @property
-    def may_stay(self) -> bool:
+    def may_keep_on_device(self) -> bool:
         """Whether it may stay on the device after its step. It may not where its master on the host is the
         shard, which the next gather reads."""
         master = self._host_record.opened().master
         return self.owned.sub.shard is not master or not self._is_away(master)
 
     @property
-    def shown(self) -> bool:
+    def kept_on_device(self) -> bool:
         """Whether the sub-group's record is the one on the device."""
         return self._host_record is not self.owned.sub.kept
 
-    def come(self) -> None:
+    def prefetch(self) -> None:
         """Begin to copy it to the device. Raises torch.OutOfMemoryError, having changed nothing."""
-        assert self.where is Where.HOME
+        assert self.residence is Residence.ON_HOST
         device, home = self._accelerator.device, self._values()
         near = [torch.empty_like(v, device=device) if self._is_away(v) else v for v in home]
         self._home, self._near, self._versions = self._host_record, near, self.owned.versions()
         for there, here in zip(home, near, strict=True):
             if here is not there:
                 self._copied = self._stores.carrier.send(there, here)
-        self.where = Where.ARRIVING
+        self.residence = Residence.PREFETCHING
 
     def open(self) -> Opened:
         """The record on the device, to be stepped: work that is queued from now on finds it there."""
-        if self.where is Where.ARRIVING and self._versions != self.owned.versions():
-            self.turn_back()
-        if self.where is Where.HOME:
+        if self.residence is Residence.PREFETCHING and self._versions != self.owned.versions():
+            self.discard_device_copy()
+        if self.residence is Residence.ON_HOST:
             allocate(
-                self._stores, "for the optimizer state of", self.owned.group.unit, self.nbytes, self.come
+                self._stores, "for the optimizer state of", self.owned.group.unit, self.nbytes, self.prefetch
             )
         if self._copied is not None:
             self._accelerator.streams.current().wait(self._copied)
-        self.where = Where.NEAR
+        self.residence = Residence.ON_DEVICE
         return Opened(self._near[0], tuple(self._near[1:]))
 
-    def stay(self) -> None:
+    def keep_on_device(self) -> None:
         """Let the copy on the device be the sub-group's record until it has landed on the host."""
-        assert self.where is Where.NEAR
+        assert self.residence is Residence.ON_DEVICE
         self.owned.sub.record = Record("device", self._near[0], tuple(self._near[1:]))
 
-    def go(self) -> None:
+    def evict(self) -> None:
         """Begin to copy it back."""
-        assert self.where is Where.NEAR
+        assert self.residence is Residence.ON_DEVICE
         for there, here in zip(self._values(), self._near, strict=True):
             if here is not there:
                 self._copied = self._outwards.send(here, there)
-        self.where = Where.LEAVING
+        self.residence = Residence.EVICTING
 
-    def land(self) -> None:
+    def wait_evicted(self) -> None:
         """Wait until it is back; its memory on the device is then free."""
-        assert self.where is Where.LEAVING
+        assert self.residence is Residence.EVICTING
         if self._copied is not None:
             self._copied.synchronize()
         self._forget()
 
-    def turn_back(self) -> None:
+    def discard_device_copy(self) -> None:
         """Give up the copy on the device, stepped or not: the values on the host are the true ones."""
         if self._copied is not None:
             self._accelerator.streams.current().wait(self._copied)
@@ -112,7 +112,7 @@ class Visitor:
 
     def _forget(self) -> None:
         self.owned.sub.record = self._host_record
-        self.where, self._home, self._copied = Where.HOME, None, None
+        self.residence, self._home, self._copied = Residence.ON_HOST, None, None
         self._near.clear()
 
     @property

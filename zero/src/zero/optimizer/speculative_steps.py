@@ -1,14 +1,14 @@
 """Optimizer steps of records on the host, made while backward goes on, and exact nevertheless.
 
-When a group's reduced gradient lands in host memory, a thread steps the twins of its records, with the factor
-of gradients that are neither clipped nor overflow, and the hyper-parameters of that moment. Nobody sees the
-twins: weights, masters and moments stay the old ones until the optimizer step. The step puts a twin in its
-record's place if the step that is due is the one that the twin has made, from the values that the record
-still has. Otherwise, or if the attempt failed, nothing has happened, and the record is stepped then. Nothing
-is ever stale, as it is with the delayed update of ZeRO-Offload (Ren et al., 2021).
+When a group's reduced gradient lands in host memory, a thread steps the shadows of its records, with the
+factor of gradients that are neither clipped nor overflow, and the hyper-parameters of that moment. Nobody
+sees the shadows: weights, masters and moments stay the old ones until the optimizer step. The step puts a
+shadow in its record's place if the step that is due is the one that the shadow has made, from the values that
+the record still has. Otherwise, or if the attempt failed, nothing has happened, and the record is stepped
+then. Nothing is ever stale, as it is with the delayed update of ZeRO-Offload (Ren et al., 2021).
 
-A twin that is not taken is wasted work. So after a step whose gradients were clipped or overflowed, no twin
-is stepped until a step's gradients are neither.
+A shadow that is not committed is wasted work. So after a step whose gradients were clipped or overflowed, no
+shadow is stepped until a step's gradients are neither.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from accelz.streams import Stream, Streams
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.group_step import Factors, GroupStep
 from zero.optimizer.owned import OwnedSubGroup, Turn
-from zero.optimizer.twin import Twin
+from zero.optimizer.shadow_record import ShadowRecord
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sub_group import SubGroup
-from zero.tiers.carrier import Landing
+from zero.tiers.carrier import HostCopy
 from zero.tiers.stores import Stores
 
-Plan = Callable[[OwnedSubGroup, set[int]], GroupStep]
+PlanStep = Callable[[OwnedSubGroup, set[int]], GroupStep]
 
 
 @dataclass
@@ -44,10 +44,10 @@ class _Attempt:
     done: Future[None]
 
 
-class StepsAhead:
-    """A follower of the gradients that steps twins as they arrive.
+class SpeculativeSteps:
+    """An observer of the gradients that steps shadow records as they arrive.
 
-    expected(): factor and skip, on the device, of gradients that are neither clipped nor overflow. taken,
+    expected(): factor and skip, on the device, of gradients that are neither clipped nor overflow. committed,
     wasted: of the steps of sub-groups begun so far, how many were of use, and how many were not.
     """
 
@@ -55,17 +55,17 @@ class StepsAhead:
         self,
         stores: Stores,
         owned: Mapping[FlatGroup, Sequence[OwnedSubGroup]],
-        plan: Plan,
+        plan: PlanStep,
         expected: Callable[[], tuple[Tensor | None, Tensor | None]],
     ) -> None:
-        self.taken = 0
+        self.committed = 0
         self.wasted = 0
         self._stores = stores
         self._owned = owned
         self._plan = plan
         self._expected = expected
-        self._twins = {
-            mine.sub: Twin(stores, mine)
+        self._shadows = {
+            mine.sub: ShadowRecord(stores, mine)
             for group, subs in owned.items()
             for mine in subs
             if mine.sub.kept.tier == "host" and group.placement.gradients == "host"
@@ -76,16 +76,16 @@ class StepsAhead:
         self._streams = stores.accelerator.streams
         self._stream = self._streams.current()
         there = (self._streams, self._stream)
-        self._thread = ThreadPoolExecutor(1, "zero-step", initializer=_settle, initargs=there)
+        self._thread = ThreadPoolExecutor(1, "zero-step", initializer=_set_thread_device, initargs=there)
 
     def arrived(self, gradients: GroupGradients) -> None:
-        """Begin to step the group's twins; begin again if more gradient has come."""
+        """Begin to step the group's shadows; begin again if more gradient has come."""
         for owned in self._owned[gradients.group] if self._confident else ():
-            twin = self._twins.get(owned.sub)
-            if twin is not None:
+            shadow = self._shadows.get(owned.sub)
+            if shadow is not None:
                 self._give_up(owned.sub)
-                step = self._plan(owned, gradients.used | gradients.have)
-                job = self._thread.submit(self._attempt, owned.sub, twin, step, gradients, self._awaited())
+                step = self._plan(owned, gradients.used | gradients.locally_used)
+                job = self._thread.submit(self._attempt, owned.sub, shadow, step, gradients, self._awaited())
                 self._attempts[owned.sub] = _Attempt(step, owned.versions(), job)
 
     def dropped(self) -> None:
@@ -95,10 +95,10 @@ class StepsAhead:
             self._give_up(sub)
         self._factors = None
 
-    def judge(self, factors: Factors) -> None:
+    def validate(self, factors: Factors) -> None:
         """A step begins: drop all attempts if its factors are not the expected ones. factors: the step's own,
         on the host."""
-        if not self._twins:
+        if not self._shadows:
             return
         self._confident = self._awaited().equals(factors)
         if not self._confident:
@@ -110,40 +110,45 @@ class StepsAhead:
         begun = {sub: turn for turn, sub in enumerate(self._attempts)}
         return sorted(turns, key=lambda turn: begun.get(turn[0].sub, -1))
 
-    def take(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
-        """Put the twin in the record's place if it has made `step`; returns whether it did.
+    def commit(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
+        """Put the shadow in the record's place if it has made `step`; returns whether it did.
 
         The weights are then under way. Waits for this one attempt, if it is of use.
         """
         attempt = self._attempts.get(owned.sub)
         if attempt is None:
             return False
-        twin = self._twins[owned.sub]
+        shadow = self._shadows[owned.sub]
         same = attempt.step == step and attempt.versions == owned.versions()
         if not same or attempt.done.exception() is not None:  # a real error comes again at the step
             self._give_up(owned.sub)
             return False
         del self._attempts[owned.sub]
-        self.taken += 1
-        twin.take_the_place()
+        self.committed += 1
+        shadow.swap_in()
         return True
 
     def _attempt(
-        self, sub: SubGroup, twin: Twin, step: GroupStep, gradients: GroupGradients, factors: _Expected
+        self,
+        sub: SubGroup,
+        shadow: ShadowRecord,
+        step: GroupStep,
+        gradients: GroupGradients,
+        factors: _Expected,
     ) -> None:
         """Runs in the thread. Nothing is queued on its stream, so there is nothing behind it to wait for."""
         with torch.no_grad():
             gradient = gradients.slice.find()
             mine = None if gradient is None else sub.of(gradient)
             if isinstance(mine, Tensor):  # else it has been dropped meanwhile
-                twin.step(step, mine, factors.wait())
+                shadow.step(step, mine, factors.wait())
 
     def _awaited(self) -> _Expected:
         if self._factors is None:
             self._factors = _Expected(*map(self._to_host, self._expected()))
         return self._factors
 
-    def _to_host(self, value: Tensor | None) -> Landing | None:
+    def _to_host(self, value: Tensor | None) -> HostCopy | None:
         return None if value is None else self._stores.carrier.to_host(value)
 
     def _give_up(self, sub: SubGroup) -> None:
@@ -157,8 +162,8 @@ class StepsAhead:
 class _Expected:
     """Factors on their way to the host."""
 
-    scale: Landing | None
-    skip: Landing | None
+    scale: HostCopy | None
+    skip: HostCopy | None
 
     def wait(self) -> Factors:
         return Factors(*(None if value is None else value.wait() for value in (self.scale, self.skip)))
@@ -178,7 +183,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 _here = threading.local()
 
 
-def _settle(streams: Streams, stream: Stream) -> None:
+def _set_thread_device(streams: Streams, stream: Stream) -> None:
     """Put a thread that steps on this rank's device for good.
 
     A new thread is on the machine's first device, and leaving a stream would return it there, which takes

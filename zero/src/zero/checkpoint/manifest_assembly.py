@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zero.checkpoint.manifest import BLOCK, Manifest, seal, unescape, unseal
+from zero.checkpoint.manifest import CHECKSUM_BLOCK, Manifest, seal, unescape, unseal
 from zero.errors import CheckpointError
 
 
@@ -25,7 +25,7 @@ def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> byt
     parameters = _with_state(described["parameters"], tensors, values)
     members = {
         **described,
-        "block_bytes": BLOCK,
+        "block_bytes": CHECKSUM_BLOCK,
         "parameters": parameters,
         "ranks": [{"rng": r["rng"], "state": r["state"]} for r in reports],
         "files": [r["file"] for r in reports],

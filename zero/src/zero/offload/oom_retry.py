@@ -25,7 +25,7 @@ from zero.sharding.tensors import iter_tensors
 SLACK = 0.005  # of the capacity: growth that the plan's margin has room for
 
 
-class SecondTry:
+class OomRetry:
     """Around forwards and backwards. However these end, by a KeyboardInterrupt as well, it is off then.
 
     make_room(): moves state off the device; returns the bytes moved, 0 where there is none.

@@ -18,7 +18,7 @@ from zero.compiled.model import Begin, CompiledModel
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Close, Receive, Runtime
 from zero.config import Config
-from zero.optimizer.visits import Visits
+from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.unit_hooks import Phase
 from zero.tiers.stores import Stores
@@ -41,7 +41,7 @@ def compile_calls(
     units: Sequence[ShardedUnit],
     stores: Stores,
     communicator: Communicator,
-    visits: Visits,
+    record_streamer: RecordStreamer,
     phase: Phase,
     tracer: Tracer,
     callbacks: Callbacks,
@@ -50,8 +50,10 @@ def compile_calls(
     settings = config.compiling
     assert settings is not None
     accumulates, on_disk = config.gradient_accumulation_steps > 1, config.tiers.params == "disk"
-    runtime = Runtime(units, stores.accelerator, callbacks.receive, callbacks.close, tracer, phase, visits)
-    facts = gather_facts(runtime.handle, units, visits, accumulates)
+    runtime = Runtime(
+        units, stores.accelerator, callbacks.receive, callbacks.close, tracer, phase, record_streamer
+    )
+    facts = gather_facts(runtime.handle, units, record_streamer, accumulates)
     backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores))
     persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)
     around = communicator.sharing_disk_errors if on_disk else nullcontext

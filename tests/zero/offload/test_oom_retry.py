@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accelz.conformance.cluster import Clusters, Context
-from zero.offload import second_try
+from zero.offload import oom_retry
 
 
 class Noting(nn.Module):
@@ -39,13 +39,13 @@ def stop() -> None:
 
 
 class Interrupt:
-    """Traces this thread, and raises a KeyboardInterrupt at the nth line of `second_try` that it comes to."""
+    """Traces this thread, and raises a KeyboardInterrupt at the nth line of `oom_retry` that it comes to."""
 
     def __init__(self, nth: int) -> None:
         self.left = nth
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != second_try.__file__:
+        if frame.f_code.co_filename != oom_retry.__file__:
             return None
         if event == "line":
             self.left -= 1
@@ -55,7 +55,7 @@ class Interrupt:
 
 
 def is_interrupted(call: Callable[[], Any], nth: int) -> bool:
-    """Whether the call has so many lines of `second_try`, and was interrupted at the nth."""
+    """Whether the call has so many lines of `oom_retry`, and was interrupted at the nth."""
     before = sys.gettrace()
     sys.settrace(Interrupt(nth))
     try:
@@ -75,7 +75,7 @@ class Case:
         self._device = context.accelerator.device
         self._model = nn.Sequential(self.inner)
         self._rows = itertools.count(1)
-        self._trying = second_try.SecondTry(context.accelerator, lambda: 1, lambda: 1)
+        self._trying = oom_retry.OomRetry(context.accelerator, lambda: 1, lambda: 1)
         self._trying.watch([self._model, self.inner])
 
     def forward(self) -> None:

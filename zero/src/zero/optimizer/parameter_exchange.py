@@ -14,7 +14,7 @@ from zero.tiers.stores import Stores
 from zero.tiers.values import Values, fetch
 
 
-class Exchange:
+class ParameterExchange:
     """Exchanges go through the device, wherever the values come from and go to."""
 
     def __init__(self, stores: Stores, communicator: Communicator) -> None:

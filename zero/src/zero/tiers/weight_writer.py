@@ -15,7 +15,7 @@ from zero.tiers.values import Values, put
 
 
 class Places(Protocol):
-    """What an outlet needs of the stores."""
+    """What a weight writer needs of the stores."""
 
     @property
     def carrier(self) -> Carrier: ...
@@ -23,7 +23,7 @@ class Places(Protocol):
     def kernels(self, device: torch.device) -> Kernels: ...
 
 
-class Outlet:
+class WeightWriter:
     """Sends the weights of one record to its shard.
 
     narrow: where the optimizer's kernel writes 16-bit weights; None if it need not.

@@ -13,7 +13,7 @@ from zero.sharding.alterations import replaced, versions_of
 from zero.sharding.sharded_unit import ShardedUnit
 
 
-class LateParameters:
+class ParameterChecks:
     """Refuses to train or save such parameters as if they were the engine's.
 
     The engine has no shards of new parameters, and no gradients or optimizer state of those that were frozen.
@@ -30,7 +30,7 @@ class LateParameters:
             group for unit in self._units for group in unit.groups if unit.resident and group.trainable
         ]
         self._versions: list[list[int]] = []
-        self.settle()
+        self.snapshot_versions()
         self._frozen = [p for group in groups if not group.trainable for p in group.parameters]
 
     def check_trained(self) -> None:
@@ -50,12 +50,13 @@ class LateParameters:
         if rebound:
             raise replaced(rebound)
 
-    def settle(self) -> None:
+    def snapshot_versions(self) -> None:
         """Note that weights and masters have the same values now."""
         self._versions = [versions_of(group.parameters) for group in self._kept]
 
     def warn_of_changes(self) -> None:
-        """Warn, before a step, of weights changed in place since `settle()`; the step undoes the changes."""
+        """Warn, before a step, of weights changed in place since `snapshot_versions()`; the step undoes the
+        changes."""
         changed = [
             name
             for group, before in zip(self._kept, self._versions, strict=True)

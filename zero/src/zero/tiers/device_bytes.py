@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
-class Held:
+class DeviceBytes:
     """Bytes of the device that the engine holds.
 
     parameters: shards, and whole buffers that stay. gathered: whole buffers in use. gradients: whole buffers
@@ -22,5 +22,5 @@ class Held:
     def total(self) -> int:
         return self.parameters + self.gathered + self.gradients + self.optimizer
 
-    def __add__(self, other: Held) -> Held:
-        return Held(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+    def __add__(self, other: DeviceBytes) -> DeviceBytes:
+        return DeviceBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

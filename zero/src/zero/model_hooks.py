@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from zero.compiled.model import CompiledModel
 
 
-class Passes(Uncopied):
+class ModelHooks(Uncopied):
     """The hooks on a model and its parameters, and the engine's work before, during and after a backward.
 
     integrity: asked before a forward. tracer: told of units that come and go. reducer: reduces the gradients
@@ -56,12 +56,12 @@ class Passes(Uncopied):
         self._tracer = tracer
         self._module = module
         self._integrity = integrity
-        self._visits = optimizer.visits
+        self._record_streamer = optimizer.record_streamer
         self._communicator = communicator
         self._forwards = 0  # with gradients, since the last backward
         self._config = config
         self._units = units
-        self._called = {module, *(anchor for unit in units for anchor in unit.anchors)}
+        self._called = {module, *(hooked for unit in units for hooked in unit.hooked_modules)}
         disk = stores.read_ahead if config.tiers.params == "disk" else None
         self._schedule = Schedule(list(units), config.prefetch, disk)
         device_type = stores.accelerator.device.type
@@ -76,7 +76,7 @@ class Passes(Uncopied):
         policy = GradientPolicy.of(config, communicator.group.size)
         settings, complete = partial(scheduled, optimizer.optimizer), self._gradients_complete
         self.reducer = GradientReducer(
-            units, stores, communicator, policy, optimizer.follower, settings, complete
+            units, stores, communicator, policy, optimizer.gradient_observer, settings, complete
         )
         for gradients in self.reducer.all:
             for index, parameter in enumerate(gradients.group.parameters):
@@ -92,7 +92,7 @@ class Passes(Uncopied):
         if self.compiled is None:
             yield self._module
             for unit in self._units:
-                yield from unit.anchors
+                yield from unit.hooked_modules
 
     @contextmanager
     def backward(self, last: bool) -> Iterator[None]:
@@ -103,7 +103,7 @@ class Passes(Uncopied):
         try:
             self.phase.in_backward = self._communicator.in_pass = True
             # A graph's schedule knows only that graph: with another one under way, records come in the step.
-            self._visits.expected = last and self._forwards == 1
+            self._record_streamer.expected = last and self._forwards == 1
             self._tracer.mark("backward", "")
             self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
             self._forget_interrupted()
@@ -111,7 +111,7 @@ class Passes(Uncopied):
             yield
             self.reducer.finish_backward()
         finally:
-            self.phase.in_backward = self._communicator.in_pass = self._visits.expected = False
+            self.phase.in_backward = self._communicator.in_pass = self._record_streamer.expected = False
             if not self._forwards:  # of the whole model: only parts were called, and this was their order
                 self._schedule.begin(training=True)
             self._forwards = 0
@@ -157,7 +157,7 @@ class Passes(Uncopied):
     def check_not_in_use(self, call: str) -> None:
         """Raise UsageError inside a forward or `zero.gathered`, which would continue with old values."""
         if self.in_use():
-            shown = any(unit.shown for unit in self._units)
+            shown = any(unit.held_exact for unit in self._units)
             where = "zero.gathered: leave the block" if shown else "a forward: let it return"
             raise UsageError(f"{call}() was called inside {where} first")
 
@@ -222,7 +222,7 @@ class Passes(Uncopied):
             return None  # this was done before the graph was entered
         if not self.phase.in_backward:
             self._communicator.in_pass = self._config.tiers.params == "disk"
-            self._visits.rest()  # graphs do this themselves
+            self._record_streamer.return_all_to_host()  # graphs do this themselves
         return self._prepare(module, args, kwargs, own_calls=1)
 
     def _leave_forward(self, *_: Any) -> None:
@@ -239,7 +239,7 @@ class Passes(Uncopied):
         """Prepare a forward, run by hooks or by a graph. own_calls: as in `in_use`."""
         self._integrity.check_present()
         if not self.phase.in_backward:
-            self._visits.dropped()  # this forward may need their room
+            self._record_streamer.dropped()  # this forward may need their room
             self._forwards += torch.is_grad_enabled()
             self._watch.look()
         if not (_in_autograd() or self.in_use(own_calls)):
@@ -265,7 +265,7 @@ class Passes(Uncopied):
         self._hooks[unit].gradients_complete()
 
     def _compile(self, stores: Stores) -> CompiledModel:
-        from zero.compiled.assembly import Callbacks, compile_calls  # imports the compiler, for seconds
+        from zero.compiled.compile_calls import Callbacks, compile_calls  # imports the compiler, for seconds
 
         of_group = {gradients.group: gradients for gradients in self.reducer.all}
         callbacks = Callbacks(
@@ -280,7 +280,7 @@ class Passes(Uncopied):
             self._units,
             stores,
             communicator,
-            self._visits,
+            self._record_streamer,
             self.phase,
             self._tracer,
             callbacks,
@@ -300,15 +300,15 @@ def _in_autograd() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
-def _receiver(passes: Passes, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:
-    """Make a hook that calls `passes.receive` and holds only weak references.
+def _receiver(model_hooks: ModelHooks, gradients: GroupGradients, index: int) -> Callable[[Tensor], None]:
+    """Make a hook that calls `model_hooks.receive` and holds only weak references.
 
     Python's garbage collector does not see into these hooks, so a cycle would never be freed.
     """
-    passes_alive, gradients_alive = weakref.ref(passes), weakref.ref(gradients)
+    hooks_alive, gradients_alive = weakref.ref(model_hooks), weakref.ref(gradients)
 
     def receive(parameter: Tensor) -> None:
-        owner, place = passes_alive(), gradients_alive()
+        owner, place = hooks_alive(), gradients_alive()
         if owner is not None and place is not None:
             owner.receive(place, index, parameter)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 _WEIGHTS = "engine.save_checkpoint(path), then `zero consolidate path weights --dtype keep`"
-COUNTERPARTS = {
+MIGRATION_HINTS = {
     "clip_grad_norm_": "set zero.Config(clip_norm=...); engine.grad_norm is the norm",
     "device": "engine.accelerator.device",
     "forward": "call engine(...)",
@@ -24,8 +24,8 @@ COUNTERPARTS = {
 def missing(name: str, module: nn.Module | None) -> AttributeError:
     """The error for an attribute that the engine of `module` does not have."""
     said = f"a zero.Engine has no attribute {name!r}"
-    if name in COUNTERPARTS:
-        return AttributeError(f"{said}: {COUNTERPARTS[name]}")
+    if name in MIGRATION_HINTS:
+        return AttributeError(f"{said}: {MIGRATION_HINTS[name]}")
     if module is not None and hasattr(module, name):
         return AttributeError(f"{said}: the model is engine.module, use engine.module.{name}")
     return AttributeError(said)
