@@ -153,7 +153,7 @@ def test_parameters_that_something_holds(cluster: Clusters, device: str) -> None
         assert "weak references" in said["weak"]
         assert "part of an autograd graph" in said["graph"]
         assert "part of an autograd graph" in said["old-style"]
-        assert all("model.to('sim') first" in message for message in said.values() if message != "ok")
+        assert all("call model.to('sim') before" in message for message in said.values() if message != "ok")
 
 
 def buffers_body(context: Context) -> bool:

@@ -268,8 +268,8 @@ def clamp(engine: zero.Engine) -> None:
 
 
 UNFIT: dict[str, tuple[dict[str, Any], str]] = {
-    "state": ({"state": ["epoch", 3]}, "UsageError: {}state has to be a dict, got list"),
-    "rank_state": ({"rank_state": [3]}, "UsageError: {}rank_state has to be a dict, got list"),
+    "state": ({"state": ["epoch", 3]}, "UsageError: {}state must be a dict, got list"),
+    "rank_state": ({"rank_state": [3]}, "UsageError: {}rank_state must be a dict, got list"),
     "keep_last": ({"keep_last": 0}, "UsageError: {}keep_last must be at least 1"),
     "no name": ({"path": "latest"}, "UsageError: {}'"),
     "no path": ({"path": 3}, "CheckpointError: rank {} could not save its part of the checkpoint: TypeError"),
