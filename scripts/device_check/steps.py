@@ -86,7 +86,10 @@ def shared(plan: Plan) -> Outcome:
 
 def conformance(plan: Plan) -> Outcome:
     """Run the conformance kit, which tests what the backend declares."""
-    return _kit(plan, "conformance", 300, "rng or norm or peak" if plan.quick else "")
+    outcome = _kit(plan, "conformance", 300, "rng or norm or peak" if plan.quick else "")
+    untested = [] if plan.quick or not outcome.detail else outcome.detail["not_tried"]
+    outcome.summary += "".join(f"; NOT TESTED: {row['what']}" for row in untested)
+    return outcome
 
 
 def kernels(plan: Plan) -> Outcome:
@@ -214,7 +217,9 @@ def _run_tests(plan: Plan, name: str, limit: float, log: Path, *arguments: str) 
     ended = stopped or (f"pytest ended with {code}" if code not in (0, 1) else "")
     inside = f" in {found.unfinished}" if ended and found.unfinished else ""
     detail: dict[str, Any] = {"counts": found.counts, "failures": found.failures}
-    detail |= {"ended": ended + inside, "capabilities": (found.summary or {}).get("capabilities", [])}
+    kit = found.summary or {}
+    detail |= {"ended": ended + inside}
+    detail |= {key: kit.get(key, []) for key in ("capabilities", "not_tried")}
     ok = not ended and code == 0 and found.counts["passed"] > 0
     return Outcome(name, ok, "; ".join(filter(None, (found.said(), ended + inside))), detail=detail)
 

@@ -8,10 +8,13 @@ about what only a device can have are told about the simulated one (`SIM_ROUNDS`
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -172,6 +175,11 @@ class SeedIgnored(CpuRng):
 class StateOfAnotherType(CpuRng):
     def get_state(self) -> Tensor:
         return super().get_state().tolist()  # type: ignore[return-value]
+
+
+class StateOnTheDevice(TorchRng):
+    def get_state(self) -> Tensor:
+        return super().get_state().to(torch.accelerator.current_accelerator())
 
 
 class FirstGenerator(TorchRng):
@@ -1014,6 +1022,7 @@ SIM_ROUNDS: dict[str, dict[str, Lie]] = {
             "takes_host_data",
             flags={"host_data_assignment": True},
         ),
+        "a state is on the device": Lie("Rng.get_state", "a_state_comes_back", "rng", StateOnTheDevice),
         "a stream records elsewhere": Lie("Stream.record", "not_in_use", "streams", RecordingElsewhere),
         "time of the host": Lie("Event.seconds_since", "events_measure_time", "streams", HostClocks),
         "a kernel has a stream of its own": Lie(
@@ -1091,6 +1100,35 @@ def modest(on_sim: bool) -> Accelerator:
 def hanging() -> Accelerator:
     """The CPU accelerator with an event that is never passed, under the name "liar"."""
     return _spoil(build(), {"events hang": Lie("Event.synchronize", "the_interface", "streams", EventsHang)})
+
+
+class HeldByOne(Accelerator):
+    """Devices of which each belongs to one process at a time. folder: where processes lock them."""
+
+    folder: Path
+    devices: int
+
+    def device_count(self) -> int:
+        return self.devices
+
+    def bind(self, local_rank: int) -> None:
+        if local_rank >= self.devices:
+            raise BackendUnavailableError(f"local rank {local_rank} has no device")
+        held: dict[int, int] = self.__dict__.setdefault("held", {})
+        if local_rank not in held:
+            held[local_rank] = os.open(self.folder / f"device-{local_rank}", os.O_CREAT)
+            fcntl.flock(held[local_rank], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        super().bind(local_rank)
+
+
+def exclusive(devices: int, folder: Path) -> Accelerator:
+    """The simulated accelerator with so many devices, each for one process, under the name "liar"."""
+    from accelz_sim.accelerator import build as build_sim
+
+    accelerator = _spoil(build_sim(), {"": Lie("", "", "", HeldByOne, {"shared_device": False})})
+    assert isinstance(accelerator, HeldByOne)
+    accelerator.devices, accelerator.folder = devices, folder
+    return accelerator
 
 
 def _spoil(accelerator: Accelerator, lies: dict[str, Lie]) -> Accelerator:

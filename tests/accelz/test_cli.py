@@ -136,6 +136,53 @@ def test_check_refuses_what_is_switched_off_or_not_there(site: Path, monkeypatch
     assert "switched off by ACCELZ_DISABLE" in done.stderr
 
 
+SOUND = {
+    "device": "foo",
+    "passed": 9,
+    "failed": 0,
+    "skipped": 1,
+    "not_run": 0,
+    "seconds": 2.0,
+    "ranks_tested": 1,
+}
+UNTESTED = [{"what": "collectives between ranks", "needs": "2 devices"}]
+
+
+@pytest.mark.parametrize(
+    ("options", "untested", "code", "verdict"),
+    [
+        ([], [], 0, "foo passes: 9 passed, 0 failed, 1 skipped in 2.0 s"),
+        ([], UNTESTED, 3, "foo is NOT FULLY TESTED, and passes what could be tested here: 9 passed"),
+        (["--allow-untested"], UNTESTED, 0, "foo is NOT FULLY TESTED"),
+        (["-k", "Rng"], UNTESTED, 0, "foo passes the tests that match 'Rng': 9 passed"),
+    ],
+)
+def test_what_could_not_be_tested_is_said_and_has_a_code_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    untested: list[dict[str, str]],
+    code: int,
+    verdict: str,
+) -> None:
+    summary = {
+        **SOUND,
+        "unwritten": [],
+        "not_tried": untested,
+        "capabilities": [],
+        "failures": [],
+        "ok": True,
+    }
+    monkeypatch.setattr(runner, "run", lambda *_, **__: dict(summary))
+    done = _run("check", "foo", *options)
+    assert done.exit_code == code
+    assert verdict in done.stdout
+    said = "NOT TESTED: collectives between ranks; needs 2 devices"
+    assert (said in done.stdout) == (bool(untested) and "-k" not in options)
+    answer = json.loads(_run("check", "foo", "--json", *options).stdout)
+    assert (answer["ok"], answer["exit_code"]) == (not code, code)
+    assert answer["not_tried"] == untested
+
+
 @pytest.mark.parametrize("seconds", ["inf", "nan", "1e300", "0.5"])
 def test_a_time_limit_that_is_none(seconds: str) -> None:
     done = _run("check", "cpu", "--timeout", seconds)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from accelz.collectives import Collectives
 from accelz.conformance.cluster import Cluster, ClusterError, Clusters, Context
-from accelz.conformance.contract import checked
+from accelz.conformance.contract import ContractBroken, checked
+from accelz_cpu.accelerator import build
 
 
 def _place(context: Context) -> tuple[int, int, int]:
@@ -114,6 +116,43 @@ def test_a_method_that_does_not_return_is_named(cluster: Clusters, how: str, sai
     with pytest.raises(ClusterError, match=f"ranks 0, 1 {said} Streams.synchronize") as error:
         cluster(2).run(_call_and, how=how, limit=2.0)
     assert error.value.method == "Streams.synchronize"
+
+
+def _breaks(context: Context, ranks: tuple[int, ...]) -> None:
+    if context.rank in ranks:
+        came = f"{context.rank + 5} of 7"
+        raise ContractBroken("Collectives.broadcast", "must carry the values (3 elements)", came)
+    time.sleep(60)
+
+
+def test_a_broken_contract_heads_the_message_and_ranks_that_differ_in_numbers_are_one(
+    cluster: Clusters,
+) -> None:
+    with pytest.raises(ClusterError) as error:
+        cluster(2).run(_breaks, ranks=(0, 1))
+    said = "Collectives.broadcast: must carry the values (3 elements)\n  got:  {} of 7"
+    assert str(error.value) == said.format(5)
+    with pytest.raises(ClusterError) as error:
+        cluster(2).run(_breaks, ranks=(1,))
+    assert str(error.value).startswith(said.format(6) + "\n  on:   rank 1 of 2\nrank 0 hung: still running")
+
+
+def test_a_start_that_returns_no_work_is_named() -> None:
+    class Forgetful(Collectives):
+        def _start_reduce_scatter(self, *args: Any) -> Any:
+            super()._start_reduce_scatter(*args)
+
+    accelerator = build()
+    accelerator.collectives = Forgetful()
+    calls = checked(accelerator).collectives
+    group = calls.init(10.0)
+    try:
+        with pytest.raises(ContractBroken) as error:
+            calls.reduce_scatter(torch.ones(3), torch.ones(3), group)
+    finally:
+        calls.destroy()
+    said = "Collectives._start_reduce_scatter: must return a torch.distributed.Work\n  got:  None\n"
+    assert str(error.value).startswith(said)
 
 
 def test_a_value_that_does_not_pickle_is_an_error_not_a_hang(cluster: Clusters) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,9 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from accelz.conformance.contract import ROLES
+from accelz.capabilities import Capabilities
+from accelz.conformance import grouping, runner
+from accelz.conformance.contract import ROLES, ContractBroken, checked
+from accelz.conformance.test_descriptor import DescriptorContract
+from accelz.conformance.test_flat_buffers import FlatBufferContract
+from accelz.conformance.test_leaks import NBYTES, Leaks
 from accelz.discovery import installed
+from accelz.memory import MemoryStats
+from accelz.streams import NullStreams
+from accelz_cpu.accelerator import build
+from accelz_cpu.memory import ProcessMemory
 
 from . import forked
 from .fake_distribution import environment, good, install
@@ -83,8 +94,8 @@ DESCRIPTOR_LIES = {
     "load raises": (
         "load_gives",
         good("liar").replace("def load():", "def load():\n    raise OSError('driver too old')"),
-        "failed to load: OSError: driver too old",
-        "liar",
+        "BackendDescriptor.load: must not raise\n  got:  OSError: driver too old\nTraceback",
+        "line ",
     ),
     "load gives another thing": (
         "load_gives",
@@ -236,15 +247,57 @@ def test_a_hang_that_nothing_interrupts_ends_the_run(tmp_path: Path) -> None:
     assert " in seed\n" in failure["detail"]  # the stack
 
 
-def test_a_crash_of_the_device_is_a_failure_of_its_test(tmp_path: Path) -> None:
-    crash = "    import ctypes\n    accelerator.rng.seed = lambda seed: ctypes.string_at(0)\n"
-    source = good("liar").replace("    return accelerator", f"{crash}    return accelerator")
+CRASH = """    import ctypes
+    def seed(seed):
+        if seed == 8:  # in one of the tests
+            ctypes.string_at(0)
+        type(accelerator.rng).seed(accelerator.rng, seed)
+    accelerator.rng.seed = seed
+"""
+
+
+def test_a_crash_of_the_device_is_a_failure_of_its_test_and_the_rest_is_tested(tmp_path: Path) -> None:
+    source = good("liar").replace("    return accelerator", f"{CRASH}    return accelerator")
     install(tmp_path, "liar", source)
-    code, summary = _check(tmp_path, "-k", "TestRng")
+    code, summary = _check(tmp_path, "-k", "TestRng or capabilities_are_declared")
     assert code == 1
-    assert "ended by signal 11" in summary["failures"][-1]["detail"]
-    assert summary["failures"][-1]["broken"] == "Rng.seed"
-    assert "test_a_seed_repeats" in summary["failures"][-1]["test"]
+    [failure] = summary["failures"]
+    assert failure["broken"] == "Rng.seed"
+    assert "test_a_seed_repeats" in failure["test"]
+    came = "the process ended by signal 11 (SIGSEGV) in test_a_seed_repeats_and_seeds_differ, at "
+    assert failure["message"].startswith(f"Rng.seed: must not end the process\n  got:  {came}"), failure[
+        "message"
+    ]
+    assert "ctypes/__init__.py" in failure["message"]
+    assert " in seed\n" in failure["detail"]  # the stack
+    assert (summary["passed"], summary["failed"], summary["not_run"]) == (4, 1, 0)
+    assert summary["capabilities"]
+    assert summary["seconds"] > 1
+
+
+def test_what_is_left_after_too_many_crashes_is_counted(tmp_path: Path) -> None:
+    report, notes = tmp_path / "report.jsonl", tmp_path / "notes"
+    events = [{"event": "collected", "count": 5}, {"event": "start", "test": "x::test_one"}]
+    report.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    ended = runner.Ended(-6, "", silent=False)
+    assert runner.note_crash(report, notes, ended)
+    summary = runner.summary("liar", report, notes, ended)
+    assert (summary["passed"], summary["failed"], summary["not_run"], summary["ok"]) == (0, 1, 4, False)
+    assert "ended by signal 6 (SIGABRT) in test_one" in summary["failures"][0]["message"]
+
+
+def test_a_process_that_crashes_when_all_is_done_does_not_pass(tmp_path: Path) -> None:
+    report, notes = tmp_path / "report.jsonl", tmp_path / "notes"
+    events: list[dict[str, Any]] = [
+        {"event": "result", "test": "x::test_one", "outcome": "passed"},
+        {"event": "summary", "passed": 1, "failed": 0, "failures": []},
+    ]
+    report.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    ended = runner.Ended(-11, "", silent=False)
+    assert not runner.note_crash(report, notes, ended)
+    summary = runner.summary("liar", report, notes, ended)
+    assert (summary["failed"], summary["ok"]) == (1, False)
+    assert "ended by signal 11 (SIGSEGV) in no test" in summary["failures"][0]["message"]
 
 
 def test_a_missing_operator_is_named_once(tmp_path: Path) -> None:
@@ -267,11 +320,128 @@ def test_a_missing_operator_is_named_once(tmp_path: Path) -> None:
     )
 
 
+def test_one_reason_is_one_entry_in_whatever_cases_it_shows(round_report: Any) -> None:
+    failures = round_report("tell('one')")["failures"]
+    entries = [text for text in grouping.texts(failures) if text.startswith("Collectives.reduce_scatter: ")]
+    assert len([f for f in failures if f["broken"] == "Collectives.reduce_scatter"]) > 5
+    assert len(entries) == 1
+    assert "in:   test_reduce_scatter (12 cases: " in entries[0]
+    assert "size 1, 2, 4" in entries[0]
+    assert "dtype float64, float32, bfloat16, float16" in entries[0]
+
+
+def test_failures_that_differ_in_values_alone_are_alike() -> None:
+    def failure(test: str, message: str) -> dict[str, Any]:
+        return {"test": f"x::{test}", "broken": "Stream.record", "message": message, "parameters": {}}
+
+    came = [f"Stream.record: must return Event\n  got:  Event: <event_id={i}>" for i in range(3)]
+    other = "Stream.record: must be behind this stream's work\n  got:  3"
+    failures = [failure(f"test_{i}", message) for i, message in enumerate([*came, other])]
+    assert grouping.texts(failures) == [
+        f"{came[0]}\n  in:   test_0, test_1, test_2\n",
+        f"{other}\n  in:   test_3\n",
+    ]
+
+
 def test_ranks_that_fail_alike_are_one_message(round_report: Any) -> None:
     failures = round_report("tell('four')")["failures"]
     alone = {f["message"] for f in failures if "test_broadcast_from" in f["test"] and "1 ranks" in f["test"]}
     assert len(alone) == 1
     assert alone.pop().startswith("Collectives.broadcast: must not raise here\n  got:  OSError: no link")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ranks_get_every_device_that_cannot_be_shared(tmp_path: Path, devices: int) -> None:
+    if not installed("sim"):
+        pytest.skip("accelz-sim is not installed: see examples/sim_backend/README.md")
+    call = f"exclusive({devices}, __import__('pathlib').Path({str(tmp_path)!r}))"
+    install(tmp_path, "liar", LIAR.format(call=call))
+    tests = "(reduce_scatter and float32) or return_at_once or a_child_of or bind_gives or seed_repeats"
+    code, summary = forked.check(tmp_path, tests)
+    assert summary["failures"] == []
+    assert code == 0
+    assert summary["ranks_tested"] == devices
+    untested = {row["what"]: row["needs"] for row in summary["not_tried"]}
+    lacking = {"collectives between ranks", "async_collectives"}
+    assert lacking & set(untested) == (lacking if devices == 1 else set())
+    if devices == 1:
+        needed = "2 devices, because shared_device is not declared; this machine has 1"
+        assert {untested[what] for what in lacking} == {needed}
+
+
+class EventOfTorch(NullStreams):
+    def current(self) -> Any:
+        return torch.nn.Identity()
+
+
+class RaisesDeep(NullStreams):
+    def synchronize(self) -> None:
+        raise OSError("no driver")
+
+
+def test_classes_are_told_with_their_modules() -> None:
+    accelerator = build()
+    accelerator.streams = EventOfTorch()
+    with pytest.raises(ContractBroken) as error:
+        checked(accelerator).streams.current()
+    said = "Streams.current: must return accelz.streams.Stream\n  got:  torch.nn.modules.linear.Identity: "
+    assert str(error.value).startswith(said)
+
+
+def test_a_stack_has_the_backends_frames_only() -> None:
+    accelerator = build()
+    accelerator.streams = RaisesDeep()
+    with pytest.raises(ContractBroken) as error:
+        checked(accelerator).streams.synchronize()
+    assert "in synchronize" in str(error.value)
+    assert "contract.py" not in str(error.value)
+
+
+def test_dtypes_must_be_a_set() -> None:
+    with pytest.raises(ContractBroken, match=r"(?s)dtypes must be a frozenset.*got:  list"):
+        DescriptorContract().test_capabilities_are_declared(Capabilities(dtypes=[torch.float32]))  # type: ignore[arg-type]
+
+
+def test_buffers_that_rest_on_an_undeclared_resize_are_found() -> None:
+    accelerator = build()
+    accelerator.capabilities = Capabilities(storage_resize=False)
+    with pytest.raises(ContractBroken, match=r"(?s)must not rely on resize_.*do:   declare storage_resize"):
+        FlatBufferContract().test_buffers_need_only_what_is_declared(checked(accelerator))
+
+
+class UncountedFrees(ProcessMemory):
+    """Counts bytes exactly, but the free of every fifth tensor is not seen."""
+
+    def stats(self) -> MemoryStats:
+        return dataclasses.replace(super().stats(), allocated=made[0] // 5 * NBYTES)
+
+
+made = [0]
+
+
+def test_a_leak_of_the_allocator_is_blamed_on_no_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(make: Any) -> Any:
+        def wrapper(*args: Any, **options: Any) -> Any:
+            made[0] += 1
+            return make(*args, **options)
+
+        return wrapper
+
+    for name in ("full", "empty"):
+        monkeypatch.setattr(torch, name, counted(getattr(torch, name)))
+    accelerator = build()
+    accelerator.memory = UncountedFrees()
+    accelerator.capabilities = dataclasses.replace(accelerator.capabilities, exact_memory=True)
+    leaks = Leaks(checked(accelerator))
+    with pytest.raises(ContractBroken, match=r"Memory.stats: tensors that are made and dropped must keep"):
+        leaks.check("Kernels.adamw", leaks.block)
+
+
+def test_a_device_that_bind_has_not_set_is_told_as_such() -> None:
+    accelerator = build()
+    accelerator.device = torch.device("cpu", 0)
+    with pytest.raises(ContractBroken, match=r"(?s)set self.device to it.*self.device is cpu:0"):
+        DescriptorContract().test_bind_makes_the_device_current(checked(accelerator))
 
 
 VENDOR_TEST = """

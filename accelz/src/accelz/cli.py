@@ -18,7 +18,7 @@ from rich.text import Text
 
 import accelz
 from accelz import discovery
-from accelz.conformance import TEST_SECONDS
+from accelz.conformance import TEST_SECONDS, grouping
 from accelz.discovery import BackendRow, Status, list_backends
 from accelz.errors import AccelzError
 from accelz.patience import patience
@@ -133,10 +133,16 @@ def check(
         str | None, typer.Option("-k", help="Run only the tests that match, as with pytest -k.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit for each test, in seconds.")] = TEST_SECONDS,
+    allow_untested: Annotated[
+        bool,
+        typer.Option("--allow-untested", help="Exit with 0 also where this machine has too few devices."),
+    ] = False,
 ) -> None:
     """Run the conformance kit: what the backend declares, proved.
 
-    Exits with 0 if every test passed, with 1 if one failed, with 2 if the kit could not run.
+    Exits with 0 if every test passed, with 1 if one failed, with 2 if the kit could not run, and with 3 if
+    every test passed that could run here, but the whole kit was asked for and something was not tested:
+    a declared capability, or collectives between ranks.
     """
     from accelz.conformance.runner import run
 
@@ -144,11 +150,13 @@ def check(
         raise AccelzError(f"--timeout is {timeout:g}; it must be from 1 to {MOST_SECONDS:g} seconds")
     patience()  # raises here if invalid: the ranks' own error would be lost in a report
     summary = run(name, only, show=not as_json, timeout=timeout)
+    lacking = summary["not_tried"] and only is None
+    code = 1 if not summary["ok"] else 3 if lacking and not allow_untested else 0
     if as_json:
-        _print_json(summary)
+        _print_json({**summary, "ok": not code, "exit_code": code})
     else:
-        _print_check(Console(), summary, only)
-    raise typer.Exit(0 if summary["ok"] else 1)
+        _print_check(Console(width=None if sys.stdout.isatty() else UNLIMITED), summary, only)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -301,20 +309,34 @@ def _shown(key: str, value: Any) -> str:
 
 
 def _print_check(console: Console, summary: dict[str, Any], only: str | None) -> None:
-    for failure in _grouped(summary["failures"]):
+    if summary["unwritten"]:
+        text = "\n  ".join(["To be written, in this order:", *summary["unwritten"]])
+        console.print(Text(f"{text}\n"), style="yellow", soft_wrap=True)
+    for failure in grouping.texts(summary["failures"]):
         console.print(Text(failure), style="red", soft_wrap=True)
     console.print(_capability_table(summary))
     if any(row["state"] == "works undeclared" for row in summary["capabilities"]):
         console.print("What is not declared is not used: declare what works.", style="yellow", soft_wrap=True)
+    untested = [] if only else summary["not_tried"]
+    for row in untested:
+        text = f"NOT TESTED: {row['what']}; needs {row['needs']}"
+        console.print(Text(text), style="bold yellow", soft_wrap=True)
     counts = ", ".join(f"{summary[k]} {k}" for k in ("passed", "failed", "skipped"))
-    some = f" the tests that match {only!r}" if only else ""
-    verdict = f"passes{some}" if summary["ok"] else "does not conform"
-    text = f"{summary['device']} {verdict}: {counts} in {summary['seconds']} s"
-    console.print(Text(text), style="green" if summary["ok"] else "bold red", soft_wrap=True)
+    counts += f", {summary['not_run']} NOT RUN after too many crashes" if summary["not_run"] else ""
+    if not summary["ok"]:
+        verdict, style = "does not conform", "bold red"
+    elif untested:
+        verdict, style = "is NOT FULLY TESTED, and passes what could be tested here", "bold yellow"
+    else:
+        verdict, style = f"passes{f' the tests that match {only!r}' if only else ''}", "green"
+    ranks = f", with up to {summary['ranks_tested']} ranks" if summary["ranks_tested"] > 1 else ""
+    text = f"{summary['device']} {verdict}: {counts}{ranks} in {summary['seconds']} s"
+    console.print(Text(text), style=style, soft_wrap=True)
 
 
 def _capability_table(summary: dict[str, Any]) -> Table:
-    table = Table("capability", "declared", "result", "", box=None)
+    table = Table("capability", "declared", "result", box=None)
+    table.add_column("", overflow="fold")  # names of tests, to type after -k
     for row in summary["capabilities"]:
         state = Text(row["state"], style=STYLES.get(row["state"], "dim"))
         declared = "yes" if row["declared"] else ""
@@ -326,25 +348,9 @@ def _remark(row: dict[str, Any], failures: list[dict[str, Any]]) -> str:
     """The tests in which a capability failed."""
     if row["state"] != "failed":
         return ""
-    tests = [_test(f) for f in failures if row["name"] in (*f["proves"], *f["needs"])]
+    failed = (grouping.name(f) for f in failures if row["name"] in (*f["proves"], *f["needs"]))
+    tests = list(dict.fromkeys(failed))
     return f"{tests[0]}{f' and {len(tests) - 1} more' if len(tests) > 1 else ''}"
-
-
-def _grouped(failures: list[dict[str, Any]]) -> list[str]:
-    """Return one text per distinct message, with the tests that failed with it."""
-    tests: dict[str, list[str]] = {}
-    for failure in failures:
-        tests.setdefault(failure["message"], []).append(_test(failure))
-    return [f"{message}\n  in:   {_listed(names)}\n" for message, names in tests.items()]
-
-
-def _test(failure: dict[str, Any]) -> str:
-    name: str = failure["test"].rpartition("::")[2]
-    return name
-
-
-def _listed(names: list[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def _print_json(value: Any) -> None:

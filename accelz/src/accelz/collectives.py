@@ -213,29 +213,36 @@ class Collectives:
         """The torch.distributed backend of the groups that `new_group` makes."""
         return self.spec
 
-    # What a backend overrides: each method starts one collective and returns torch's handle for it.
+    # What a backend overrides: each method starts one collective and returns a torch.distributed.Work, whose
+    # wait() does what Handle.wait promises. Sizes have been checked, and the buffers are kept until then.
+    # op: a torch.distributed.ReduceOp, SUM, MAX or MIN. A tensor may be a host tensor as well.
 
     def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
+        """Start gathering every rank's `shard` in `output`; `shard` may be this rank's slice of it."""
         return cast(dist.Work, _all_gather(output, shard, group=group.process_group, async_op=True))
 
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
+        """Start reducing `full`, this rank's slice into `output`. op: dist.ReduceOp.SUM, MAX or MIN."""
         return cast(dist.Work, _reduce_scatter(output, full, op, group=group.process_group, async_op=True))
 
     def _start_all_to_all(
         self, output: Tensor, parts: Tensor, received: Sequence[int], sent: Sequence[int], group: Group
     ) -> dist.Work:
+        """Start sending each rank its part of `parts`. received, sent: elements by rank, as in all_to_all."""
         work = dist.all_to_all_single(
             output, parts, list(received), list(sent), group.process_group, async_op=True
         )
         return cast(dist.Work, work)
 
     def _start_all_reduce(self, tensor: Tensor, group: Group, op: Any) -> dist.Work:
+        """Start reducing `tensor` in place. op: dist.ReduceOp.SUM, MAX or MIN."""
         if tensor.device.type == "cpu" and direct_exchange.is_small(tensor.nbytes, group.size):
             exchange = partial(dist.all_to_all_single, group=group.process_group, async_op=True)
             return direct_exchange.all_reduce(tensor, group.size, op, exchange)
         return cast(dist.Work, dist.all_reduce(tensor, op, group=group.process_group, async_op=True))
 
     def _start_broadcast(self, tensor: Tensor, source: int, group: Group) -> dist.Work:
+        """Start copying `tensor` from rank `source` of the group to all its ranks, in place."""
         work = dist.broadcast(tensor, group=group.process_group, group_src=source, async_op=True)
         return cast(dist.Work, work)
 

@@ -34,6 +34,7 @@ from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.conformance import progress
 from accelz.conformance.contract import ContractBroken, checked, unguarded
+from accelz.conformance.grouping import alike
 from accelz.patience import patience
 
 START_SECONDS = 60.0
@@ -76,24 +77,35 @@ class Outcome:
 class ClusterError(AssertionError):
     """A body did not return on every rank. method: the method whose contract broke, or "".
 
-    If every rank broke the same contract in the same way, the message is that of `ContractBroken` alone.
+    If a rank broke a contract, the message is that of `ContractBroken`, and then what the other ranks did.
+    Ranks that differ in numbers alone are told once.
     """
 
     def __init__(self, what: str, size: int, bad: list[Outcome]) -> None:
         # Ranks hang because another one has raised, not the other way round: blame the one that raised.
         told = sorted((o for o in bad if o.method), key=lambda o: o.status != "raised")
         self.method = told[0].method if told else ""
-        ranks: dict[tuple[str, str, str], list[int]] = {}
-        for o in bad:
-            ranks.setdefault((o.status, o.error, o.text), []).append(o.rank)
-        if self.method and len(ranks) == 1 and len(bad) == size and bad[0].status == "raised":
-            super().__init__(bad[0].error)
-            return
-        said = [f"{_ranks(at)} {how}: {error}\n{text}".rstrip() for (how, error, text), at in ranks.items()]
-        super().__init__("\n".join([f"{what} at {size} ranks", *said]))
+        ways: dict[tuple[str, str], list[Outcome]] = {}
+        for o in [*told, *bad]:
+            alike_ones = ways.setdefault((o.status, alike(f"{o.error}\n{o.text}")), [])
+            alike_ones.extend([] if o in alike_ones else [o])
+        groups = list(ways.values())
+        if self.method and told[0].status == "raised":
+            first, *others = groups
+            lines = [told[0].error]
+            if others or len(first) < size:
+                lines += [f"  on:   {_ranks(first)} of {size}"]
+        else:
+            lines = [
+                f"{self.method}: must return on every rank" if self.method else f"{what} at {size} ranks"
+            ]
+            others = groups
+        lines += [f"{_ranks(g)} {g[0].status}: {g[0].error}\n{g[0].text}".rstrip() for g in others]
+        super().__init__("\n".join(lines))
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(outcomes: list[Outcome]) -> str:
+    ranks = sorted(o.rank for o in outcomes)
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
@@ -230,10 +242,11 @@ class Clusters:
             self._by_size[size] = Cluster(self.device, size, self.timeout)
         return self._by_size[size]
 
-    def stop(self) -> None:
-        """End all ranks of all sizes."""
-        for cluster in self._by_size.values():
-            cluster.stop()
+    def stop(self, but: int = 0) -> None:
+        """End all ranks of all sizes but one."""
+        for size, cluster in self._by_size.items():
+            if size != but:
+                cluster.stop()
 
 
 def preload(*modules: str) -> None:

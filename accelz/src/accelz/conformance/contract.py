@@ -12,9 +12,11 @@ import types
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
@@ -38,6 +40,9 @@ ROLES: dict[str, type] = {
 """The interface of each role, by the accelerator's attribute for it."""
 
 INTERFACES: tuple[type, ...] = (Accelerator, *ROLES.values(), Stream, Event, Handle, FlatBuffer)
+
+STARTS = tuple(name for name in vars(Collectives) if name.startswith("_start_"))
+"""What a backend's own `Collectives` overrides."""
 
 ATTRIBUTES: dict[type, dict[str, type]] = {
     Accelerator: {"name": str, "device": torch.device, "capabilities": Capabilities},
@@ -143,6 +148,8 @@ class _Checked:
         method = f"{self._interface.__name__}.{name}"
         value = _guarded(method, lambda: getattr(self._raw, name))
         if self._interface is Accelerator and name in ROLES:
+            if isinstance(value, Collectives):
+                _check_starts(value)
             return _Checked(value, ROLES[name])
         kind = ATTRIBUTES.get(self._interface, {}).get(name)
         if kind is not None and not isinstance(value, kind):
@@ -158,11 +165,31 @@ def _call(method: str, declared: types.FunctionType, bound: Any, *args: Any, **k
     value = _guarded(method, lambda: bound(*plain, **{k: unguarded(v) for k, v in kwargs.items()}))
     hint = _return_hint(declared)
     if not _matches(value, hint):
-        what = getattr(hint, "__name__", str(hint))
+        what = _name(hint) if isinstance(hint, type) else str(hint)
         raise ContractBroken(method, f"must return {what}", _shown(value))
     if _kind(hint) is AbstractContextManager:
         return _CheckedContext(method, value)
     return _wrapped(value)
+
+
+def _check_starts(collectives: Collectives) -> None:
+    """Have the `_start_…` methods of the backend's own checked for what they return."""
+    for name in STARTS:
+        own = getattr(type(collectives), name) is not getattr(Collectives, name)
+        if own and name not in vars(collectives):
+            setattr(collectives, name, functools.partial(_started, name, getattr(collectives, name)))
+
+
+def _started(name: str, start: Callable[..., Any], *args: Any) -> Any:
+    work = start(*args)
+    if not isinstance(work, dist.Work):
+        raise ContractBroken(
+            f"Collectives.{name}",
+            "must return a torch.distributed.Work",
+            _shown(work),
+            "start the collective with async_op=True and return what torch returns, or subclass dist.Work",
+        )
+    return work
 
 
 class _CheckedContext:
@@ -190,8 +217,14 @@ def _guarded(method: str, call: Callable[[], Any]) -> Any:
             method, "not implemented yet", _raised_at(error), str(error).split("\n")[0]
         ) from error
     except Exception as error:
-        where = "".join(traceback.format_exception(error)).rstrip()
-        raise ContractBroken(method, "must not raise here", f"{_short(error)}\n{where}") from error
+        raise ContractBroken(method, "must not raise here", f"{_short(error)}\n{stack_of(error)}") from error
+
+
+def stack_of(error: BaseException) -> str:
+    """The traceback of an error, without the frames of the kit."""
+    told = traceback.TracebackException.from_exception(error)
+    told.stack[:] = [frame for frame in told.stack if Path(frame.filename).parent != Path(__file__).parent]
+    return "".join(told.format()).rstrip()
 
 
 def _raised_at(error: BaseException) -> str:
@@ -204,7 +237,12 @@ def _article(kind: type) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f"{type(value).__name__}: {value!r:.200}"
+    return "None" if value is None else f"{_name(type(value))}: {value!r:.200}"
+
+
+def _name(kind: type) -> str:
+    """A class's name with its module: a device library may have classes of the same names."""
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _short(error: BaseException) -> str:

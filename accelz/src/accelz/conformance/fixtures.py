@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,8 +15,15 @@ import pytest
 from accelz import selection
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
+from accelz.conformance import progress
 from accelz.conformance.cluster import Cluster, ClusterError, Clusters, prepare
-from accelz.conformance.contract import ContractBroken, UndeclaredCapabilityWarning, checked, rank_in_order
+from accelz.conformance.contract import (
+    ContractBroken,
+    UndeclaredCapabilityWarning,
+    checked,
+    rank_in_order,
+    stack_of,
+)
 from accelz.conformance.marks import declares, names
 from accelz.errors import AccelzError
 
@@ -24,17 +33,18 @@ UNDECLARED = pytest.StashKey[str]()
 
 @pytest.fixture(scope="session")
 def accelerator(request: pytest.FixtureRequest) -> Accelerator:
-    """The accelerator under test, bound to this process's device, behind the guard of `checked`."""
-    name = request.config.getoption("accelz_device")
+    """The accelerator under test, behind the guard of `checked`, and bound to this process's device.
+
+    If ranks cannot share devices, it is not bound in tests with ranks, which then have all devices.
+    """
     try:
-        found = selection.use(name)
+        found = _selected(request.config.getoption("accelz_device"))
     except AccelzError as error:
-        raise ContractBroken("BackendDescriptor.load", "must return an Accelerator", str(error)) from None
-    guarded = checked(found)
-    guarded.bind(own_local_rank(guarded))
-    gc.collect()
-    gc.freeze()  # garbage collections in tests then look at the tests' own objects only
-    return guarded
+        if error.__cause__ is None:
+            raise ContractBroken("BackendDescriptor.load", "must return an Accelerator", str(error)) from None
+        came = f"{type(error.__cause__).__name__}: {error.__cause__}\n{stack_of(error.__cause__)}"
+        raise ContractBroken("BackendDescriptor.load", "must not raise", came) from None
+    return checked(found)
 
 
 @pytest.fixture(scope="session")
@@ -44,72 +54,130 @@ def capabilities(accelerator: Accelerator) -> Capabilities:
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest, accelerator: Accelerator) -> Iterator[Callable[[int], Cluster]]:
-    """`cluster(size)` gives that many ranks: one pool of workers per size for the whole session.
-
-    Skips if ranks cannot share a device and there are too few. A size whose ranks cannot join is tried once.
-    """
+def _clusters(request: pytest.FixtureRequest) -> Iterator[Clusters]:
     clusters = Clusters(request.config.getoption("accelz_device"))
-    failed: dict[int, ClusterError] = {}
-
-    def sized(size: int) -> Cluster:
-        if size > devices_for_ranks(accelerator) and not accelerator.capabilities.shared_device:
-            pytest.skip(f"shared_device is not declared, and {size} ranks need a device each")
-        if size in failed:
-            raise failed[size]
-        try:
-            clusters(size).start()
-        except ClusterError as error:
-            failed[size] = error
-            raise
-        return clusters(size)
-
-    yield sized
+    yield clusters
     clusters.stop()
 
 
-def own_local_rank(accelerator: Accelerator) -> int:
-    """The local rank of this process's device: the last one, if the others must be left to the ranks."""
-    return 0 if accelerator.capabilities.shared_device else accelerator.device_count() - 1
+@pytest.fixture(scope="session")
+def cluster(accelerator: Accelerator, _clusters: Clusters) -> Callable[[int], Cluster]:
+    """`cluster(size)` gives that many ranks: one pool of workers per size, which serves many tests.
+
+    Skips if ranks cannot share a device and there are too few. A size whose ranks cannot join is tried once.
+    """
+    failed: dict[int, ClusterError] = {}
+
+    def sized(size: int) -> Cluster:
+        require_devices(accelerator, size)
+        if size in failed:
+            raise failed[size]
+        if not accelerator.capabilities.shared_device:
+            _clusters.stop(but=size)  # the ranks of another size hold devices
+        try:
+            _clusters(size).start()
+        except ClusterError as error:
+            failed[size] = error
+            raise
+        return _clusters(size)
+
+    return sized
 
 
-def takes_one_device(accelerator: Accelerator) -> bool:
-    """Whether this process must not bind a second device."""
-    return accelerator.capabilities.one_device_per_process or not accelerator.capabilities.shared_device
+@pytest.fixture
+def devices_left(accelerator: Accelerator, _clusters: Clusters) -> None:
+    """For a test that starts processes of its own on devices: if those cannot be shared, all are free."""
+    if not accelerator.capabilities.shared_device:
+        _clusters.stop()
+
+
+@pytest.fixture(scope="session")
+def _own_device(accelerator: Accelerator, _clusters: Clusters) -> None:
+    """Bind this process to its device, which no rank holds if devices cannot be shared."""
+    if not accelerator.capabilities.shared_device:
+        _clusters.stop()
+    accelerator.bind(0)
+    gc.collect()
+    gc.freeze()  # garbage collections in tests then look at the tests' own objects only
+
+
+@pytest.fixture(autouse=True)
+def _prepared(request: pytest.FixtureRequest) -> None:
+    """Skip a test for a capability that is not declared; bind this process for one that uses its device."""
+    if needed := names(request.node, "accelz_needs"):
+        declared = request.getfixturevalue("accelerator").capabilities
+        missing = [name for name in needed if not declares(declared, name)]
+        if missing:
+            pytest.skip(f"not declared: {', '.join(missing)}")
+    if "accelerator" in request.fixturenames:
+        accelerator = request.getfixturevalue("accelerator")
+        if accelerator.capabilities.shared_device or not _has_ranks(request.node):
+            request.getfixturevalue("_own_device")
 
 
 @contextmanager
 def last_device(accelerator: Accelerator) -> Iterator[None]:
     """Bind the last device inside the with block; skips if this process may use no other than its own."""
-    last, own = accelerator.device_count() - 1, own_local_rank(accelerator)
-    if last == own or takes_one_device(accelerator):
+    last = accelerator.device_count() - 1
+    if not last or accelerator.capabilities.one_device_per_process:
         pytest.skip("this process has no second device")
     accelerator.bind(last)
     try:
         yield
     finally:
-        accelerator.bind(own)
+        accelerator.bind(0)
 
 
-def devices_for_ranks(accelerator: Accelerator) -> int:
-    """The number of devices that ranks can use, because this process does not occupy them."""
-    return accelerator.device_count() - (0 if accelerator.capabilities.shared_device else 1)
+def room_for_ranks(accelerator: Accelerator) -> int:
+    """How many ranks there can be: one for each device, any number if they share devices."""
+    return sys.maxsize if accelerator.capabilities.shared_device else accelerator.device_count()
 
 
-@pytest.fixture(autouse=True)
-def _skip_without_capability(request: pytest.FixtureRequest) -> None:
-    needed = names(request.node, "accelz_needs")
-    if not needed:
-        return
-    declared = request.getfixturevalue("accelerator").capabilities
-    missing = [name for name in needed if not declares(declared, name)]
-    if missing:
-        pytest.skip(f"not declared: {', '.join(missing)}")
+def require_devices(accelerator: Accelerator, ranks: int) -> None:
+    """Skip a test if there are too few devices for so many ranks."""
+    room = room_for_ranks(accelerator)
+    if ranks > room:
+        pytest.skip(f"{ranks} devices, because shared_device is not declared; this machine has {room}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort tests by ORDER. Tests with ranks come last: the server they are forked from starts meanwhile."""
-    items.sort(key=lambda item: rank_in_order(next(iter(names(item, "accelz_about")), "")))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort tests by ORDER. Tests with ranks come last: the server they are forked from starts meanwhile.
+
+    If ranks cannot share devices, tests with ranks come first instead, one size after the other, because from
+    then on this process holds a device.
+    """
+    exclusive = _exclusive(config.getoption("accelz_device"))
+
+    def turn(item: pytest.Item) -> tuple[bool, int, int]:
+        first = exclusive and _has_ranks(item)
+        order = rank_in_order(next(iter(names(item, "accelz_about")), ""))
+        return not first, number_of_ranks(item) if first else 0, order
+
+    items.sort(key=turn)
+
+
+@cache
+def _selected(name: str) -> Accelerator:
+    return selection.use(name)  # a second call would refuse an accelerator that has another name
+
+
+def _exclusive(name: str) -> bool:
+    """Whether ranks of the backend need a device each."""
+    try:
+        with progress.running("BackendDescriptor.load"):
+            return not _selected(name).capabilities.shared_device
+    except Exception:
+        return False  # the backend is broken, as the tests report
+
+
+def _has_ranks(item: pytest.Item) -> bool:
+    return not {"cluster", "devices_left"}.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+def number_of_ranks(item: pytest.Item) -> int:
+    """The number of ranks that a test is parametrised with, or 0."""
+    callspec = getattr(item, "callspec", None)
+    return int(callspec.params.get("size", 0)) if callspec else 0
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -22,6 +22,11 @@ def names(item: pytest.Item, marker: str) -> tuple[str, ...]:
     return tuple(name for mark in item.iter_markers(marker) for name in mark.args)
 
 
+def subjects(item: pytest.Item) -> tuple[str, ...]:
+    """The capabilities that a test's failure counts against: the first that each `needs` names."""
+    return tuple(mark.args[0] for mark in item.iter_markers("accelz_needs"))
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of the capability "the device supports this dtype"."""
     return f"dtype {str(dtype).removeprefix('torch.')}"

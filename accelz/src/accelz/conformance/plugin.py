@@ -16,7 +16,7 @@ from accelz.conformance import TEST_SECONDS
 MARKERS = (
     "accelz_about(*methods): the interface methods whose contract the test is about",
     "accelz_proves(capability): the test passes exactly where the device has the capability",
-    "accelz_needs(*capabilities): the test makes sense only where these capabilities are declared",
+    "accelz_needs(*capabilities): the test makes sense only where these are declared; it is about the first",
 )
 
 

@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accelz import selection
 from accelz.conformance.cluster import ClusterError
 from accelz.conformance.contract import ContractBroken, rank_in_order
-from accelz.conformance.fixtures import UNDECLARED
-from accelz.conformance.marks import declares, every_capability, names
+from accelz.conformance.fixtures import UNDECLARED, number_of_ranks
+from accelz.conformance.marks import declares, every_capability, names, subjects
+from accelz.conformance.stubs import unwritten
+from accelz.discovery import installed
 from accelz.errors import AccelzError
 
+NOT_TRIED = "not tried"
+BETWEEN_RANKS = "collectives between ranks"
+PLAIN = (str, int, float, tuple, torch.dtype)
 MISSING_OPERATOR = re.compile(r"Could not run '(aten::[\w.]+)' with arguments from")
 REGISTER = (
     "register a kernel for it, or one host fallback for all operators (csrc/fallback.cpp of accelz-sim)"
@@ -28,7 +34,10 @@ REGISTER = (
 
 @dataclass(frozen=True)
 class Result:
-    """How one test ended. methods and contract: what it is about, from its marks and its docstring.
+    """How one test ended.
+
+    methods and contract: what it is about, from its marks and its docstring. parameters: its case, by the
+    names of pytest's parameters. ranks: how many it has, or 0. reason: why it was skipped.
 
     For a failure, broken is the method whose contract broke, message is what was expected and what came (the
     same for all tests that fail for one reason), and detail is the whole report.
@@ -44,6 +53,9 @@ class Result:
     proves: tuple[str, ...]
     needs: tuple[str, ...]
     undeclared: str | None
+    parameters: dict[str, str]
+    ranks: int = 0
+    reason: str = ""
 
 
 class Report:
@@ -52,8 +64,16 @@ class Report:
     def __init__(self, device: str, target: Path | None) -> None:
         self._device = device
         self._target = target
-        self._results: dict[str, Result] = {}
+        self._results = {} if target is None else _earlier(target)
         self._started = time.monotonic()
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out the tests that another process has run before it crashed."""
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self._results])
+        items[:] = [item for item in items if item.nodeid not in self._results]
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._write({"event": "collected", "count": len(session.items) + len(self._results)})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write({"event": "start", "test": nodeid})
@@ -78,7 +98,7 @@ class Report:
             text = report.longreprtext
             none: tuple[str, ...] = ()
             self._results[report.nodeid] = Result(
-                report.nodeid, "failed", none, "the kit can be imported", "", text, text, none, none, None
+                report.nodeid, "failed", none, "the kit can be imported", "", text, text, none, none, None, {}
             )
 
     def pytest_sessionfinish(self) -> None:
@@ -92,19 +112,44 @@ class Report:
         for row in summary["capabilities"]:
             declared = "declared" if row["declared"] else ""
             terminalreporter.line(f"{row['name']:<24} {declared:<10} {row['state']}")
+        for untested in summary["not_tried"]:
+            terminalreporter.line(f"NOT TESTED: {untested['what']}; needs {untested['needs']}")
 
     def summary(self) -> dict[str, Any]:
-        """Return counts, capability rows and failures, in plain types."""
+        """Return counts, capability rows, failures and what was not tried, in plain types."""
         outcomes = Counter(r.outcome for r in self._results.values())
+        rows, ranks = self._capabilities(), self._ranks_tested()
         return {
             "device": self._device,
             "passed": outcomes["passed"],
             "failed": outcomes["failed"],
             "skipped": outcomes["skipped"],
             "seconds": round(time.monotonic() - self._started, 2),
-            "capabilities": self._capabilities(),
+            "ranks_tested": ranks,
+            "not_tried": self._not_tried(rows, ranks),
+            "unwritten": unwritten(_package(self._device)),
+            "capabilities": rows,
             "failures": [asdict(r) for r in self._failures()],
         }
+
+    def _ranks_tested(self) -> int:
+        return max((r.ranks for r in self._results.values() if r.outcome != "skipped"), default=0)
+
+    def _not_tried(self, rows: list[dict[str, Any]], ranks: int) -> list[dict[str, str]]:
+        """What should have been tested and was not, and what it needs."""
+        results = self._results.values()
+        found = {
+            r["name"]: [s for s in results if r["name"] in s.proves] for r in rows if r["state"] == NOT_TRIED
+        }
+        if ranks < 2:
+            found = {BETWEEN_RANKS: [s for s in results if s.ranks == 2], **found}
+        return [
+            {
+                "what": what,
+                "needs": next((s.reason for s in tests if s.reason), "its tests, which were left out"),
+            }
+            for what, tests in found.items()
+        ]
 
     def _failures(self) -> list[Result]:
         """The failures in the best order for fixing them."""
@@ -132,12 +177,23 @@ class Report:
             return "failed"
         if any(r.outcome == "passed" and name in r.proves for r in results):
             return "proved"
-        return "not tried"
+        return NOT_TRIED
 
     def _write(self, event: dict[str, Any]) -> None:
         if self._target:
             with self._target.open("a") as file:
                 file.write(json.dumps(event) + "\n")
+
+
+def _package(device: str) -> str:
+    return next((entry.value.partition(":")[0].partition(".")[0] for entry in installed(device)), "")
+
+
+def _earlier(target: Path) -> dict[str, Result]:
+    """The results that another process has left in the file."""
+    lines = target.read_text().splitlines() if target.exists() else []
+    events = [event for event in map(json.loads, lines) if event.pop("event") == "result"]
+    return {event["test"]: Result(**event) for event in events}
 
 
 def _finding(item: pytest.Item, error: BaseException, text: str) -> tuple[str, str]:
@@ -161,9 +217,21 @@ def _result(item: pytest.Item, report: Any, finding: tuple[str, str]) -> Result:
         message=finding[1],
         detail=report.longreprtext if report.failed else "",
         proves=names(item, "accelz_proves"),
-        needs=names(item, "accelz_needs"),
+        needs=subjects(item),
         undeclared=item.stash.get(UNDECLARED, None),
+        parameters=_parameters(item),
+        ranks=number_of_ranks(item),
+        reason=report.longrepr[2].removeprefix("Skipped: ") if report.skipped else "",
     )
+
+
+def _parameters(item: pytest.Item) -> dict[str, str]:
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return {}
+    if not all(isinstance(value, PLAIN) for value in callspec.params.values()):
+        return {"case": callspec.id}
+    return {k: str(v).removeprefix("torch.") for k, v in callspec.params.items()}
 
 
 def _contract(item: pytest.Item) -> str:

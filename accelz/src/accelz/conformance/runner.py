@@ -19,9 +19,13 @@ from accelz.discovery import disabled_names, installed
 from accelz.errors import AccelzError, BackendNotFoundError, BackendUnavailableError
 
 NO_TESTS, USAGE = 5, 4  # pytest's exit codes
+ORDINARY = range(6)
+"""pytest's exit codes: any other is that of a process that something else has ended."""
 ISOLATED = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
 """Environment variables that keep the user's other pytest plugins and options out of the run."""
 
+MOST_CRASHES = 10
+"""After so many, the tests that are left are not run: each costs a new process."""
 LOOK_SECONDS = 0.1
 START_SECONDS = 60.0
 END_SECONDS = 5.0
@@ -39,32 +43,39 @@ class Ended:
     def how(self) -> str:
         if self.silent:
             return "was aborted because it produced no output for too long"
-        return f"ended by signal {-self.code}" if self.code < 0 else f"ended with code {self.code}"
+        if self.code >= 0:
+            return f"ended with code {self.code}"
+        return f"ended by signal {-self.code} ({signal.Signals(-self.code).name})"
 
 
 def run(name: str, only: str | None, show: bool, timeout: float = TEST_SECONDS) -> dict[str, Any]:
-    """Run the kit on the backend `name` and return its summary, with `ok` and `exit_code` added.
+    """Run the kit on the backend `name` and return its summary, with `ok` added: whether no test failed.
 
     only: an expression for pytest's -k. show: let pytest's output through to stderr. timeout: seconds that a
-    test may take; if it cannot be interrupted, the kit's process is ended after twice as long.
+    test may take; if it cannot be interrupted, the kit's process is ended after twice as long. After a crash
+    or such a hang, a new process goes on behind that test.
     Raises AccelzError if nothing could be run: the backend or pytest is missing, no test matches, or the
     device cannot be used here.
     """
     _require(name)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="accelz-check-") as folder:
         report, notes = Path(folder, "report.jsonl"), Path(folder, "notes")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *arguments(name, only, timeout, report, notes)],
-            stdout=sys.stderr if show else subprocess.PIPE,
-            stderr=None if show else subprocess.STDOUT,
-            cwd=folder,
-            env=_environment(),
-            text=True,
-        )
-        ended = supervise(process, report, 2 * timeout)
-        if ended.code == NO_TESTS:
+        for _ in range(MOST_CRASHES):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *arguments(name, only, timeout, report, notes)],
+                stdout=sys.stderr if show else subprocess.PIPE,
+                stderr=None if show else subprocess.STDOUT,
+                cwd=folder,
+                env=_environment(),
+                text=True,
+            )
+            ended = supervise(process, report, 2 * timeout)
+            if not note_crash(report, notes, ended):
+                break
+        if ended.code == NO_TESTS and not any(e["event"] == "result" for e in _events(report)):
             raise AccelzError(f"no test of the kit matches {only!r}; -k takes parts of names, as in pytest")
-        return summary(name, report, notes, ended)
+        return {**summary(name, report, notes, ended), "seconds": round(time.monotonic() - began, 2)}
 
 
 def supervise(process: subprocess.Popen[str], report: Path, limit: float) -> Ended:
@@ -73,13 +84,14 @@ def supervise(process: subprocess.Popen[str], report: Path, limit: float) -> End
     If nothing has been written to `report` for `limit` seconds, the process gets a SIGABRT, so that it prints
     its stacks (pytest turns faulthandler on), and is killed if that does not end it.
     """
-    started, over = time.time() + START_SECONDS, 0.0
+    started, over = time.time(), 0.0
     while True:
         try:
             output = process.communicate(timeout=LOOK_SECONDS)[0]
             return Ended(process.returncode, output or "", over > 0)
         except subprocess.TimeoutExpired:
-            last = report.stat().st_mtime if report.exists() else started
+            written = report.stat().st_mtime if report.exists() else 0.0
+            last = written if written > started else started + START_SECONDS
         over = time.time() - last - limit
         if over > 0:
             process.send_signal(signal.SIGKILL if over > END_SECONDS else signal.SIGABRT)
@@ -105,6 +117,7 @@ def arguments(name: str, only: str | None, timeout: float, report: Path, notes: 
     options = {"device": name, "timeout": str(timeout), "report": str(report), "progress": str(notes)}
     return [
         *("-c", os.devnull, "-q", "--tb=short", "-p", "no:cacheprovider", "-p", "accelz.conformance.plugin"),
+        *("-p", "no:faulthandler"),  # `progress` has it write to a file
         "--no-summary",  # the caller prints it
         *(("-k", only) if only else ()),
         *(text for option, value in options.items() for text in (f"--accelz-{option}", value)),
@@ -117,42 +130,77 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **ISOLATED, "PYTHONPATH": os.pathsep.join(path)}
 
 
+def note_crash(report: Path, notes: Path, ended: Ended) -> bool:
+    """Add a failure of the test in which the kit's process ended; returns False if it ended in none."""
+    events = _events(report)
+    if ended.code in ORDINARY or events[-1:] == [] or events[-1]["event"] not in ("start", "result"):
+        return False
+    test = next(e["test"] for e in reversed(events) if e["event"] == "start")
+    with report.open("a") as file:
+        file.write(json.dumps({"event": "result", **_failure(test, notes, ended)}) + "\n")
+    return True
+
+
 def summary(name: str, report: Path, notes: Path, ended: Ended) -> dict[str, Any]:
-    """Read the files that the kit's process has left; raises AccelzError if it refused to run."""
-    events = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+    """Read the files that the kit's processes have left; raises AccelzError if it refused to run.
+
+    ended: how the last process did.
+    """
+    events = _events(report)
     if ended.code == USAGE:
         refused = next((e["reason"] for e in events if e["event"] == "refused"), None)
         raise AccelzError(refused or f"the kit did not run: {ended.output.strip() or 'see above'}")
-    found = next((e for e in events if e["event"] == "summary"), None)
-    if found is None:
-        found = _crashed(name, events, ended, progress.read(notes))
+    results = {e["test"]: e for e in events if e["event"] == "result"}
+    found = next((dict(e) for e in events if e["event"] == "summary"), None) or _unfinished(name, results)
     found.pop("event", None)
-    return {**found, "ok": ended.code == 0, "exit_code": ended.code}
+    if ended.code not in ORDINARY and (found["failed"] == 0 or not results):
+        failure = _failure("no test", notes, ended)
+        found |= {"failed": found["failed"] + 1, "failures": [*found["failures"], failure]}
+    collected = next((e["count"] for e in events if e["event"] == "collected"), 0)
+    ok = found["failed"] == 0 and ended.code in (0, NO_TESTS)
+    return {**found, "not_run": max(0, collected - len(results)), "ok": ok}
 
 
-def _crashed(name: str, events: list[dict[str, Any]], ended: Ended, method: str) -> dict[str, Any]:
-    """Summarise a run whose process ended inside a test: that test failed. method: what it was in, or ""."""
-    results = [e for e in events if e["event"] == "result"]
-    test = next((e["test"] for e in reversed(events) if e["event"] == "start"), "before the first test")
-    where = f"{method}: must return\n  got:  " if method else ""
-    message = f"{where}the process {ended.how} in {test}"
-    failure: dict[str, Any] = {
+def _events(report: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
+
+
+def _failure(test: str, notes: Path, ended: Ended) -> dict[str, Any]:
+    """The result of a test in which the kit's process ended, as in `report.Result`."""
+    method, stacks = progress.read(notes), progress.read_stacks(notes)
+    frame = progress.last_frame(stacks)
+    came = f"the process {ended.how} in {test.rpartition('::')[2]}{f', at {frame}' if frame else ''}"
+    must = "must return" if ended.silent else "must not end the process"
+    message = f"{f'{method}:' if method else 'an operation'} {must}\n  got:  {came}"
+    return {
         "test": test,
+        "outcome": "failed",
         "methods": [method] if method else [],
         "contract": "the process must survive",
         "broken": method,
-        "message": f"{message}\n{ended.output[-2000:]}",
-        "detail": f"{message}\n{ended.output[-20_000:]}",
+        "message": message,
+        "detail": f"{message}\n{stacks}\n{ended.output[-20_000:]}",
         "proves": [],
         "needs": [],
+        "undeclared": None,
+        "parameters": {},
+        "ranks": 0,
+        "reason": "",
     }
-    outcomes = [e["outcome"] for e in results]
+
+
+def _unfinished(name: str, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Summarise a run whose last process left no summary."""
+    outcomes = [e["outcome"] for e in results.values()]
     return {
         "device": name,
         "passed": outcomes.count("passed"),
-        "failed": outcomes.count("failed") + 1,
+        "failed": outcomes.count("failed"),
         "skipped": outcomes.count("skipped"),
         "seconds": 0.0,
+        "ranks_tested": max((e["ranks"] for e in results.values() if e["outcome"] != "skipped"), default=0),
+        "not_tried": [],
+        "unwritten": [],
         "capabilities": [],
-        "failures": [*(e for e in results if e["outcome"] == "failed"), failure],
+        "failures": [e for e in results.values() if e["outcome"] == "failed"],
     }

@@ -22,7 +22,7 @@ from accelz.accelerator import Accelerator
 from accelz.collectives import Collectives, Group, Handle, ReduceOp
 from accelz.conformance.cluster import Cluster, Context, Outcome
 from accelz.conformance.contract import checked, expect, expect_close, expect_raises
-from accelz.conformance.fixtures import devices_for_ranks
+from accelz.conformance.fixtures import require_devices, room_for_ranks
 from accelz.conformance.marks import FLOATS, about, declares, dtype_name, needs, over_dtypes, proves
 from accelz.conformance.work import long_work
 from accelz.errors import CollectiveError
@@ -61,8 +61,7 @@ INTEGERS = (torch.uint8, torch.int64, torch.bool)
 
 def pair_size(accelerator: Accelerator) -> int:
     """Two ranks if there are devices for them, else one."""
-    shared = accelerator.capabilities.shared_device
-    return 2 if shared or devices_for_ranks(accelerator) > 1 else 1
+    return min(2, room_for_ranks(accelerator))
 
 
 class CollectivesContract:
@@ -183,12 +182,12 @@ class CollectivesContract:
 
     @about(*(f"Collectives.{name}" for name in CALLS), "Collectives.barrier", "Collectives.check")
     @pytest.mark.parametrize("fault", FAULTS)
+    @pytest.mark.usefixtures("devices_left")
     def test_a_rank_that_fails(self, accelerator: Accelerator, fault: str) -> None:
         """If a rank dies or stays away, the others get a CollectiveError within the timeout, not a hang."""
-        shared, room = accelerator.capabilities.shared_device, devices_for_ranks(accelerator)
-        sizes = [size for size in FAULTS[fault] if shared or size <= room]
-        if not sizes:
-            pytest.skip("shared_device is not declared, and 2 ranks need a device each")
+        require_devices(accelerator, 2)
+        shared, room = accelerator.capabilities.shared_device, room_for_ranks(accelerator)
+        sizes = [size for size in FAULTS[fault] if size <= room]
         with ThreadPoolExecutor(len(sizes) if shared else 1) as jobs:  # they mostly wait
             for outcomes in jobs.map(lambda size: fault_outcomes(accelerator, size, fault), sizes):
                 _expect_errors_in_time(outcomes, fault, f"Collectives.{FAULTS[fault][len(outcomes)]}")

@@ -15,7 +15,6 @@ from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
 from accelz.conformance.cluster import Cluster
 from accelz.conformance.contract import ROLES, ContractBroken, expect, expect_close, unguarded
-from accelz.conformance.fixtures import devices_for_ranks, own_local_rank, takes_one_device
 from accelz.conformance.marks import about, proves
 from accelz.discovery import Status, list_backends
 
@@ -103,12 +102,9 @@ class DescriptorContract:
         self._probe_and_fork(name, load=False, local_rank=0)
 
     @about("BackendDescriptor.probe", "BackendDescriptor.load")
-    def test_a_child_of_a_probed_process_can_use_the_device(
-        self, name: str, accelerator: Accelerator
-    ) -> None:
+    @pytest.mark.usefixtures("devices_left")
+    def test_a_child_of_a_probed_process_can_use_the_device(self, name: str) -> None:
         """A probe opens nothing that a forked child would inherit broken: the child can load and compute."""
-        if not (accelerator.capabilities.shared_device or devices_for_ranks(accelerator)):
-            pytest.skip("shared_device is not declared, and this process holds the only device")
         self._probe_and_fork(name, load=True, local_rank=0)
 
     def _probe_and_fork(self, name: str, load: bool, local_rank: int) -> None:
@@ -150,7 +146,9 @@ class DescriptorContract:
         granularity = capabilities.memory_granularity
         sound = isinstance(granularity, int) and granularity >= 1
         expect(sound, where, "memory_granularity must be bytes, at least 1", repr(granularity))
-        dtypes = capabilities.dtypes
+        dtypes: object = capabilities.dtypes
+        expect(isinstance(dtypes, frozenset), where, "dtypes must be a frozenset", type(dtypes).__name__)
+        assert isinstance(dtypes, frozenset)
         expect(
             torch.float32 in dtypes, where, "dtypes must hold float32: master weights need it", str(dtypes)
         )
@@ -162,14 +160,14 @@ class DescriptorContract:
         """There is at least one device, and after bind() this process computes on the one it got."""
         count = accelerator.device_count()
         expect(count >= 1, "Accelerator.device_count", "must be at least 1 if the probe says available")
-        single, taken = takes_one_device(accelerator), set()
+        single, taken = accelerator.capabilities.one_device_per_process, set()
         for local_rank in _local_ranks(accelerator):
             accelerator.bind(local_rank)
             taken.add(accelerator.device)
             got = torch.full((3,), 2.0, device=accelerator.device).cpu()
             expect_close(got, torch.full((3,), 2.0), "Accelerator.bind", f"device of local rank {local_rank}")
         own_device = single or len(taken) == count
-        came = f"{len(taken)} of {count} devices taken"
+        came = f"self.device was {', '.join(sorted(map(str, taken)))} for {count} local ranks"
         expect(own_device, "Accelerator.bind", "must give each local rank a device of its own", came)
 
     @about("Accelerator.bind")
@@ -178,19 +176,23 @@ class DescriptorContract:
         for local_rank in _local_ranks(accelerator):
             accelerator.bind(local_rank)
             got = torch.ones(1, device=accelerator.device.type).device
-            expected = f"{accelerator.device} must be the current device of local rank {local_rank}"
-            expect(got == accelerator.device, "Accelerator.bind", expected, f"a new tensor is on {got}")
+            found = f"a new tensor is on {got}, and self.device is {accelerator.device}"
+            expect(
+                got == accelerator.device,
+                "Accelerator.bind",
+                "must make one device the current one, and set self.device to it",
+                f"for local rank {local_rank} {found}",
+            )
 
     @about("Accelerator.bind")
     @proves("one_device_per_process")
     def test_a_process_keeps_its_device(self, accelerator: Accelerator) -> None:
         """If a process has one device for life, binding another one is refused or changes nothing."""
-        own, count = own_local_rank(accelerator), accelerator.device_count()
-        accelerator.bind(own)
+        accelerator.bind(0)
         device = accelerator.device
-        refused = count > 1 and _refused(lambda: accelerator.bind((own + 1) % count))
+        refused = accelerator.device_count() > 1 and _refused(lambda: accelerator.bind(1))
         kept = accelerator.device == device and accelerator.capabilities.one_device_per_process
-        accelerator.bind(own)
+        accelerator.bind(0)
         expect(refused or kept, "Accelerator.bind", "must not leave the process's one device", "it moved")
 
     @about("Accelerator.flush")
@@ -211,6 +213,7 @@ class DescriptorContract:
 
     @about("Accelerator.bind", "Collectives.init")
     @proves("shared_device")
+    @pytest.mark.usefixtures("devices_left")
     def test_ranks_share_a_device(self, accelerator: Accelerator) -> None:
         """With one rank more than devices, two ranks work on one device, collectives included."""
         size = max(accelerator.device_count(), 1) + 1
@@ -234,8 +237,8 @@ class TestDescriptor(DescriptorContract):
 
 def _local_ranks(accelerator: Accelerator) -> list[int]:
     """Local ranks to bind one after the other, this process's own last."""
-    own = own_local_rank(accelerator)
-    return [own] if takes_one_device(accelerator) else [*range(accelerator.device_count()), own]
+    others = not accelerator.capabilities.one_device_per_process
+    return [*(range(accelerator.device_count()) if others else ()), 0]
 
 
 def sum_of_ranks(context: Any) -> float:

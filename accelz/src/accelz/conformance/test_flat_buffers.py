@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Cluster, Context
-from accelz.conformance.contract import checked, expect, expect_close, named
+from accelz.conformance.contract import checked, expect, expect_close, named, unguarded
 from accelz.conformance.held import Held
 from accelz.conformance.marks import about, needs, over_dtypes, proves
 from accelz.flat_buffer import FlatBuffer, Slot, dense_stride, rebind
@@ -184,6 +184,18 @@ class FlatBufferContract:
             there = value.untyped_storage().nbytes() >= value.nbytes
             expect(there, where, f"{what} its memory")
             expect_close(value, expected[name], where, f"{what} its values")
+
+    @about("FlatBufferStrategy.flatten", "Capabilities.storage_resize")
+    def test_buffers_need_only_what_is_declared(self, accelerator: Accelerator) -> None:
+        """Without storage_resize, buffers drop their bytes in a way of their own."""
+        if accelerator.capabilities.storage_resize:
+            return
+        buffer = unguarded(self.flatten(accelerator, [nn.Parameter(torch.ones(3))]))
+        own = type(buffer).release is not FlatBuffer.release
+        expected = "must not rely on resize_, since storage_resize is not declared"
+        came = f"{type(buffer).__name__}.release, which is resize_"
+        do = "declare storage_resize if it works; else return a FlatBuffer with a release of its own"
+        expect(own, "FlatBufferStrategy.flatten", expected, came, do)
 
     @about("FlatBuffer.release", "FlatBuffer.materialize")
     @pytest.mark.parametrize("name", MODELS)

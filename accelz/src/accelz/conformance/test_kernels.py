@@ -416,7 +416,13 @@ class KernelContract:
                 factor = None if scale is None else _scalar(scale, accelerator.device)
                 accelerator.kernels.scale_cast(output.view, source.view, factor)
                 exact = host.float() if scale is None else host.float() * torch.tensor(scale)
-                expect_close(output.view, exact.to(dtype), where, "must be rounded once", rtol=2 * EPS32)
+                expect_close(
+                    output.view,
+                    exact.to(dtype),
+                    where,
+                    "must be source * scale, rounded once",
+                    rtol=2 * EPS32,
+                )
                 expect_close(source.view, host, where, "source must not be written")
                 output.check(where, "output")
 

@@ -11,6 +11,15 @@ from accelz.conformance.fixtures import last_device
 from accelz.conformance.marks import about
 
 
+def saved_state(accelerator: Accelerator) -> Tensor:
+    """Return the generator's state; raises ContractBroken unless it is fit for a checkpoint."""
+    state = accelerator.rng.get_state()
+    came = f"{state.dtype} on {state.device}"
+    on_host = state.dtype == torch.uint8 and state.device.type == "cpu"
+    expect(on_host, "Rng.get_state", "must be a uint8 tensor on the host", came)
+    return state
+
+
 class RngContract:
     def draw(self, accelerator: Accelerator) -> Tensor:
         """Draw numbers from the device's default generator, by randn and dropout."""
@@ -45,7 +54,7 @@ class RngContract:
         """A saved state, restored, gives the same numbers again, whatever happened in between."""
         accelerator.rng.seed(3)
         self.draw(accelerator)
-        state = accelerator.rng.get_state()
+        state = saved_state(accelerator)
         first = self.draw(accelerator)
         accelerator.rng.seed(4)
         accelerator.rng.set_state(state)
@@ -55,10 +64,7 @@ class RngContract:
     @about("Rng.get_state")
     def test_a_state_is_a_snapshot(self, accelerator: Accelerator) -> None:
         """A state is a uint8 host tensor that later draws do not change, fit to go into a checkpoint."""
-        state = accelerator.rng.get_state()
-        came = f"{state.dtype} on {state.device}"
-        on_host = state.dtype == torch.uint8 and state.device.type == "cpu"
-        expect(on_host, "Rng.get_state", "must be a uint8 tensor on the host", came)
+        state = saved_state(accelerator)
         kept = state.clone()
         self.draw(accelerator)
         expect_close(state, kept, "Rng.get_state", "must not change with later draws", do="return a copy")
