@@ -104,6 +104,13 @@ def test_a_duplicate_name_goes_to_the_first_distribution(site: Path) -> None:
     assert "accelz-a already provides 'foo'; uninstall one" in rows["accelz-b"].reason
 
 
+def test_a_disabled_name_that_nobody_has_is_told(site: Path) -> None:
+    install(site, "foo", good("foo"))
+    with pytest.warns(UserWarning, match=r"ACCELZ_DISABLE names 'accelz-foo', and no .*: .*foo"):
+        rows = {row.name: row for row in list_backends({"ACCELZ_DISABLE": "accelz-foo"})}
+    assert rows["foo"].status is Status.AVAILABLE
+
+
 def test_a_disabled_backend_is_not_even_imported(site: Path) -> None:
     marker = site / "imported"
     install(site, "foo", f"open({str(marker)!r}, 'w')\n1 / 0")

@@ -7,6 +7,7 @@ raises becomes a row with the reason. It never makes anything else crash.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -48,6 +49,7 @@ def list_backends(environ: Mapping[str, str] | None = None) -> list[BackendRow]:
     backend.
     """
     disabled = disabled_names(os.environ if environ is None else environ)
+    _warn_of_unknown(disabled)
     rows = [inspect(entry, disabled) for entry in installed()]
     return sorted(_mark_duplicates(rows), key=_rank)
 
@@ -69,6 +71,16 @@ def installed(name: str | None = None) -> list[EntryPoint]:
 def disabled_names(environ: Mapping[str, str]) -> frozenset[str]:
     """The names in ACCELZ_DISABLE, a comma-separated list."""
     return frozenset(n.strip() for n in environ.get("ACCELZ_DISABLE", "").split(",") if n.strip())
+
+
+def _warn_of_unknown(disabled: Iterable[str]) -> None:
+    names = {entry.name for entry in installed()}
+    for name in sorted(set(disabled) - names):
+        warnings.warn(
+            f"ACCELZ_DISABLE names {name!r}, and no installed backend has that name; write names as for "
+            f"ACCELZ_DEVICE: {', '.join(sorted(names)) or 'none is installed'}",
+            stacklevel=3,
+        )
 
 
 def inspect(entry: EntryPoint, disabled: Iterable[str] = ()) -> BackendRow:

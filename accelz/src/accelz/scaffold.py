@@ -50,10 +50,15 @@ class Package:
     def module(self) -> str:
         return f"accelz_{self.name}"
 
+    @property
+    def distribution(self) -> str:
+        return self.module.replace("_", "-")
+
 
 def write(package: Package, out: Path) -> Path:
     """Write the package to the new folder `out`/accelz_NAME and return that folder.
 
+    An installed package of the same distribution does not matter: installing this one replaces it.
     Raises ScaffoldError, with nothing written, if the name cannot be used, if options do not fit together, or
     if the folder exists already or cannot be made.
     """
@@ -84,9 +89,11 @@ def _check_names(package: Package) -> None:
         raise ScaffoldError(
             f"{name!r} is reserved: accelz-{name} is a first-party package; choose another name"
         )
-    if taken := discovery.installed(name):
-        owner = taken[0].dist.name if taken[0].dist else taken[0].value
-        raise ScaffoldError(f"{name!r} is the name of an installed backend, {owner}; choose another name")
+    owners = [e.dist.name if e.dist else e.value for e in discovery.installed(name)]
+    if others := [owner for owner in owners if owner != package.distribution]:
+        raise ScaffoldError(
+            f"{name!r} is the name of an installed backend, {others[0]}; choose another name, or uninstall it"
+        )
     if package.library is not None and not package.torch_device:
         raise ScaffoldError("--library requires --torch-device; without it, import the library in _load")
     for option, value, dotted in (
@@ -135,7 +142,7 @@ def _values(package: Package) -> dict[str, str]:
         "name": name,
         "Name": "".join(part.capitalize() for part in name.split("_")),
         "package": module,
-        "distribution": module.replace("_", "-"),
+        "distribution": package.distribution,
         "accelz_range": f">={major}.{minor},<{major}.{int(minor) + 1}",
         "api_version": str(accelz.API_VERSION),
         "device_type": kind,
