@@ -495,6 +495,19 @@ def test_the_engine_trains_with_the_fused_operator() -> None:
 
 
 @on_gaudi(**LAZY)
+def test_the_engine_refuses_lazy_mode_before_it_changes_anything() -> None:
+    bound()
+    model = nn.Linear(3, 2)
+    weight, values = model.weight, model.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(zero.ConfigError, match=r"does not declare storage_resize.*set PT_HPU_LAZY_MODE=0"):
+        zero.initialize(model, optimizer, zero.Config(stage=3))
+    assert model.weight is weight
+    assert torch.equal(weight.detach(), values)
+    assert optimizer.param_groups[0]["params"][0] is weight
+
+
+@on_gaudi(**LAZY)
 def test_the_engine_flushes_after_backward_and_after_step() -> None:
     """On a bridge whose lazy mode can resize storages; otherwise it ends at initialize, as shown above."""
     resize = torch.UntypedStorage.resize_

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelz.accelerator import Accelerator
+from accelz.errors import AccelzError
 from zero.communication.communicator import Communicator
 from zero.config import DTYPES, Config
 from zero.deferred import deferred_init
@@ -66,6 +67,29 @@ def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> 
             f"the device {accelerator.name!r} does not support {', '.join(str(d) for d in missing)} "
             f"(it has {have}); choose another precision"
         )
+
+
+def check_flat_buffers(accelerator: Accelerator) -> None:
+    """Raise ConfigError if the device cannot drop the bytes of flat buffers and bring them back.
+
+    A device that does not declare storage_resize may have flat buffers of another kind, so it is tried, on
+    one element. Changes nothing.
+    """
+    if accelerator.capabilities.storage_resize:
+        return
+    cannot = (
+        f"the device {accelerator.name!r} does not declare storage_resize, and cannot drop the bytes of a "
+        "flat buffer, which every stage needs"
+    )
+    try:
+        buffer = accelerator.flat_buffers.flatten([], [], 1, torch.float32)
+        buffer.release()
+        released = not buffer.materialized
+        buffer.materialize()
+    except (AccelzError, RuntimeError) as error:
+        raise ConfigError(f"{cannot}: {error}") from error
+    if not (released and buffer.materialized):
+        raise ConfigError(f"{cannot}; its backend must bring flat buffers of its own")
 
 
 def check_movable(model: nn.Module, device: torch.device) -> None:

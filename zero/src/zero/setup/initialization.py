@@ -17,7 +17,7 @@ from zero.engine import Engine
 from zero.optimizer.state_size import moments_of
 from zero.pretrained import keep_promises
 from zero.setup.build import build_units
-from zero.setup.checks import check_dtypes, check_equal, check_model, check_movable
+from zero.setup.checks import check_dtypes, check_equal, check_flat_buffers, check_model, check_movable
 from zero.setup.drafts import draft_units, reserve_disk
 from zero.setup.preparation import prepare, settings
 from zero.sharding.full_parameters import spread_buffer
@@ -59,6 +59,7 @@ def initialize(
     moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
 
     group, control = join(accelerator, config.timeout)
+    check_flat_buffers(accelerator)
     communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
     check_equal(prepared, config, communicator)
     communicator.split(split(accelerator, group, config.shard_ranks))
