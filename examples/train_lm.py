@@ -9,12 +9,14 @@ the same on any number of ranks and at any stage, up to the rounding of sums.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -225,11 +227,20 @@ def due(step: int, every: int, last: int) -> bool:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Exit with one message, rank 0's. torchrun stops all ranks when the first one ends, so others wait."""
-    if int(os.environ.get("RANK", "0")):
-        time.sleep(3)
-    else:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    """Exit with a message, which the first rank of a node to have it prints.
+
+    torchrun stops all ranks when the first one ends, so each gives the others time to say what they have.
+    """
+    rank, alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
+    key = hashlib.sha256(str(error).encode()).hexdigest()[:16]
+    said = Path(
+        tempfile.gettempdir(), f"train_lm-{os.getppid()}-{key}"
+    )  # a parent shared by the node's ranks
+    with suppress(FileExistsError):
+        said.touch(exist_ok=False)
+        print(f"error: {error}{'' if alone else f' [rank {rank}]'}", file=sys.stderr, flush=True)
+    time.sleep(0 if alone else 3)
+    said.unlink(missing_ok=True)
     sys.exit(2)
 
 

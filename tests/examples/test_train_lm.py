@@ -190,6 +190,24 @@ def test_an_unequal_batch_is_refused_on_all_ranks(tmp_path: Path) -> None:
     assert refused.errors.count("error: --batch 3 cannot be divided among 2 ranks") == 1
 
 
+def test_each_ranks_own_error_is_said_and_a_common_one_once() -> None:
+    messages = ["no such setting", "no such setting", "local rank 2 has no device"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import train_lm; train_lm.fail(ValueError({message!r}))"],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "3"},
+            cwd=EXAMPLES,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, message in enumerate(messages)
+    ]
+    said = "".join(process.communicate(timeout=120)[1] for process in ranks)
+    assert {process.returncode for process in ranks} == {2}
+    assert said.count("error: no such setting [rank ") == 1
+    assert said.count("error: local rank 2 has no device [rank 2]") == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
