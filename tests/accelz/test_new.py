@@ -216,10 +216,10 @@ def test_collectives_staged_through_the_host_pass_the_kit(tmp_path: Path) -> Non
     assert summary["passed"] > 30
 
 
-def test_the_short_form_is_sixty_lines_with_every_capability(tmp_path: Path) -> None:
+def test_the_short_form_is_about_forty_lines_with_every_capability(tmp_path: Path) -> None:
     assert _new("foo", "--torch-device", "--collectives", "fccl", "--out", tmp_path).exit_code == 0
     text = "".join(path.read_text() for path in tmp_path.rglob("src/**/*.py"))
-    assert len(text.splitlines()) <= 60
+    assert len([line for line in text.splitlines() if line]) <= 45
     for field in dataclasses.fields(Capabilities):
         assert f" {field.name}=" in text
 
