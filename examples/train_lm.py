@@ -9,14 +9,12 @@ the same on any number of ranks and at any stage, up to the rounding of sums.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -227,20 +225,12 @@ def due(step: int, every: int, last: int) -> bool:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Exit with a message, which the first rank of a node to have it prints.
-
-    torchrun stops all ranks when the first one ends, so each gives the others time to say what they have.
+    """Exit with a message. torchrun stops all ranks when one ends: only ranks that rank 0 has not ended by
+    then have an error that it does not have.
     """
-    rank, alone = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1") == "1"
-    key = hashlib.sha256(str(error).encode()).hexdigest()[:16]
-    said = Path(
-        tempfile.gettempdir(), f"train_lm-{os.getppid()}-{key}"
-    )  # a parent shared by the node's ranks
-    with suppress(FileExistsError):
-        said.touch(exist_ok=False)
-        print(f"error: {error}{'' if alone else f' [rank {rank}]'}", file=sys.stderr, flush=True)
-    time.sleep(0 if alone else 3)
-    said.unlink(missing_ok=True)
+    rank = int(os.environ.get("RANK", "0"))
+    time.sleep(5 if rank else 0)
+    print(f"error: {error}{f' [rank {rank}]' if rank else ''}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
