@@ -204,6 +204,21 @@ def test_an_error_that_rank_0_does_not_have_is_said() -> None:
     assert "error: local rank 2 has no device [rank 2]" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--width", "30", "--heads", "4"], r"--width 30 does not divide into --heads 4"),
+        (["--heads", "0"], r"--heads must be at least 1, got 0"),
+        (["--steps", "-1"], r"--steps must be at least 1"),
+        (["--lr", "nan"], r"--lr must be at least 0"),
+        (["--stage", "4"], r"--stage: invalid choice"),
+        (["--precision", "fp8"], r"--precision: invalid choice"),
+        (["--batch", "many"], r"--batch: invalid int value"),
+        (["--depth", "3"], r"unrecognized arguments: --depth"),
+        (["--resume", "--out", "/nonexistent/run"], r"--resume: there is no checkpoint in /nonexistent/run"),
+        (["--prompt", ""], r"--prompt must not be empty"),
+    ],
+)
 def test_wrong_flags_say_what_is_wrong(arguments: list[str], message: str, example_modules: None) -> None:
     from lm_settings import parse
 

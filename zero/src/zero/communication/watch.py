@@ -2,7 +2,7 @@
 
 A thread of the process looks at the waits of its engines. One that lasts is logged, together with the first
 collective in which the ranks differ, or the ranks that do not wait. For that, ranks that wait long publish
-their logs in the group's store.
+their logs in the group's store; rank 0 reads those of all, and the others rank 0's.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class Watch:
         self._group = group
         self._key = f"{key}/waiting"
         self._log = log
+        self._read_from = range(group.size if group.rank == 0 else 1)
         self._waits: dict[int, _Wait] = {}  # by thread
         self.patience = min(LONGEST, group.timeout / 4)
         if group.size > 1:
@@ -70,9 +71,10 @@ class Watch:
             others = self._read()
             logs = {rank: log for rank, (_, log) in others.items()}
             found = difference(self._group.rank, dict(self._log), logs)
-            absent = [r for r in range(self._group.size) if others.get(r, (-1, {}))[0] < wait.number]
+            absent = [rank for rank in self._read_from if others.get(rank, (-1, {}))[0] < wait.number]
             if found or not wait.told:
-                missing = f"rank(s) {names(absent)} are not there yet" if absent else "all ranks wait"
+                there = "all ranks wait" if self._group.rank == 0 else "rank 0 waits, too"
+                missing = f"rank(s) {names(absent)} are not there yet" if absent else there
                 self._tell(wait, seconds, found or missing)
             wait.told, wait.explained = True, bool(found)
 
@@ -83,7 +85,7 @@ class Watch:
     def _read(self) -> dict[int, tuple[int, Log]]:
         """What ranks have published, by rank: where each waits or has waited, and its log."""
         found: dict[int, tuple[int, Log]] = {}
-        for rank in range(self._group.size):
+        for rank in self._read_from:
             if self._group.store.check([f"{self._key}/{rank}"]):
                 number, log = json.loads(self._group.store.get(f"{self._key}/{rank}"))
                 found[rank] = number, {int(n): str(text) for n, text in log}
@@ -97,13 +99,13 @@ class Watch:
 
 
 _watches: WeakSet[Watch] = WeakSet()
+_lock = Lock()
 _changed = Event()
-_starting = Lock()
 _threads: list[Thread] = []
 
 
 def _watch(watch: Watch) -> None:
-    with _starting:
+    with _lock:
         _watches.add(watch)
         if not _threads:
             _threads.append(Thread(target=_serve, name="zero watch", daemon=True))
@@ -113,8 +115,12 @@ def _watch(watch: Watch) -> None:
 
 def _serve() -> None:
     while True:
-        _changed.wait(min((watch.patience for watch in _watches), default=LONGEST) / 4)
+        with _lock:
+            patience = min((watch.patience for watch in _watches), default=LONGEST)
+        _changed.wait(patience / 4)
         _changed.clear()
-        for watch in tuple(_watches):
+        with _lock:
+            watches = list(_watches)
+        while watches:
             with suppress(RuntimeError, OSError):  # the store's host is gone: the wait itself will fail
-                watch.look()
+                watches.pop().look()
