@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -124,12 +124,6 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         raise missing(name, self.__dict__.get("module"))  # called for what is not there only
-
-    def __iter__(self) -> NoReturn:
-        raise UsageError(
-            "zero.initialize returns the engine alone, not a tuple: write engine = zero.initialize(...); the "
-            "optimizer is engine.optimizer"
-        )
 
     def backward(self, loss: Tensor) -> None:
         """Run autograd from `loss` (one element) and reduce the gradients.
