@@ -63,9 +63,16 @@ class CollectivesRank:
         self._calls = self._make_calls(operation, torch.ones_like(self._full))
         return {name: self._is_right(operation, call) for name, call in self._calls.items() if name != "copy"}
 
-    def round(self, repeats: int) -> dict[str, float]:
-        """Seconds per operation, by implementation, each measured from a barrier."""
-        return {name: self._time(call, repeats) for name, call in self._calls.items()}
+    def round(self, repeats: int, turn: int) -> dict[str, float]:
+        """Seconds per operation, by implementation, each measured from a barrier.
+
+        Each turn begins with another of them, as what runs before leaves its mark on caches.
+        """
+        names = list(self._calls)
+        first = turn % len(names)
+        order = names[first:] + names[:first]
+        seconds = {name: self._time(self._calls[name], repeats) for name in order}
+        return {name: seconds[name] for name in names}
 
     def _make_calls(self, operation: str, other: Tensor) -> dict[str, Callable[[], object]]:
         full, shard, group, gloo = self._full, self._shard, self._group, self._gloo
@@ -131,7 +138,7 @@ def run(options: CollectivesOptions) -> Result:
 def _measure(job: Job, operation: str, nbytes: int, rounds: int) -> list[dict[str, Any]]:
     right = job.call("prepare", operation, nbytes)
     repeats = max(1, min(16, TURN_BYTES // nbytes))
-    turns = [_slowest(job.call("round", repeats)) for _ in range(rounds)]
+    turns = [_slowest(job.call("round", repeats, turn)) for turn in range(rounds)]
     return [_row(operation, nbytes, name, turns, all(r.get(name, True) for r in right)) for name in turns[0]]
 
 

@@ -60,7 +60,7 @@ def is_small(nbytes: int, size: int) -> bool:
 
 def all_gather(output: Tensor, shard: Tensor, size: int, exchange: Exchange) -> dist.Work:
     """Gather `shard` of every rank in `output`, both contiguous."""
-    return exchange(_as_bytes(output), _as_bytes(shard).repeat(size))
+    return exchange(as_bytes(output), as_bytes(shard).repeat(size))
 
 
 def all_reduce(tensor: Tensor, size: int, op: Any, exchange: Exchange) -> dist.Work:
@@ -81,7 +81,7 @@ def _reduce(output: Tensor, sent: Tensor, size: int, op: Any, exchange: Exchange
     def finish() -> None:
         _combine(output.view(-1), received.view(size, -1), op)
 
-    return FinishedOnWait(exchange(_as_bytes(received), _as_bytes(sent)), finish)
+    return FinishedOnWait(exchange(as_bytes(received), as_bytes(sent)), finish)
 
 
 def _combine(output: Tensor, rows: Tensor, op: Any) -> None:
@@ -94,6 +94,6 @@ def _combine(output: Tensor, rows: Tensor, op: Any) -> None:
         output.copy_(total)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
     """View as bytes what only has to be moved: gloo does not know every dtype."""
     return tensor.detach().view(-1).view(torch.uint8)

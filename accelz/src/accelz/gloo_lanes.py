@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz import direct_exchange
 from accelz.collectives import Collectives, Group
-from accelz.direct_exchange import is_small
+from accelz.direct_exchange import as_bytes, is_small
 from accelz.errors import CollectiveError
 from accelz.polled_store import PolledStore
 
@@ -100,9 +100,10 @@ class GlooLanes(Collectives):
         self._lanes.clear()
 
     def _start_all_gather(self, output: Tensor, shard: Tensor, group: Group) -> dist.Work:
-        if is_small(shard.nbytes, group.size):
+        if group.size > 2 and is_small(shard.nbytes, group.size):  # of two ranks, the ring is one message
             return direct_exchange.all_gather(output, shard, group.size, self._exchange("all_gather", group))
-        work: dist.Work = self._lane("all_gather", output.nbytes, group)._allgather_base(output, shard)
+        lane = self._lane("all_gather", output.nbytes, group)
+        work: dist.Work = lane._allgather_base(as_bytes(output), as_bytes(shard))
         return work
 
     def _start_reduce_scatter(self, output: Tensor, full: Tensor, group: Group, op: Any) -> dist.Work:
