@@ -61,17 +61,17 @@ class Checkpoints:
             check()  # at once, as other ranks may not be there to be told
         self.wait()
         group = self._engine.communicator.group
-        exchange = SaveMessages(group, f"{self._key}/save{next(self._saves)}")
+        messages = SaveMessages(group, f"{self._key}/save{next(self._saves)}")
         try:
             check()
             _check_arguments(state, rank_state, keep_last)
             where = Path(path).absolute()
             check_name(where)
             publication = Publication(self.storage, where, keep_last)
-            job = Job(exchange, self.storage, self._engine.accelerator, publication)
+            job = Job(messages, self.storage, self._engine.accelerator, publication)
             self._prepare(job, steps, state, rank_state, async_)
         except Exception as error:
-            refuse(exchange, error)
+            refuse(messages, error)
         if async_:
             self._thread = threading.Thread(target=self._run, args=(job, where), name=f"saving {where}")
             self._thread.start()

@@ -143,32 +143,32 @@ class Job:
                 )
 
 
-def refuse(exchange: SaveMessages, error: Exception) -> NoReturn:
+def refuse(messages: SaveMessages, error: Exception) -> NoReturn:
     """Raise what keeps this rank from starting its job; the others, which have, raise it with its number.
 
     Only rank 0 waits for the others, until they know.
     """
-    rank = exchange.rank
+    rank = messages.rank
     own = problem_of(error, _PART.format(rank))
     told = [own[0], f"rank {rank}: {own[1]}"] if isinstance(error, ZeroError) else own
     if rank:
-        exchange.publish("file", {"problem": told})
-        exchange.publish("leave", None)
+        messages.publish("file", {"problem": told})
+        messages.publish("leave", None)
     else:
-        exchange.publish("directory", [told, ""])
-        exchange.publish("outcome", told)
-        _take_leave(exchange)
+        messages.publish("directory", [told, ""])
+        messages.publish("outcome", told)
+        _take_leave(messages)
     raise error_of(own) from error
 
 
-def _take_leave(exchange: SaveMessages) -> None:
+def _take_leave(messages: SaveMessages) -> None:
     """Wait until every rank has read the outcome, since rank 0's process may hold the store."""
-    others = exchange.ranks[1:]
+    others = messages.ranks[1:]
     try:
-        exchange.collect("leave", others)
-        exchange.forget("leave", others)
-        exchange.forget("file", exchange.ranks)
-        exchange.forget("directory", [0])
-        exchange.forget("outcome", [0])
+        messages.collect("leave", others)
+        messages.forget("leave", others)
+        messages.forget("file", messages.ranks)
+        messages.forget("directory", [0])
+        messages.forget("outcome", [0])
     except CommunicationError as error:
         _log.warning("the checkpoint's outcome is settled, but %s", error)
