@@ -138,7 +138,9 @@ def sweep(context: Context, case: Case, phase: str, result: list[Tensor]) -> Fou
             break
         except zero.OutOfMemoryError as error:
             found.told.append(
-                re.sub(r"^out of memory: |, \d+ bytes needed, \d+ of \d+ free\. Try .*", "", str(error))
+                re.sub(
+                    r"^out of memory: |, [\d,]+ bytes needed, [\d,]+ of [\d,]+ free\. Try .*", "", str(error)
+                )
             )
         except torch.OutOfMemoryError:
             found.told.append("")

@@ -234,7 +234,7 @@ def _accumulation(leaves: _Leaves, ranks: int) -> int:
     if found * micro * ranks != total or steps not in (0, found):
         leaves.problem(
             f"'train_batch_size' {total} is not 'train_micro_batch_size_per_gpu' {micro} times {ranks} ranks "
-            f"times {steps or 'a whole number'} (accumulation steps)"
+            f"times {steps or 'a whole number of'} accumulation steps"
         )
     return max(found, 1)
 

@@ -6,7 +6,7 @@ Collectives cannot be used: those of a background save would interleave with tho
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ class SaveMessages:
 
     def publish(self, topic: str, value: Any) -> None:
         """Leave this rank's JSON value for a topic, for any rank to collect."""
-        with self._answering(topic, []):
+        with self._answering(topic):
             self._store.set(self._name(topic, self.rank), json.dumps(value))
 
     def collect(self, topic: str, ranks: Iterable[int], patience: float = 1.0) -> dict[int, Any]:
@@ -39,48 +39,41 @@ class SaveMessages:
         Raises CommunicationError if a rank has published nothing by then.
         """
         names = {rank: self._name(topic, rank) for rank in ranks}
-        if not self._arrived(topic, names, patience * self._timeout):
-            raise CommunicationError(self._silence(topic, self._missing(topic, names)))
-        with self._answering(topic, names):
+        seconds = patience * self._timeout
+        with self._answering(topic):
+            try:
+                wait_for(self._store, list(names.values()), seconds)
+            except DistStoreError as error:  # not all have come by then
+                missing = [rank for rank, name in names.items() if not self._store.check([name])]
+                raise self._timed_out(topic, missing, seconds) from error
             return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
 
     def forget(self, topic: str, ranks: Iterable[int]) -> None:
         """Remove messages that everybody has read."""
-        with self._answering(topic, []):
+        with self._answering(topic):
             for rank in ranks:
                 self._store.delete_key(self._name(topic, rank))
-
-    def _arrived(self, topic: str, names: Mapping[int, str], seconds: float) -> bool:
-        """Wait for all of these keys, at most `seconds`; returns whether all have arrived."""
-        with self._answering(topic, names):
-            try:
-                wait_for(self._store, list(names.values()), seconds)
-            except DistStoreError:  # not yet
-                return False
-            return True
-
-    def _missing(self, topic: str, names: Mapping[int, str]) -> list[int]:
-        """The ranks that have published nothing."""
-        with self._answering(topic, names):
-            return [rank for rank, name in names.items() if not self._store.check([name])]
 
     def _name(self, topic: str, rank: int) -> str:
         return f"{self._key}/{topic}/{rank}"
 
     @contextmanager
-    def _answering(self, topic: str, waiting: Iterable[int]) -> Iterator[None]:
+    def _answering(self, topic: str) -> Iterator[None]:
         """Raise CommunicationError if the store fails in the block."""
         try:
             yield
+        except CommunicationError:
+            raise
         except RuntimeError as error:
             raise CommunicationError(
-                f"{self._silence(topic, waiting)}. The job's store does not respond: {error}"
+                f"while saving a checkpoint, rank {self.rank} could not exchange {topic!r} with the "
+                f"others: the job's store does not respond ({error}). Look at their output first"
             ) from error
 
-    def _silence(self, topic: str, waiting: Iterable[int]) -> str:
-        names = ", ".join(map(str, waiting))
-        return (
-            f"while saving a checkpoint, rank {self.rank} timed out after {self._timeout:.0f} s waiting for "
+    def _timed_out(self, topic: str, missing: Iterable[int], seconds: float) -> CommunicationError:
+        names = ", ".join(map(str, missing))
+        return CommunicationError(
+            f"while saving a checkpoint, rank {self.rank} timed out after {seconds:.0f} s waiting for "
             f"{topic!r} from rank(s) {names or 'none'}: every rank must call save_checkpoint; look at the "
             "output of those ranks first"
         )

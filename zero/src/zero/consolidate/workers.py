@@ -45,7 +45,7 @@ def chunk_bytes(memory: int, workers: int) -> int:
     least = 2 * (_SMALLEST + _ROOM)
     if workers < 1 or memory // workers < least:
         raise UsageError(
-            f"{workers} workers with {memory} bytes of memory: at least one worker is needed, and {least} "
+            f"{workers} workers with {memory:,} bytes of memory: at least one worker is needed, and {least} "
             "bytes for each"
         )
     return min(_LARGEST, (memory // workers // 2 - _ROOM) // _SMALLEST * _SMALLEST)

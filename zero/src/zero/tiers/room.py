@@ -55,8 +55,9 @@ def room_for(accelerator: Accelerator, purpose: str, unit: str | None, nbytes: i
         stats = accelerator.memory.stats()
         what = purpose if unit is None else f"{purpose} unit {unit!r}"
         raise OutOfMemoryError(
-            f"out of memory: no room {what}, {nbytes} bytes needed, {stats.free} of {stats.capacity} free. "
-            "Try smaller batches or units, a 16-bit precision, a higher stage or more ranks"
+            f"out of memory: no room {what}, {nbytes:,} bytes needed, {stats.free:,} of "
+            f"{stats.capacity:,} free. Try smaller batches or units, a 16-bit precision, a higher stage or "
+            "more ranks"
         ) from error
 
 

@@ -65,7 +65,7 @@ class SwapFile:
             os.posix_fallocate(self._cached, self._reserved, nbytes)
         except OSError as error:
             raise OffloadError(
-                f"no space for {nbytes} more bytes of state beside {self._reserved} in {self.folder}: "
+                f"no space for {nbytes:,} more bytes of state beside {self._reserved:,} in {self.folder}: "
                 f"{error.strerror}. Free space there, choose another Offload(path=...), or use more ranks"
             ) from error
         self._reserved += nbytes
@@ -145,7 +145,7 @@ class SwapFile:
         except OSError as error:
             what = "read from" if call is os.preadv else "written to"
             raise OffloadError(
-                f"{buffer.nbytes} bytes of state could not be {what} the disk of {self.folder}: "
+                f"{buffer.nbytes:,} bytes of state could not be {what} the disk of {self.folder}: "
                 f"{error.strerror}. Load a checkpoint once the disk works again"
             ) from error
 
