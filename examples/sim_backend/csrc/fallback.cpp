@@ -185,10 +185,17 @@ IValue device_result(const Call& call, const c10::Argument& result, const IValue
   });
 }
 
+// The host's kernel. The arguments are held meanwhile: torch 2.11 drops those of zero_ before it takes the
+// result, which is one of them, so the stack must not have the last reference.
+void call_on_host(const c10::OperatorHandle& op, Stack* stack) {
+  const Stack held = *stack;
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+}
+
 void run_now(Call& call, Stack* stack) {
   {
     const HostScope scope;
-    call.op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &call.host);
+    call_on_host(call.op, &call.host);
     for (const auto& [tensor, result] : call.resizable) {
       tensor.resize_(result.sizes());
       host_alias(tensor).copy_(result);
@@ -262,7 +269,7 @@ bool run_later(Call& call, Stack* stack) {
   }
   submit(call.device.index(), [op = call.op, host = std::move(call.host), outputs]() mutable {
     const HostScope scope;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &host);
+    call_on_host(op, &host);
     size_t next = 0;
     if (outputs.empty()) return;
     for (const auto& value : host) {

@@ -50,6 +50,12 @@ def states_in_graphs(device_type: str) -> Iterator[None]:
         aot_utils._GRAPHSAFE_RNG_DEVICE_TYPES.discard(device_type)
 
 
+@pytest.fixture
+def graphs_take_states(device: str) -> None:
+    if device == "sim" and not hasattr(aot_utils, "register_graphsafe_rng_device_type"):
+        pytest.skip("torch 2.11 gives no device but CUDA generators whose states are inputs of graphs")
+
+
 def losses(context: Context, stage: int | None) -> list[float]:
     """Of an engine's training; without a stage, of torch.compile alone."""
     torch._dynamo.reset()
@@ -82,11 +88,13 @@ def body(context: Context, stages: tuple[int | None, ...]) -> list[list[float]]:
         return [losses(context, stage) for stage in stages]
 
 
+@pytest.mark.usefixtures("graphs_take_states")
 def test_a_graph_draws_what_torch_compile_draws(cluster: Clusters) -> None:
     ((plain, sharded),) = cluster(1).run(body, stages=(None, 3), limit=120)
     assert all(abs(a - b) <= 1e-5 * abs(a) for a, b in zip(plain, sharded, strict=True))
 
 
+@pytest.mark.usefixtures("graphs_take_states")
 def test_stages_draw_the_same(cluster: Clusters) -> None:
     ranks = cluster(2).run(body, stages=(0, 3), limit=120)
     assert all(whole == sharded for whole, sharded in ranks)
