@@ -1,7 +1,8 @@
 """Loss scaling for fp16, without waiting for the device.
 
 The scale follows the rule of Micikevicius et al. (Mixed Precision Training, 2018): halve it when a gradient
-overflows, and skip that step; double it after a run of steps without overflow.
+overflows, and skip that step; double it after a run of steps without overflow. It stays between LEAST and
+MOST: past those, dividing gradients by it would overflow, or no halving would bring it back.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from zero.config import Config
 from zero.tiers.room import scalars
 
 INITIAL_SCALE = 2.0**16
+LEAST, MOST = 2.0**-24, 2.0**24
 
 
 class LossScale:
@@ -42,7 +44,7 @@ class LossScale:
     def restore(self, scale: float, good_steps: float) -> None:
         """Go on with the values of a checkpoint; a fixed scale stays as it is."""
         if not self._fixed:
-            self.scale.fill_(scale)
+            self.scale.fill_(scale).clamp_(LEAST, MOST)
             self.good_steps.fill_(good_steps)
 
     def update(self, overflow: Tensor) -> None:
@@ -57,4 +59,4 @@ class LossScale:
         self.scale.mul_(self._factor.add_(1).mul_(0.5))
         torch.lt(self.good_steps, self._window, out=self._factor)
         self.good_steps.mul_(self._factor)
-        self.scale.mul_(torch.sub(2, self._factor, out=self._factor))
+        self.scale.mul_(torch.sub(2, self._factor, out=self._factor)).clamp_(LEAST, MOST)
