@@ -7,7 +7,8 @@ ranks run the same modules in the same order, they prefetch the same units.
 
 from __future__ import annotations
 
-from contextlib import suppress
+from bisect import bisect_left
+from collections import defaultdict
 
 from zero.sharding.cast import Cast
 from zero.sharding.sharded_unit import ShardedUnit, State
@@ -30,6 +31,7 @@ class Schedule:
         self._disk = disk
         self._records: dict[bool, list[Event]] = {}
         self._record: list[Event] = []
+        self._places: dict[Event, list[int]] = {}  # in the record, ascending
         self._current: list[Event] = []
         self._cursor = 0
         self._training = False
@@ -40,6 +42,9 @@ class Schedule:
             self._records[self._training] = self._current
         self._training = training
         self._record = self._records.get(training, [])
+        self._places = defaultdict(list)
+        for place, event in enumerate(self._record):
+            self._places[event].append(place)
         self._current = []
         self._cursor = 0
         if self._disk is not None:
@@ -63,8 +68,15 @@ class Schedule:
     def _advance(self, event: Event) -> None:
         if len(self._current) < _LONGEST:  # a program may call parts forever
             self._current.append(event)
-        with suppress(ValueError):  # another path than last time: no hint until a known event comes
-            self._cursor = self._record.index(event, self._cursor) + 1
+        if event in self._places:  # else it is another path than last time: no hint until a known event comes
+            self._cursor = self._nearest(event) + 1
+
+    def _nearest(self, event: Event) -> int:
+        """The place in the record of a known event: of a unit that is used again out of turn, the use just
+        passed, not the one of the backward."""
+        places = self._places[event]
+        later = bisect_left(places, self._cursor)
+        return min(places[max(later - 1, 0) : later + 1], key=lambda place: abs(place - self._cursor))
 
     def _read_ahead(self) -> None:
         for index, cast in self._upcoming(self._ahead + DEPTH)[self._ahead :]:
