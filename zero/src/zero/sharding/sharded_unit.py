@@ -41,9 +41,10 @@ class ShardedUnit:
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
     holds: number of users that need the unit gathered now: forwards under way and `zero.gathered` blocks.
     calls_in_backward: forward calls whose backward has begun and is not over, and VIEWED and DIFFERENTIATED,
-    which need the unit until the end of the engine's backward. computed_in: the cast of the last forward
-    call. persistent: casts whose buffers `release` keeps until the weights change. changes: how often the
-    weights have changed, for backwards to find out that their forward had others.
+    which need the unit until the end of the engine's backward. computed_in: the cast of the last call that a
+    backward has come to or, until one does, of the last forward with gradients. persistent: casts whose
+    buffers `release` keeps until the weights change. changes: how often the weights have changed, for
+    backwards to find out that their forward had others.
     """
 
     def __init__(

@@ -162,12 +162,12 @@ class UnitHooks(Uncopied):
         if self._depth > 1:
             return inputs
         cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
-        self._unit.computed_in = cast
         self._acquire(cast)
         self._unit.begin_compute()
         self._mark()
         self._call = None
         if torch.is_grad_enabled():
+            self._unit.computed_in = cast
             inputs, produced = _with_producers(inputs)
             self._call = _Call(self, self._unit, cast, produced, recomputed=self._phase.in_backward)
             if not produced:
@@ -232,6 +232,7 @@ class UnitHooks(Uncopied):
             raise changed_since()
         if call not in self._ahead:
             self._put_ahead(call)
+        self._unit.computed_in = call.cast
         if call not in self._unit.calls_in_backward:
             self._unit.calls_in_backward.add(call)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
