@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -273,6 +274,47 @@ def test_out_of_memory_moves_state_away_and_goes_on(cluster: Clusters, device: s
     assert found["before"] > found["after"]
     assert len(found["told"]) == 1, found
     assert "moved to the host" in found["told"][0]
+
+
+def crowded_body(context: Context, nth: int) -> dict[str, Any]:
+    """The n-th allocation of a placement fails on the last rank. Per step: the loss, and how many records the
+    balancer knows to be on the device."""
+    from accelz_sim import faults
+
+    model = build()
+    config = zero.Config(precision="bf16", offload="auto", timeout=20)
+    engine = zero.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+    balancer = engine._placement.balancer
+    assert balancer is not None
+    losses, near = [], []
+    place = balancer._place
+
+    def crowded(records: Any) -> None:
+        starved = len(losses) == 1 and context.rank == context.size - 1
+        with faults.out_of_memory(nth) if starved else nullcontext():
+            place(records)
+
+    balancer._place = crowded  # type: ignore[method-assign]
+    for step in range(5):
+        losses.append(one_step(engine, step))
+        there = [owned for owned in balancer._optimizer.subs if owned.sub.kept.tier == "device"]
+        assert set(there) == set(balancer._near)
+        near.append(len(there))
+    return {"losses": losses, "near": near}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_placement_without_room_leaves_the_rest_on_the_host(
+    cluster: Clusters, device: str, size: int
+) -> None:
+    if device != "sim":
+        pytest.skip("needs a device whose allocations can fail")
+    usual = cluster(size).run(crowded_body, nth=10**6)
+    found = cluster(size).run(crowded_body, nth=7)
+    for before, after in zip(usual, found, strict=True):
+        assert before["losses"] == after["losses"]
+        assert before["near"][-1] == after["near"][-1]  # the next step has placed them again
+    assert 0 < found[-1]["near"][1] < usual[-1]["near"][1]
 
 
 class Hungry(nn.Module):

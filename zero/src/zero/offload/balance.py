@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from accelz.accelerator import Accelerator
 from zero.communication.communicator import Communicator
 from zero.gradients.reducer import GradientReducer
@@ -155,13 +157,26 @@ class Balancer:
         return [owned for owned in found if places.index(owned) in agreed]
 
     def _place(self, near: list[OwnedSubGroup]) -> None:
+        """Move the records that all ranks have agreed on. From the first for which this rank's device has no
+        room after all, they stay on the host; the ranks then agree anew after the next step."""
         for owned in self._near:
             if owned not in near:
                 self._move(owned, "host")
+        self._agreed, self._near = near, []
+        room = True
         for owned in near:
-            if owned not in self._near:
-                self._move(owned, "device")
-        self._agreed, self._near = near, list(near)
+            room = room and self._found_room(owned)
+            if room:
+                self._near.append(owned)
+            else:
+                self._move(owned, "host")
+
+    def _found_room(self, owned: OwnedSubGroup) -> bool:
+        try:
+            self._move(owned, "device")
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
     def _follow_growth(self) -> None:
         """Where a step needed more, place again what was agreed on, as far as every rank has room for it."""
