@@ -106,7 +106,7 @@ def unequal_body(context: Context) -> list[str]:
     def refused(model: nn.Module, optimizer: torch.optim.Optimizer, **settings: Any) -> None:
         whole = {name: p.detach().clone() for name, p in model.named_parameters()}
         with pytest.raises(zero.RankMismatchError) as caught:
-            zero.initialize(model, optimizer, zero.Config(timeout=TIMEOUT, **settings))
+            zero.initialize(model, optimizer, zero.Config(**{"timeout": TIMEOUT, **settings}))
         assert all(torch.equal(p, whole[name]) for name, p in model.named_parameters())
         found.append(str(caught.value))
 
@@ -118,11 +118,12 @@ def unequal_body(context: Context) -> list[str]:
     refused(same, decaying(same), prefetch=1 + rank)
     refused(same, decaying(same), compile=zero.Compile(inner="aot_eager", prefetch_budget=1000 * rank))
     refused(same, (torch.optim.SGD if rank else torch.optim.AdamW)(same.parameters(), lr=0.1))
+    refused(same, decaying(same), timeout=TIMEOUT + rank)
     return found
 
 
 def test_ranks_that_disagree_are_told_where(cluster: Clusters) -> None:
-    for wider, deeper, setting, compiling, optimizer in cluster(2).run(unequal_body, limit=60):
+    for wider, deeper, setting, compiling, optimizer, timeout in cluster(2).run(unequal_body, limit=60):
         assert "1.weight (4, 4) torch.float32" in wider
         assert "1.weight (5, 4) torch.float32" in wider
         assert "nothing on rank 0" in deeper or "on rank 0 and" in deeper
@@ -131,6 +132,7 @@ def test_ranks_that_disagree_are_told_where(cluster: Clusters) -> None:
         assert "1 on rank 0 and 2 on rank 1" in setting
         assert '"prefetch_budget":1000' in compiling
         assert "AdamW" in optimizer
+        assert timeout.startswith("Config(timeout=...) must be the same on all ranks; it is ")
 
 
 class Heard(logging.Handler):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
+from torch.distributed import DistStoreError
+
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.errors import CollectiveError
-from zero.errors import CommunicationError, ConfigError
+from accelz.polled_store import wait_for
+from zero.errors import CommunicationError, ConfigError, RankMismatchError
 
 T = TypeVar("T")
 
@@ -28,6 +32,7 @@ class Split:
 
 
 _groups: dict[float, tuple[object, Group, Group]] = {}  # timeout -> (the job, for data, for control)
+_joins = itertools.count()
 _splits: dict[tuple[float, int], tuple[object, Split]] = {}  # timeout, ranks of a copy -> (the job, groups)
 
 
@@ -35,14 +40,15 @@ def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
     """Join the job; return a group for data and one of the same ranks for control messages.
 
     The job is given by torchrun's environment or an initialised default process group, and is otherwise one
-    rank. Engines with the same timeout (seconds) use the same groups. Every rank must call this; raises
-    CommunicationError if some do not.
+    rank. Engines with the same timeout (seconds) use the same groups. Every rank must call this. Raises
+    CommunicationError if some do not, and RankMismatchError if their timeouts differ.
     """
     accelerator.bind(int(os.environ.get("LOCAL_RANK", "0")))
 
     def joined() -> tuple[object, Group, Group]:
-        job = accelerator.collectives.init(timeout).process_group
-        known = _groups.get(timeout)
+        world = accelerator.collectives.init(timeout)
+        _check_same(timeout, world)
+        job, known = world.process_group, _groups.get(timeout)
         if known is None or known[0] is not job:
             data, control = (_new_group(accelerator, None, timeout) for _ in range(2))
             known = _groups[timeout] = (job, data, control)
@@ -50,6 +56,20 @@ def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
 
     _, data, control = _explained(joined, timeout)
     return data, control
+
+
+def _check_same(timeout: float, world: Group) -> None:
+    """Raise RankMismatchError if ranks have different timeouts: they would look for different groups."""
+    if world.size == 1:
+        return
+    number = next(_joins)
+    keys = [f"zero/joining/{number}/rank {rank}" for rank in range(world.size)]
+    world.store.set(keys[world.rank], repr(timeout))
+    wait_for(world.store, keys, timeout)
+    every = [world.store.get(key).decode() for key in keys]
+    if len(set(every)) > 1:
+        told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(every))
+        raise RankMismatchError(f"Config(timeout=...) must be the same on all ranks; it is {told}")
 
 
 def split(accelerator: Accelerator, group: Group, shard_ranks: int | None) -> Split:
@@ -97,7 +117,7 @@ def _new_group(accelerator: Accelerator, ranks: Sequence[int] | None, timeout: f
 def _explained(call: Callable[[], T], timeout: float) -> T:
     try:
         return call()
-    except CollectiveError as error:
+    except (CollectiveError, DistStoreError) as error:
         raise CommunicationError(
             f"not all ranks joined the job within {timeout:.0f} s; look for one that exited early. Error on "
             f"this rank: {error}"
