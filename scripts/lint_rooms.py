@@ -1,8 +1,9 @@
 """Fail if a room of zero imports one that is not below it, or if modules import each other.
 
 A room is a package or a module directly under zero. The order of rooms is that of the table in
-docs/architecture.md, lowest first, so this check also keeps the table complete and correct. Imports inside
-functions count, those for types alone do not.
+docs/architecture.md, lowest first, and the order of a package's modules that of the table in its docstring,
+if it has one; so this check also keeps the tables complete and correct. Imports inside functions count, those
+for types alone do not.
 """
 
 from __future__ import annotations
@@ -69,6 +70,27 @@ def misplaced(graph: dict[str, set[str]], order: list[str]) -> Iterator[str]:
                 yield f"{name} imports {other}: {used!r} is not below {room!r}"
 
 
+def disordered(package: str, listed: list[list[str]], graph: dict[str, set[str]]) -> Iterator[str]:
+    """What is wrong with the table of a package's modules, which are listed a row at a time, lowest first:
+    modules that are missing or only there, and imports of modules in later rows."""
+    inside = f"{package}."
+    row = {name: i for i, names in enumerate(listed) for name in names}
+    short = {name: name.removeprefix(inside).split(".")[0] for name in graph if name.startswith(inside)}
+    yield from (f"the docstring of {package} has no {name!r}" for name in sorted({*short.values()} - {*row}))
+    yield from (f"the docstring of {package} has {name!r}" for name in sorted({*row} - {*short.values()}))
+    for name in sorted(short):
+        for other in sorted(graph[name] & set(short)):
+            if row.get(short[other], -1) > row.get(short[name], len(row)):
+                yield f"{name} imports {other}, which comes after it in the docstring of {package}"
+
+
+def listed_modules(docstring: str) -> list[list[str]]:
+    """The names at the beginning of each row of a docstring's table; none without a table."""
+    _, found, table = docstring.partition("Modules, lowest first:\n\n")
+    rows = table.partition("\n\n")[0].splitlines() if found else []
+    return [match[0].split(", ") for line in rows if (match := re.match(r"\w+(, \w+)*", line))]
+
+
 def _room(name: str) -> str:
     return [*name.split("."), ""][1] or "zero"
 
@@ -88,6 +110,9 @@ def main() -> int:
         found += cycles(graph)
         if package == "zero":
             found += misplaced(graph, written_order())
+        for name, path in known.items():
+            listed = listed_modules(ast.get_docstring(ast.parse(path.read_text())) or "")
+            found += disordered(name, listed, graph) if listed else []
     print("\n".join(found) or "room lint: clean")
     return 1 if found else 0
 

@@ -55,3 +55,22 @@ def test_arrows() -> None:
     assert [("no room 'new'" in found[0]), ("'gone', but zero does not" in found[1])] == [True, True]
     (cycle,) = lint_rooms.cycles({"zero.a": {"zero.b"}, "zero.b": {"zero.a"}})
     assert "zero.a -> zero.b" in cycle
+
+
+def test_tables_of_modules() -> None:
+    docstring = "A room.\n\nModules, lowest first:\n\na, b   two\nc\n       three\n\nNot a module."
+    listed = lint_rooms.listed_modules(docstring)
+    assert listed == [["a", "b"], ["c"]]
+    graph: dict[str, set[str]] = {
+        "zero.p.a": {"zero.p.b"},
+        "zero.p.b": {"zero.q"},
+        "zero.p.c.x": {"zero.p.a"},
+    }
+    assert list(lint_rooms.disordered("zero.p", listed, graph)) == []
+    graph = {"zero.p.a": {"zero.p.c"}, "zero.p.c": set(), "zero.p.d": set()}
+    assert list(lint_rooms.disordered("zero.p", listed, graph)) == [
+        "the docstring of zero.p has no 'd'",
+        "the docstring of zero.p has 'b'",
+        "zero.p.a imports zero.p.c, which comes after it in the docstring of zero.p",
+    ]
+    assert lint_rooms.listed_modules("A room without a table.") == []

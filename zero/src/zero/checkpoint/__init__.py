@@ -4,7 +4,7 @@ The format is documented in docs/checkpoint-format.md. Modules, lowest first:
 
 storage, stream         all input and output
 manifest, reader        the manifest; reading tensors by key, with every byte checked. No torch, no engine
-dtypes, user_state, random_state, header, rank_layout, rank_file, engine_state
+dtypes, random_state, header, rank_layout, rank_file, user_state, engine_state
                         what a save consists of, and one rank's file
 save_messages, problems, together
                         messages and errors between ranks

@@ -1,7 +1,12 @@
 """From autograd to this rank's slice: flat buffers, reduction, and the one factor they are multiplied by.
 
-Modules, lowest first: `absent` (what `param.grad` is between backward and step), `loss_scale`,
-`reduced_slice` (what is left of a group's gradients, in its tier), `group_gradients` (their whole buffer
-while backward runs), `replica_sums` (sums over several replicas of the model), `reducer` (all groups, in one
-order on all ranks), `factor` (averaging, unscaling and clipping as one number).
+Modules, lowest first:
+
+absent                  what `param.grad` is between backward and step
+loss_scale              for fp16
+reduced_slice           what is left of a group's gradients, in its tier
+group_gradients         a group's whole buffer while backward runs
+replica_sums            sums over several replicas of the model
+reducer                 all groups, in one order on all ranks
+factor                  averaging, unscaling and clipping as one number
 """

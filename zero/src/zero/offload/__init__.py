@@ -1,7 +1,12 @@
 """What lives where, by measurement: the memory tracer, the margin rule, and state moved to make room.
 
-Modules, lowest first: `memory_report` (device memory over a step, for people), `memory_tracer` (which follows
-it), `temporaries` (what an update takes beside state), `forecast` (the peak with other state on the device),
-`oom_retry` (an operation that found no room, repeated), `balance` (`offload="auto"`), `placement_policy`
-(state stays where it is, or is balanced); `state_offload` (all state out of the device for a while).
+Modules, lowest first:
+
+memory_report           device memory over a step, for people
+memory_tracer           follows it
+temporaries, forecast   what an update takes beside state; the peak with other state on the device
+oom_retry               an operation that found no room, repeated
+balance                 `offload="auto"`
+placement_policy        state stays where it is, or is balanced
+state_offload           all state out of the device for a while
 """

@@ -1,6 +1,11 @@
 """Memory and traffic of a training step, by arithmetic: nothing is allocated and nobody is asked.
 
-Modules, lowest first: `groups` (units and groups as numbers), `order` (in which units are used), `peaks` (a
-step played through), `memory`, `traffic`, `text`, `plan` (`zero.plan`); `target` and `command` for the
-command line.
+Modules, lowest first:
+
+groups, order           units and groups as numbers; in which order they are used
+peaks                   a step played through
+memory, traffic         what a rank keeps in each memory; what it sends
+text                    all of it for people
+plan                    `zero.plan`
+target, command         the model that `zero plan` is asked about; the command
 """

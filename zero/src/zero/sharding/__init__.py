@@ -12,9 +12,9 @@ sharded_unit            a unit's life cycle: SHARDED -> GATHERING -> GATHERED ->
 schedule                the order in which units are needed, as a hint for gathering ahead
 progress, tensors, under_way
                         how far a backward is; tensors in any object; forwards whose end no hook reported
+uncopied                objects of an engine, which cannot be copied
 unit_hooks              when a unit is gathered and released
 full_parameters, model_state
                         full parameters by name; the model's state dict
 parameter_checks        parameters that were added or changed after the engine was made
-uncopied                objects of an engine, which cannot be copied
 """

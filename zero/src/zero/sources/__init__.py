@@ -1,7 +1,20 @@
 """Readers of weights, in zero's checkpoints and in other formats, by name, for any part of any tensor.
 
-Modules, lowest first: `source` (the interface), `memory_order`; for zero's format `zero_checkpoint`; for
-others `crc`, `inert_pickle` (pickles, read without running anything), `torch_file` (files of torch.save),
-`record_source`, `weight_map`, `safetensors_*`, `torch_weights`, `deepspeed*`, `dcp`; `opening` (finding out
-the format). None of them imports torch.
+Modules, lowest first:
+
+source, memory_order    the interface; tensors that are not row-major
+crc, inert_pickle       checksums of stretches, combined; pickles, read without running anything
+torch_file              files of torch.save
+record_source           weights in records of files
+weight_map, flat_groups
+                        which file has which weight; where parameters lie in DeepSpeed's flat groups
+safetensors_header, safetensors_weights, safetensors_files
+                        safetensors: one file, and several
+torch_weights           weights in files of torch.save
+deepspeed_files, deepspeed_weights, deepspeed
+                        checkpoints of DeepSpeed
+dcp, zero_checkpoint    checkpoints of torch.distributed.checkpoint; zero's own
+opening                 finding out the format
+
+None of them imports torch.
 """

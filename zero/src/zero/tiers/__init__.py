@@ -3,6 +3,7 @@
 Modules, lowest first:
 
 placement               which tier each group's state goes to, by the settings
+host_memory             the bytes of tensors in host memory
 stored, swap_file       values that must be read to be used; a rank's unnamed file on disk
 values, joined          values in any tier; several as one
 split_master            fp32 masters stored as what bf16 weights lack
