@@ -16,7 +16,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import Stack, device_of
 from tests.zero.test_parity import fresh as language_model
 from tests.zero.test_parity import language_loss
-from tests.zero.test_paths import decaying, straight
+from tests.zero.test_paths import Optionals, decaying, optional_loss, straight
 from tests.zero.training import adamw, collected, living
 
 # Operations by which a value on the device reaches the host.
@@ -235,3 +235,48 @@ def test_whole_gradients_live_briefly(cluster: Clusters) -> None:
         assert found["most"] <= 4
         assert found["left"] == 0
         assert found["shards"] == 9
+
+
+def exchanges_body(context: Context, micro_batches: int, look: bool) -> dict[str, Any]:
+    """Exchanges over host memory in the third step of a model of which ranks use different parts, and its
+    gradients as they are read between micro-batches, if `look`, and after the last one."""
+    torch.manual_seed(2)
+    model = Optionals("in a row")
+    config = zero.Config(stage=2, timeout=10, gradient_accumulation_steps=micro_batches)
+    engine = zero.initialize(model, decaying(model), config)
+    names = [name for name, _ in model.named_parameters()]
+    counted: list[str] = []
+    exchange = engine._communicator._exchange
+
+    def counting(what: str, tensor: Tensor) -> None:
+        counted.append(what)
+        exchange(what, tensor)
+
+    engine._communicator._exchange = counting  # type: ignore[method-assign]
+    for step in range(3):
+        counted.clear()
+        for micro_batch in range(micro_batches):
+            engine.backward(optional_loss(model, step + micro_batch, context.rank))
+            if look and not engine.is_boundary:
+                between = [engine.full_gradient(name) for name in names]
+        found = len(counted)
+        gradients = [engine.full_gradient(name) for name in names]
+        engine.step()
+    return {"exchanges": found, "gradients": gradients, "between": between if look else None}
+
+
+def test_micro_batches_before_the_last_exchange_nothing(cluster: Clusters) -> None:
+    """Also not where ranks use different parameters; whoever asks for gradients then gets all of them."""
+    once, often, looking = (
+        cluster(2).run(exchanges_body, micro_batches=count, look=look)
+        for count, look in ((1, False), (3, False), (3, True))
+    )
+    for first, second, third in zip(once, often, looking, strict=True):
+        assert 1 <= second["exchanges"] <= first["exchanges"] <= 2
+        for value, other in zip(second["gradients"], third["gradients"], strict=True):
+            assert (value is None) == (other is None)
+            assert value is None or torch.equal(value, other)
+        assert any(value is not None and value.any() for value in third["between"])
+    for one, other in zip(*(found["between"] for found in looking), strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)

@@ -497,9 +497,9 @@ def two_backwards_body(context: Context) -> tuple[float, list[int]]:
     early = []
     finish = engine._reducer.finish_backward
 
-    def counting() -> None:
+    def counting(agree: bool) -> None:
         early.append(engine.traffic.calls["reduce_scatter"])
-        finish()
+        finish(agree)
 
     engine._reducer.finish_backward = counting  # type: ignore[method-assign]
     for step in range(3):

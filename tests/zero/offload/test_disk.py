@@ -234,7 +234,7 @@ def test_a_full_disk_says_so_before_training(tmp_path: Path, monkeypatch: pytest
 
     file = SwapFile(tmp_path)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(zero.OffloadError, match=r"no space for 8192 more bytes .*No space left.*Free space"):
+    with pytest.raises(zero.OffloadError, match=r"no space for 8,192 more bytes .*No space left.*Free space"):
         file.allocate(5000)
 
 
@@ -442,7 +442,7 @@ def full_disk_body(context: Context, path: str) -> str:
 
 def test_a_full_disk_stops_initialize_and_not_training(cluster: Clusters, tmp_path: Path) -> None:
     (told,) = cluster(1).run(full_disk_body, path=str(tmp_path))
-    assert re.search(r"no space for \d+ more bytes .*No space left on device\. Free space", told)
+    assert re.search(r"no space for [\d,]+ more bytes .*No space left on device\. Free space", told)
     assert os.listdir(tmp_path) == []
 
 

@@ -310,8 +310,12 @@ class Engine:
         Call it between backward() and step(). None if no rank has a gradient.
         """
         _, group, index = self._full_parameters.locate(name)
-        if self._micro_steps and not self.is_boundary and self._reducer.local:
-            raise UsageError("with local accumulation, gradients are complete only at the last micro-batch")
+        if self._micro_steps and not self.is_boundary:
+            if self._reducer.local:
+                raise UsageError(
+                    "with local accumulation, gradients are complete only at the last micro-batch"
+                )
+            self._reducer.agree_on_usage()
         have = next((g for g in self._reducer.all if g.group is group), None)
         if have is None or not have.slice.present or index not in have.used:
             return None

@@ -109,7 +109,8 @@ class ModelHooks(Uncopied):
             self._forget_interrupted()
             self.reducer.begin_backward(last)
             yield
-            self.reducer.finish_backward()
+            # Before the last micro-batch, only a disk may have anything to tell.
+            self.reducer.finish_backward(agree=last or self._config.tiers.path is not None)
         finally:
             self.phase.in_backward = self._communicator.in_pass = self._record_streamer.expected = False
             if not self._forwards:  # of the whole model: only parts were called, and this was their order

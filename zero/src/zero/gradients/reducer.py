@@ -157,18 +157,24 @@ class GradientReducer:
         if self._communicate:
             self._advance()
 
-    def finish_backward(self) -> None:
-        """Reduce what is left, and agree with the other ranks on which parameters were used.
+    def finish_backward(self, agree: bool) -> None:
+        """Reduce what is left. agree: also `agree_on_usage`, without which no step may follow.
 
         Every group is reduced, used or not: a rank cannot know what the others used before it has issued the
         reductions that they may be waiting in. For the same reason, gradients that came to a group after its
-        reduction wait until all ranks know of them.
+        reduction wait for the next micro-batch's, or until all ranks know of them.
         """
         if not self._communicate:
             return
         self._reduce_all([g for g in self._order if not g.reduced and (g.filled or not self._alone)])
         self._learn_order()
-        late = self._agree_on_usage()
+        if agree:
+            self.agree_on_usage()
+
+    def agree_on_usage(self) -> None:
+        """Agree with the other ranks on which parameters were used, and reduce the gradients that came late.
+        Collective."""
+        late = self._used_and_late()
         if late:
             self._reduce_all(late)
             self._communicator.agree()
@@ -292,7 +298,7 @@ class GradientReducer:
             for index in gradients.used:
                 yield gradients.group.parameters[index]
 
-    def _agree_on_usage(self) -> list[GroupGradients]:
+    def _used_and_late(self) -> list[GroupGradients]:
         """Note which parameters have a gradient on any rank.
 
         Returns the groups, in the order of reductions, that got gradients on some rank after they had been
