@@ -312,13 +312,12 @@ class FlatGroup:
     def start_gather(self, communicator: Communicator, cast: Cast) -> list[Pending]:
         """Begin to fill the buffer from all ranks' shards; return what to wait for before `finish_gather`.
 
-        Values are cast, or rounded to codes, before anything travels. A shard that is away and needs no
-        conversion is copied concurrently with the computation. Nothing travels between ranks if no other rank
-        has a shard.
+        Values are cast, or rounded to codes, before anything travels. A shard that is away is copied and cast
+        concurrently with the computation. Nothing travels between ranks if no other rank has a shard.
         """
         fmt = self.gather_format(cast)
         room = self._open(fmt) if fmt.quant_dtype is None else self._open_quantised(fmt, fmt.quant_dtype)
-        if room is not self.home or self.source.resting is not None:
+        if self.source.resting is not None:
             return self._fill(communicator, room)
         with self._stores.carrier.beside() as work:
             return [*self._fill(communicator, room), work]
