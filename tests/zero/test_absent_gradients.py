@@ -208,3 +208,36 @@ def test_gradients_that_somebody_changes_are_not_stepped_in_silence(cluster: Clu
         assert "head" in told["some removed"] or "embed" in told["some removed"]
         assert "blocks" not in told["some removed"]
         assert "blocks.0.up.weight" in told["replaced"]
+
+
+class Products(nn.Module):
+    """Three parameters of one unit, the second of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(torch.ones(4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, skip: bool) -> torch.Tensor:
+        for index, factor in enumerate(self.factors):
+            x = x if skip and index == 1 else x * factor
+        return x
+
+
+def calls_body(context: Context, optimizer: str) -> list[int]:
+    """Kernel calls for a unit's record in three steps; the second leaves out a parameter."""
+    model = Products()
+    made = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[optimizer](model.parameters(), lr=0.1)
+    engine = zero.initialize(model, made, zero.Config(timeout=20))
+    (owned,) = engine._sharded_optimizer.subs
+    found = []
+    for step in range(3):
+        x = torch.ones(2, 4, device=context.accelerator.device)
+        engine.backward(model(x, skip=step == 1).square().sum())
+        found.append(len(list(owned.runs(owned.missing(next(iter(engine._reducer.all)).used)))))
+        engine.step()
+    return found
+
+
+@pytest.mark.parametrize(("optimizer", "calls"), [("SGD", [1, 2, 1]), ("AdamW", [1, 2, 3])])
+def test_only_step_counts_keep_pieces_apart(cluster: Clusters, optimizer: str, calls: list[int]) -> None:
+    assert cluster(1).run(calls_body, optimizer=optimizer) == [calls]

@@ -70,7 +70,8 @@ class GroupStep:
     ) -> None:
         """Step `state`, and count that in `steps`, (pieces,). gradient: (numel,). narrow: 16-bit, of the same
         shape; receives the weights. All are on one device."""
-        self._count(steps, factors.skip)
+        if self.rule.counts:
+            self._count(steps, factors.skip)
         kernel = self.rule.function(kernels, state.master.dtype)
         for call in self.calls:
             kernel(

@@ -22,7 +22,7 @@ class OwnedPiece:
 
     piece: which part of the parameter it is, and where that lies: in the sub-group or, where whole parameters
     are stepped, among those of this rank. parameter: the tensor in param_groups. history: a number that
-    pieces have in common if they missed the same steps.
+    pieces have in common if they have the same step count.
     """
 
     piece: Piece
@@ -89,8 +89,11 @@ class OwnedSubGroup:
         return tuple(i for i, p in enumerate(self.pieces) if p.piece.index not in used)
 
     def remember(self, missed: tuple[int, ...]) -> None:
-        """Note a step in which the `missed` pieces had no gradient."""
+        """Note a step in which the `missed` pieces had no gradient: their counts, if the rule has any, are
+        behind from now on."""
         self.counted.window += 1
+        if self.rule is None or not self.rule.counts:
+            return
         for index in missed:
             self.pieces[index].history = hash((self.pieces[index].history, self.counted.window))
 
