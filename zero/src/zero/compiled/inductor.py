@@ -32,7 +32,9 @@ def compile_graph(
             graph = inference(graph)
         return compile_fx_inner(graph, fakes, **options)
 
-    patches = {"custom_partitioner_fn": _Partitioner(partition)}
+    # The passes have put nodes into an order that takes little memory and is the same on all ranks. Another
+    # one, found by the sizes of a rank's own batch, might not be.
+    patches = {"custom_partitioner_fn": _Partitioner(partition), "reorder_for_peak_memory": False}
     with functorch_config.patch(enable_autograd_cache=False):  # it would skip the passes and their reports
         compiled: Any = compile_fx(module, inputs, inner, patches)
     assert callable(compiled)
