@@ -35,8 +35,14 @@ kind = accelz.use({0!r}).device.type
 name = getattr(torch.get_device_module(kind), "get_device_name", platform.processor)
 print(name() or platform.machine())
 """
-DEFAULTS = {"ACCELZ_CUDA_SHARED_DEVICE": "1", "ACCELZ_PATIENCE": "2", "NCCL_DEBUG": "WARN"}
-"""Let ranks share the one GPU there is, in turns, and log what goes wrong between them."""
+DEFAULTS = {
+    "ACCELZ_CUDA_SHARED_DEVICE": "1",
+    "ACCELZ_PATIENCE": "2",
+    "NCCL_DEBUG": "WARN",
+    "TORCHINDUCTOR_COMPILE_THREADS": "4",
+}
+"""Let ranks share the one GPU there is, in turns, and log what goes wrong between them. Inductor starts as many
+processes in every rank as there are cores, unless it is told how many."""
 PYTEST = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
 """No plugins except those that a step names, since what others do to a run says nothing of the device."""
 

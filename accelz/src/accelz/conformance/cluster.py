@@ -180,7 +180,7 @@ class Cluster:
             theirs.close()
             self._workers.append((process, ours))
             self._notes.append(note)
-        started = self._collect(START_SECONDS, GRACE_SECONDS)
+        started = self._collect(START_SECONDS * patience(), GRACE_SECONDS)
         failed = [o for o in started if o.status != "returned"]
         if failed:
             self.stop()
@@ -315,7 +315,8 @@ def _serve(
 def _meet(store: TCPStore, rank: int, size: int) -> None:
     """Return when every rank has started: on a busy machine that can exceed the timeout of a collective."""
     store.set(f"started/{rank}", "")
-    store.wait([f"started/{r}" for r in range(size)], timedelta(seconds=START_SECONDS))
+    limit = timedelta(seconds=START_SECONDS * patience())
+    store.wait([f"started/{r}" for r in range(size)], limit)
 
 
 def _attempt(rank: int, call: Callable[[], Any]) -> tuple[Outcome, Any]:

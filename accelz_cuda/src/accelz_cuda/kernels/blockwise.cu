@@ -264,7 +264,7 @@ __device__ __forceinline__ void dequantise(const DequantiseArguments& a) {
 
 #define BLOCKWISE(T, Q)                                                   \
   KERNEL(quantise_##Q##_##T, QuantiseArguments, 6) { quantise<T, Q>(a); } \
-  KERNEL(dequantise_##T##_##Q, DequantiseArguments, 6) { dequantise<T, Q>(a); }
+  KERNEL(dequantise_##T##_##Q, DequantiseArguments, 5) { dequantise<T, Q>(a); }
 
 BLOCKWISE(f32, s8)
 BLOCKWISE(bf16, s8)
