@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.compiled.models import fresh, tokens
 from tests.zero.compiled.test_activations import LENGTH, build
 from tests.zero.offload import test_speculative_steps, test_streamed_records, test_tiers
+from tests.zero.training import adamw
 
 Body = Callable[..., dict[str, Any]]
 
@@ -75,3 +78,30 @@ def activations_body(context: Context) -> dict[str, Any]:
 def test_compiled_activations(cluster: Clusters) -> None:
     for found in run_late(cluster, 1, activations_body):
         assert found["host"] == found["device"]
+
+
+def ahead_body(context: Context) -> dict[str, tuple[bool, bool]]:
+    """By unit, with shards on the host: whether the gathered values are there as soon as the gather has begun,
+    which then was not beside the computation, and once it is over."""
+    engine = zero.initialize(
+        model := fresh(), adamw(model), zero.Config(offload=zero.Offload(params="host"), timeout=20)
+    )
+    found = {}
+    for unit in engine.units:
+        for group in unit.groups:
+            cast = unit.cast_for(torch.bfloat16)
+            if group.gather_format(cast).dtype is not torch.bfloat16:
+                continue
+            unit.start_gather(cast)
+            values = group.buffer(group.gather_format(cast)).data
+            early = bool(values.isfinite().any())
+            unit.gather(cast)
+            found[unit.name] = early, bool(values.isfinite().all())
+            unit.release()
+    return found
+
+
+def test_shards_on_the_host_are_cast_beside_the_computation(cluster: Clusters) -> None:
+    (found,) = cluster(1).run(ahead_body)
+    assert len(found) > 2
+    assert set(found.values()) == {(False, True)}
