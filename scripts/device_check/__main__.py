@@ -41,8 +41,8 @@ DEFAULTS = {
     "NCCL_DEBUG": "WARN",
     "TORCHINDUCTOR_COMPILE_THREADS": "4",
 }
-"""Let ranks share the one GPU there is, in turns, and log what goes wrong between them. Inductor starts as many
-processes in every rank as there are cores, unless it is told how many."""
+"""Let ranks share the one GPU there is, in turns, and log what goes wrong between them. Inductor would start
+a process for every core in every rank."""
 PYTEST = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
 """No plugins except those that a step names, since what others do to a run says nothing of the device."""
 

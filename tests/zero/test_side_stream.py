@@ -81,8 +81,8 @@ def test_compiled_activations(cluster: Clusters) -> None:
 
 
 def ahead_body(context: Context) -> dict[str, tuple[bool, bool]]:
-    """By unit, with shards on the host: whether the gathered values are there as soon as the gather has begun,
-    which then was not beside the computation, and once it is over."""
+    """By unit, with shards on the host: whether the gathered values are there as soon as the gather has begun
+    (which then was not beside the computation) and once it is over."""
     engine = zero.initialize(
         model := fresh(), adamw(model), zero.Config(offload=zero.Offload(params="host"), timeout=20)
     )
