@@ -17,7 +17,7 @@ from tests.zero.models import Stack, device_of
 from tests.zero.test_parity import fresh as language_model
 from tests.zero.test_parity import language_loss
 from tests.zero.test_paths import Optionals, decaying, optional_loss, straight
-from tests.zero.training import adamw, collected, living
+from tests.zero.training import adamw, collected, exchanges_of, living
 
 # Operations by which a value on the device reaches the host.
 _WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item"}
@@ -245,14 +245,7 @@ def exchanges_body(context: Context, micro_batches: int, look: bool) -> dict[str
     config = zero.Config(stage=2, timeout=10, gradient_accumulation_steps=micro_batches)
     engine = zero.initialize(model, decaying(model), config)
     names = [name for name, _ in model.named_parameters()]
-    counted: list[str] = []
-    exchange = engine._communicator._exchange
-
-    def counting(what: str, tensor: Tensor) -> None:
-        counted.append(what)
-        exchange(what, tensor)
-
-    engine._communicator._exchange = counting  # type: ignore[method-assign]
+    counted = exchanges_of(engine)
     for step in range(3):
         counted.clear()
         for micro_batch in range(micro_batches):

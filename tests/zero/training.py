@@ -238,3 +238,16 @@ def same_bits(first: Run, second: Run) -> bool:
     return first.losses == second.losses and all(
         torch.equal(value, second.state[name]) for name, value in first.state.items()
     )
+
+
+def exchanges_of(engine: zero.Engine) -> list[str]:
+    """A list to which every later exchange over host memory is added."""
+    seen: list[str] = []
+    exchange = engine._communicator._exchange
+
+    def noted(what: str, tensor: Tensor) -> None:
+        seen.append(what)
+        exchange(what, tensor)
+
+    engine._communicator._exchange = noted  # type: ignore[method-assign]
+    return seen

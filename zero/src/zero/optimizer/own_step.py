@@ -2,8 +2,9 @@
 
 Slices are stepped where the masters are. Whole parameters are put together for the step, each on the rank
 that has its optimizer state, and are slices again afterwards. A rank that runs out of memory, or whose
-optimizer fails, tells the others before they wait for it: all ranks meet before each collective, once each
-has what it needs for it.
+optimizer fails, holds up no other: it takes part in the collectives that follow, with whatever values there
+are, until the ranks next meet. They meet when all have the memory for what is to come, when everything has
+arrived, and when all have stepped.
 """
 
 from __future__ import annotations
@@ -48,26 +49,34 @@ class OwnStep:
         self._accelerator = stores.accelerator
         self._exchange = ParameterExchange(stores, communicator)
         self._whole: dict[OwnedSubGroup, Tensor] = {}
+        self._wide: dict[OwnedSubGroup, Tensor] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._absent = AbsentGradients()
         self._meets = False  # whether this step has collectives
+        self._failure: Exception | None = None  # of this rank, until the ranks meet
 
     def run(self, turns: Sequence[Turn], scale: Tensor | None) -> None:
         """Step these sub-groups."""
         turns = [(owned, have) for owned, have in turns if owned.routes is None or owned.routes.total]
         subs = [owned for owned, _ in turns]
-        self._meets = any(owned.routes is not None for owned in subs)
+        exchanged = [(owned, have) for owned, have in turns if owned.routes is not None]
+        self._meets = bool(exchanged)
         try:
+            with self._alone():
+                self._make_room(exchanged, scale)
+            self._meet()
             for owned, have in turns:
                 self._arrive(owned, have, scale)
                 self._tracer.mark("step", owned.group.unit)
+            self._close_exchange()
+            self._meet()
             with self._alone():
                 self._step_together(subs)
-                way_back = self._room_for_way_back()
+                self._open_exchange([self._way_back(owned) for owned in self._whole])
             self._meet()
             self._tracer.mark("step", "")
             for owned in self._whole:
-                self._leave(owned, way_back)
+                self._leave(owned)
         finally:
             self._clear(subs)
         for owned in subs:
@@ -77,72 +86,120 @@ class OwnStep:
         """The most bytes that stepping a record on the device takes: what stays until all are stepped, and
         the exchange."""
         each = owned.sub.kept.master.element_size()
-        return each * (owned.numel if owned.routes is None else 2 * owned.numel + owned.sub.numel)
+        return each * (owned.numel if owned.routes is None else 3 * owned.numel + owned.sub.numel)
+
+    def _make_room(self, turns: Sequence[Turn], scale: Tensor | None) -> None:
+        """Allocate what arrives from other ranks: whole parameters and their gradients."""
+        for owned, _ in turns:
+            master = owned.sub.kept.opened().master
+            with self._room("for whole parameters of", owned):
+                whole = self._whole[owned] = master.new_empty(owned.numel)
+            self.value_bytes += self._on_device(whole)
+            with self._room("for the fp32 gradients of", owned):
+                wide = self._wide[owned] = master.new_empty(owned.numel)
+            self.gradient_bytes += self._on_device(wide)
+            for piece in owned.pieces:
+                bind(piece, shaped(whole, owned.group, piece.piece))
+        self._open_exchange([self._way_there(owned, have, scale) for owned, have in turns])
+
+    def _way_there(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> tuple[int, int]:
+        """Bytes of the room in which a sub-group's values and gradients are exchanged."""
+        assert owned.routes is not None
+        master = owned.sub.kept.opened().master
+        ways: list[tuple[Values, Tensor | None]] = [(master, None), (have.slice.get(), scale)]
+        sent = max(values.dtype.itemsize for values, _ in ways)
+        came = max(0 if self._is_direct(each, master, by) else each.dtype.itemsize for each, by in ways)
+        return sent * sum(owned.routes.given), came * owned.routes.numel
+
+    def _way_back(self, owned: OwnedSubGroup) -> tuple[int, int]:
+        """Bytes of the room in which stepped parameters go back."""
+        assert owned.routes is not None
+        whole, numel = self._whole[owned], sum(owned.routes.given)
+        return whole.element_size() * numel, whole.nbytes - self._on_device(whole)
+
+    def _is_direct(self, values: Values, target: Tensor, scale: Tensor | None) -> bool:
+        """Whether values arrive where the optimizer has them, and as it has them."""
+        return target.device == self._accelerator.device and values.dtype is target.dtype and scale is None
 
     def _arrive(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> None:
         """Bring what a sub-group is stepped with: its gradients, and the whole parameters if these are
         stepped."""
+        if owned.routes is None:
+            with self._alone(), self._room("for the fp32 gradients of", owned):
+                self._give(owned, have, self._slice(owned, have, scale))
+            return
+        self._assemble(owned, owned.sub.kept.opened().master, self._whole[owned], None)
+        self._assemble(owned, owned.sub.of(have.slice.get()), self._wide[owned], scale)
+        self._give(owned, have, self._wide[owned])
+
+    def _slice(self, owned: OwnedSubGroup, have: GroupGradients, scale: Tensor | None) -> Tensor:
+        """The gradients of a sub-group's pieces, one after another, in the memory and dtype of the master."""
         master = owned.sub.kept.opened().master
-        if owned.routes is not None:
-            whole = self._assemble(owned, master, "for whole parameters of")
-            self.value_bytes += self._on_device(whole)
-            self._whole[owned] = whole
-            for piece in owned.pieces:
-                bind(piece, shaped(whole, owned.group, piece.piece))
-        came = self._of_pieces(owned, have)
-        with self._alone(), self._room("for the fp32 gradients of", owned):
-            gradient = self._wide(came, master, scale)
-        if owned.routes is not None or gradient is not came:
-            self.gradient_bytes += self._on_device(gradient)
+        came = fetch(owned.sub.of(have.slice.get()), home_of(owned), self._communicator)
+        if scale is None and came.dtype is master.dtype:
+            return came
+        wide = torch.empty_like(came, dtype=master.dtype)
+        self._widen(wide, came, scale)
+        self.gradient_bytes += self._on_device(wide)
+        return wide
+
+    def _give(self, owned: OwnedSubGroup, have: GroupGradients, gradient: Tensor) -> None:
         for piece in owned.pieces:
             if piece.piece.index in have.used:
                 self._gradients[piece.parameter] = shaped(gradient, owned.group, piece.piece)
 
-    def _of_pieces(self, owned: OwnedSubGroup, have: GroupGradients) -> Tensor:
-        """The gradients of a sub-group's pieces, one after another, in the memory of the master."""
-        purpose, values = "for the fp32 gradients of", owned.sub.of(have.slice.get())
-        if owned.routes is not None:
-            return self._assemble(owned, values, purpose)
-        with self._alone(), self._room(purpose, owned):
-            return fetch(values, home_of(owned), self._communicator)
-
-    def _assemble(self, owned: OwnedSubGroup, values: Values, purpose: str) -> Tensor:
-        """Whole parameters, put together from all ranks' parts of them in `values`, in the memory of the
-        master."""
+    def _assemble(self, owned: OwnedSubGroup, values: Values, target: Tensor, scale: Tensor | None) -> None:
+        """Fill `target` with whole parameters from all ranks' parts of them in `values`, times `scale`."""
         assert owned.routes is not None
-        with self._alone(), self._room(purpose, owned):
-            parts = self._exchange.parts_of(owned.routes, values)
-            whole = parts.new_empty(owned.numel)
-        self._meet()
+        parts = self._exchange.parts(owned.routes, values.dtype)
+        with self._alone(), self._room("for the parts of", owned):
+            self._exchange.cut(owned.routes, values, parts)
+        direct = self._is_direct(values, target, scale)
+        whole = target if direct else self._exchange.whole(owned.routes, values.dtype)
         self._exchange.assemble(owned.group.unit, owned.routes, parts, whole)
-        del parts
-        with self._alone():
-            return whole.to(home_of(owned))
+        if not direct:
+            with self._alone(), self._room("for whole parameters of", owned):
+                self._widen(target, whole, scale)
 
-    def _wide(self, gradient: Tensor, master: Tensor, scale: Tensor | None) -> Tensor:
-        if scale is None and gradient.dtype is master.dtype:
-            return gradient
-        wide = torch.empty_like(gradient, dtype=master.dtype)
-        scale = None if scale is None else scale.to(master.device)
-        self._stores.kernels(master.device).scale_cast(wide, gradient, scale)
-        return wide
+    def _widen(self, target: Tensor, values: Tensor, scale: Tensor | None) -> None:
+        if scale is None and values.dtype is target.dtype:
+            target.copy_(values)
+        else:
+            scale = None if scale is None else scale.to(target.device)
+            self._stores.kernels(target.device).scale_cast(target, values.to(target.device), scale)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Around what a rank does by itself. If that fails, the others hear of it when they next meet, and
-        wait for nothing else from this rank."""
+        """Around what a rank does by itself. If that fails and the step has collectives, this rank goes on
+        taking part in them until the ranks meet."""
         try:
             yield
-        except Exception:
-            if self._meets:
-                self._communicator.agree(True)
-            raise
+        except Exception as error:
+            if not self._meets:
+                raise
+            self._failure = self._failure or error
 
     def _meet(self) -> None:
-        """Before a collective, if the step has any: make sure that all ranks have come through what each does
-        by itself. Raises OptimizerError if one has failed."""
-        if self._meets and self._communicator.agree():
+        """Where the step has collectives, raise what this rank has come upon, or OptimizerError if another
+        one has failed."""
+        if not self._meets:
+            return
+        failed = self._communicator.agree(self._failure is not None)
+        if self._failure is not None:
+            raise self._failure
+        if failed:
             raise OptimizerError(f"the step of {self._names} failed on another rank, whose error says why")
+
+    def _open_exchange(self, sizes: Sequence[tuple[int, int]]) -> None:
+        nbytes = max((sum(each) for each in sizes), default=0)
+        if self._meets:
+            with room_for(self._accelerator, "to exchange whole parameters", None, nbytes):
+                self._exchange.open(sizes)
+        self.value_bytes += self._exchange.nbytes
+
+    def _close_exchange(self) -> None:
+        self.value_bytes -= self._exchange.nbytes
+        self._exchange.close()
 
     def _room(self, purpose: str, owned: OwnedSubGroup) -> AbstractContextManager[None]:
         numel = owned.numel + (0 if owned.routes is None else owned.sub.numel)
@@ -175,29 +232,21 @@ class OwnStep:
             if (gradient := self._gradients.get(parameter)) is not None:
                 parameter.grad = gradient
 
-    def _room_for_way_back(self) -> Tensor:
-        """Memory of the device through which whole parameters go back, one sub-group after another."""
-        sizes = [
-            self._exchange.way_back_bytes(o.routes, whole) for o, whole in self._whole.items() if o.routes
-        ]
-        nbytes, device = max(sizes, default=0), self._accelerator.device
-        with room_for(self._accelerator, "to take whole parameters apart", None, nbytes):
-            room = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.value_bytes += room.nbytes
-        return room
-
-    def _leave(self, owned: OwnedSubGroup, room: Tensor) -> None:
+    def _leave(self, owned: OwnedSubGroup) -> None:
         """Send stepped whole parameters back to the ranks' masters."""
         assert owned.routes is not None
         master = owned.sub.kept.opened().master
-        self._exchange.take_apart(owned.group.unit, owned.routes, self._whole[owned], room, master)
+        self._exchange.take_apart(owned.group.unit, owned.routes, self._whole[owned], master)
 
     def _on_device(self, values: Tensor) -> int:
         return values.nbytes if values.device == self._accelerator.device else 0
 
     def _clear(self, subs: Sequence[OwnedSubGroup]) -> None:
         self.gradient_bytes = self.value_bytes = 0
+        self._exchange.close()
+        self._failure = None
         self._whole.clear()
+        self._wide.clear()
         self._gradients.clear()
         self._absent.hide()
         for owned in subs:

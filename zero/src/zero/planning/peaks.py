@@ -211,7 +211,7 @@ def step(units: Sequence[PlannedUnit], scaled: bool) -> DeviceBytes:
         if group.placement.streamed and tier == "host"
     ]
     gradients += max((_fetched(group) for group, _ in groups if group.kernel), default=0)
-    on_the_way = max((_exchanged(group, scaled) for group, _ in groups), default=0)
+    on_the_way = _exchanged([group for group, _ in groups], scaled)
     return DeviceBytes(
         gradients=gradients, optimizer=max(STREAM_WINDOW * max(streamed, default=0), on_the_way)
     )
@@ -232,14 +232,14 @@ def _stepped_with(group: PlannedGroup, numel: int, scaled: bool) -> int:
     return numel * group.wide.itemsize * (scaled or group.slice is not group.wide)
 
 
-def _exchanged(group: PlannedGroup, scaled: bool) -> int:
-    """The most bytes that a group's exchange takes besides what the group is stepped with: the part of the
-    slice that others step, or gradients as they came; and for records on the host, the slice or what comes.
-    """
-    whole, wide = group.whole, group.wide.itemsize
-    if whole is None:
-        return 0
-    if any(tier != "device" for _, tier in group.placement.optimizer):
-        return wide * (group.shard_numel + max(group.shard_numel, whole.numel))
-    came = whole.numel * group.slice.itemsize if scaled or group.slice is not group.wide else 0
-    return max(wide * group.shard_numel, came)
+def _exchanged(groups: Sequence[PlannedGroup], scaled: bool) -> int:
+    """Bytes of the room in which groups are exchanged, one after another: for the part of a slice that others
+    step; and for what comes, unless it comes where it is stepped, and as it is."""
+    parts = arrived = 0
+    for group in groups:
+        if group.whole is not None:
+            wide, near = group.wide.itemsize, all(tier == "device" for _, tier in group.placement.optimizer)
+            narrow = group.slice.itemsize if scaled or group.slice is not group.wide else 0
+            parts = max(parts, wide * group.shard_numel)
+            arrived = max(arrived, group.whole.numel * (narrow if near else wide))
+    return parts + arrived
