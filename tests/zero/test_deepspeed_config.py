@@ -140,7 +140,7 @@ def test_tiers() -> None:
         ({"communication_data_type": "int4"}, "'int4', not one of fp32, fp16, bf16"),
         (
             {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4},
-            r"times a whole number \(accumulation",
+            r"times a whole number of accumulation steps",
         ),
         (
             {

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
+from tests.zero.compiled.test_inductor import bytes_of_its_own
 from tests.zero.models import LanguageModel, Stack, features, tokens
 from tests.zero.test_paths import STRAIGHT, decaying, fresh, straight
 from tests.zero.training import adamw, same_bits, train_zero
@@ -588,3 +589,73 @@ def test_a_step_that_trains_nothing_is_told(cluster: Clusters, size: int) -> Non
 
 def test_evaluation_changes_nothing(cluster: Clusters) -> None:
     assert all(cluster(2).run(same_bits_after_evaluation_body))
+
+
+class Reordered(nn.Module):
+    """Equal blocks, called in an order of its own on each rank."""
+
+    def __init__(self, order: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+def evaluated_order_body(context: Context) -> str:
+    """Whole values come of gathers in one order; in another, each rank would compute with others' weights."""
+    with bytes_of_its_own(context.accelerator):
+        model = Reordered([0, 1, 2])
+        engine = zero.initialize(model, adamw(model), zero.Config(units=("Linear",), timeout=TIMEOUT))
+        x = torch.ones(2, 8, device=context.accelerator.device)
+        with torch.no_grad():
+            engine(x)
+            model.order = [2, 1, 0] if context.rank else [0, 1, 2]
+            with pytest.raises(zero.RankMismatchError) as told:
+                engine(x)
+    return str(told.value)
+
+
+def test_an_evaluation_in_another_order_is_told(cluster: Clusters) -> None:
+    for told in cluster(2).run(evaluated_order_body):
+        assert "blocks.0" in told
+        assert "blocks.2" in told
+    cluster(2).stop()  # whose groups are of no use any more
+
+
+def uneven_evaluation_body(context: Context) -> None:
+    """Inside `zero.gathered` nothing is gathered, and ranks may evaluate differently often."""
+    model = Reordered([0, 1, 2])
+    engine = zero.initialize(model, adamw(model), zero.Config(units=("Linear",), timeout=TIMEOUT))
+    x = torch.ones(2, 8, device=context.accelerator.device)
+    with torch.no_grad(), zero.gathered(model):
+        for _ in range(1 + 2 * context.rank):
+            engine(x)
+    engine.backward(engine(x).sum())
+    engine.step()
+
+
+def test_ranks_may_evaluate_differently_often_inside_gathered(cluster: Clusters) -> None:
+    cluster(2).run(uneven_evaluation_body)
+
+
+def failed_gather_body(context: Context) -> list[str]:
+    model = Reordered([0, 1, 2])
+    engine = zero.initialize(model, adamw(model), zero.Config(units=("Linear",), timeout=TIMEOUT))
+
+    def failing(*_: object) -> None:
+        raise zero.CommunicationError("as the test wants")
+
+    engine._communicator.all_gather = failing  # type: ignore[assignment,method-assign]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(zero.CommunicationError, match="as the test wants"):
+            engine(torch.ones(2, 8, device=context.accelerator.device))
+    return [str(w.message) for w in caught]
+
+
+def test_a_gather_that_fails_is_the_only_error(cluster: Clusters) -> None:
+    assert cluster(2).run(failed_gather_body) == [[], []]

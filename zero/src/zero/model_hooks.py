@@ -82,8 +82,10 @@ class ModelHooks(Uncopied):
             for index, parameter in enumerate(gradients.group.parameters):
                 parameter.register_post_accumulate_grad_hook(_receiver(self, gradients, index))
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
+        self._issued = 0  # collectives, when the last forward began
         if disk is not None:
             module.register_forward_hook(self._leave_forward, always_call=True)
+        if communicator.group.size > 1:
             module.register_forward_hook(self._agree_on_forward)
         self.compiled = None if config.compiling is None else self._compile(stores)
 
@@ -224,14 +226,19 @@ class ModelHooks(Uncopied):
         if not self.phase.in_backward:
             self._communicator.in_pass = self._config.tiers.params == "disk"
             self._record_streamer.return_all_to_host()  # graphs do this themselves
+            self._issued = self._communicator.issued
         return self._prepare(module, args, kwargs, own_calls=1)
 
     def _leave_forward(self, *_: Any) -> None:
         self._communicator.in_pass = self.phase.in_backward
 
     def _agree_on_forward(self, *_: Any) -> None:
-        """Raise OffloadError on every rank if one could not read parameters from disk in this forward."""
-        if not (self.phase.in_backward or self.phase.in_graph):
+        """After a forward that no backward follows, raise RankMismatchError if ranks gathered other units; after
+        any, OffloadError on every rank if one could not read parameters from disk."""
+        if self.phase.in_backward or self.phase.in_graph:
+            return
+        gathered = not torch.is_grad_enabled() and self._communicator.issued > self._issued
+        if gathered or self._config.tiers.params == "disk":
             self._communicator.agree()
 
     def _prepare(

@@ -106,6 +106,11 @@ class Communicator:
         self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
         self._watch = Watch(group, key, self._log)
 
+    @property
+    def issued(self) -> int:
+        """How many collectives and exchanges there have been so far."""
+        return self._count
+
     def split(self, split: Split) -> None:
         """Gather and reduce slices as `split` says from now on."""
         self.shards, self.replicas = split.shards, split.replicas

@@ -63,9 +63,12 @@ def _check_same(timeout: float, world: Group) -> None:
     if world.size == 1:
         return
     number = next(_joins)
-    keys = [f"zero/joining/{number}/rank {rank}" for rank in range(world.size)]
+    before, keys = (
+        [f"zero/joining/{turn}/rank {rank}" for rank in range(world.size)] for turn in (number - 1, number)
+    )
     world.store.set(keys[world.rank], repr(timeout))
     wait_for(world.store, keys, timeout)
+    world.store.delete_key(before[world.rank])  # all ranks have read it; keeps the store small
     every = [world.store.get(key).decode() for key in keys]
     if len(set(every)) > 1:
         told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(every))

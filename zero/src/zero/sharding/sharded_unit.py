@@ -70,7 +70,7 @@ class ShardedUnit:
         self._classes = {p: type(p) for g in groups for p in g.parameters}
         self._pending: dict[Cast, list[list[Pending]]] = {}  # one list for each group that has begun
         self._gathered: set[Cast] = set()
-        self._versions: list[int] = []  # of the parameters, when a forward began
+        self._versions: list[int] | None = None  # of the parameters, when a forward began to compute
         self._stale = False  # the weights changed: nothing gathered before may stay
         self._exposed = False  # see `expose`
         self._bound = OWN  # the cast whose buffers the parameters are views of
@@ -204,13 +204,14 @@ class ShardedUnit:
 
         Does nothing inside `hold_exact`, whose end looks for changes itself.
         """
-        if self.resident or self.held_exact:
+        before, self._versions = self._versions, None
+        if self.resident or self.held_exact or before is None:  # None: the gather has failed
             return
         rebound, names = self.rebind(), chain.from_iterable(group.names for group in self.groups)
         now = versions_of(self._classes)
-        if rebound or now != self._versions:
+        if rebound or now != before:
             self.release()
-            changed = [n for n, a, b in zip(names, now, self._versions, strict=True) if a != b]
+            changed = [n for n, a, b in zip(names, now, before, strict=True) if a != b]
             raise replaced(rebound) if rebound else written(changed[0])
 
     def rebind(self, told: Callable[[FlatGroup, int], bool] = lambda group, index: True) -> list[str]:
