@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.training import adamw
 from zero.sharding.full_parameters import FullParameters
 
 WIDTH = 16
@@ -177,3 +178,33 @@ def test_half_a_gather_is_finished_by_the_next(
         pytest.skip("only this device runs out of memory when it is told to")
     for wrong in cluster(2).run(half_body, gather_dtype=gather_dtype, autocast=autocast):
         assert wrong == []
+
+
+def nested_body(context: Context, stage: int) -> list[float]:
+    """A block that writes, inside one that reads; a change after it is still told."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = zero.initialize(model, adamw(model), zero.Config(stage=stage, timeout=20))  # type: ignore[arg-type]
+    weight = model[0].weight
+    with zero.gathered(model), torch.no_grad():
+        with zero.gathered(weight, write_rank=0):
+            if context.rank == 0:
+                weight.fill_(4.0)
+        inside = float(weight.sum())
+    with zero.gathered(weight):
+        after = float(weight.sum())
+    with pytest.raises(zero.UsageError, match="was changed inside"):
+        change_twice(engine.module, weight)
+    return [inside, after]
+
+
+@torch.no_grad()
+def change_twice(model: nn.Module, weight: nn.Parameter) -> None:
+    with zero.gathered(model):
+        with zero.gathered(weight, write_rank=0):
+            weight.fill_(5.0)
+        weight.fill_(6.0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_block_that_writes_inside_one_that_reads(cluster: Clusters, stage: int) -> None:
+    assert cluster(2).run(nested_body, stage=stage) == [[64.0, 64.0]] * 2

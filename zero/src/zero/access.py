@@ -20,6 +20,11 @@ OWNER_ATTRIBUTE = "_zero_owner"
 """Key of the engine's FullParameters in a module's __dict__, and of an _Owner in a parameter's."""
 
 
+_WRITTEN_ATTRIBUTE = "_zero_written"
+"""Key in a parameter's __dict__ of its version after a `gathered` block has last written it back. The block
+may lie inside another one."""
+
+
 class _Owner(Uncopied):
     """A weak reference to an engine's FullParameters; modules hold the strong one.
 
@@ -112,6 +117,8 @@ def _gathered(
         else:
             for full, mine in names.items():
                 full.write_back(mine, write_rank)
+            for parameter in versions:
+                parameter.__dict__[_WRITTEN_ATTRIBUTE] = parameter._version
     except BaseException:
         if write_rank is not None:
             _tell_of_changes(versions)
@@ -193,10 +200,14 @@ def _tell_of_changes(versions: Mapping[nn.Parameter, int]) -> None:
 
 
 def _changed(versions: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, FullParameters]]:
-    """Yield the names of parameters whose version has changed, with the FullParameters they belong to."""
+    """Yield the names of parameters whose version has changed, with the FullParameters they belong to.
+
+    A block inside that wrote them back does not count.
+    """
     for parameter, version in versions.items():
         full = parameter.__dict__[OWNER_ATTRIBUTE].alive()
-        if parameter._version != version and full is not None:
+        known = (version, parameter.__dict__.get(_WRITTEN_ATTRIBUTE))
+        if parameter._version not in known and full is not None:
             yield parameter.__dict__[NAME_ATTRIBUTE], full
 
 

@@ -233,8 +233,10 @@ class ModelHooks(Uncopied):
         self._communicator.in_pass = self.phase.in_backward
 
     def _agree_on_forward(self, *_: Any) -> None:
-        """After a forward that no backward follows, raise RankMismatchError if ranks gathered other units; after
-        any, OffloadError on every rank if one could not read parameters from disk."""
+        """After a forward that no backward follows, raise RankMismatchError if ranks gathered other units.
+
+        After any, raise OffloadError on every rank if one could not read parameters from disk.
+        """
         if self.phase.in_backward or self.phase.in_graph:
             return
         gathered = not torch.is_grad_enabled() and self._communicator.issued > self._issued

@@ -435,7 +435,7 @@ _WORTHLESS = (
 )
 _ADVICE = (
     "Every rank must run the same modules in the same order; a branch that depends on the rank's data is "
-    "the usual cause"
+    "the usual cause. If a mixture's experts are units, name the block around them with Config(units=...)"
 )
 _SETTINGS_ADVICE = (
     "Every rank steps its part of one model and must do so in the same way: if a scheduler follows a loss, "

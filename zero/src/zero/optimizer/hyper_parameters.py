@@ -1,4 +1,4 @@
-"""The hyper-parameters that schedulers change, which must be the same on all ranks."""
+"""The hyper-parameters that programs change, which must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from accelz.flat_buffer import HOST
 
-SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+SCHEDULED = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "maximize")
 
 
 def scheduled(optimizer: Optimizer) -> dict[str, Any]:
