@@ -237,6 +237,11 @@ def test_whole_gradients_live_briefly(cluster: Clusters) -> None:
         assert found["shards"] == 9
 
 
+def gradients_of(engine: zero.Engine, names: list[str]) -> list[Tensor | None]:
+    values = [engine.full_gradient(name) for name in names]
+    return [None if value is None else value.cpu() for value in values]
+
+
 def exchanges_body(context: Context, micro_batches: int, look: bool) -> dict[str, Any]:
     """Exchanges over host memory in the third step of a model of which ranks use different parts, and its
     gradients as they are read between micro-batches, if `look`, and after the last one."""
@@ -251,9 +256,9 @@ def exchanges_body(context: Context, micro_batches: int, look: bool) -> dict[str
         for micro_batch in range(micro_batches):
             engine.backward(optional_loss(model, step + micro_batch, context.rank))
             if look and not engine.is_boundary:
-                between = [engine.full_gradient(name) for name in names]
+                between = gradients_of(engine, names)
         found = len(counted)
-        gradients = [engine.full_gradient(name) for name in names]
+        gradients = gradients_of(engine, names)
         engine.step()
     return {"exchanges": found, "gradients": gradients, "between": between if look else None}
 
