@@ -26,7 +26,7 @@ from accelz.accelerator import Accelerator
 from accelz.collectives import Group, Handle, ReduceOp
 from accelz.errors import CollectiveError
 from accelz.flat_buffer import HOST
-from accelz.polled_store import wait_for
+from accelz.polled_store import exchange
 from zero.communication.job import Split
 from zero.communication.reports import Failure, Reports
 from zero.communication.watch import Watch
@@ -301,23 +301,16 @@ class Communicator:
             return [json.loads(json.dumps(value))]  # what other world sizes would see
         self.check()
         self._shared += 1
-        before, keys = (
-            [f"{self._key}/share{turn}/{rank}" for rank in range(self.group.size)]
-            for turn in (self._shared - 1, self._shared)
-        )
-        store = self.group.store
+        group, key, own = self.group, f"{self._key}/share", json.dumps(value)
         try:
-            store.set(keys[self.group.rank], json.dumps(value))
             with self._watch.waiting(self._count, "exchange of values"):
-                wait_for(store, keys, self.group.timeout)
-            store.delete_key(before[self.group.rank])  # all ranks have read it; keeps the store small
-            values = [json.loads(store.get(key)) for key in keys]
+                every = exchange(group.store, key, self._shared, group.rank, group.size, own, group.timeout)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.group.rank} did not get the other ranks' state: {error}. All ranks must make "
                 "the same calls: look at the output of the others first"
             ) from error
-        return values
+        return [json.loads(each) for each in every]
 
     def _exchange(self, what: str, tensor: Tensor) -> None:
         """All-reduce (max) in host memory, outside of the hashed sequence."""

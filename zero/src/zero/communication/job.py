@@ -13,7 +13,7 @@ from torch.distributed import DistStoreError
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.errors import CollectiveError
-from accelz.polled_store import wait_for
+from accelz.polled_store import exchange
 from zero.errors import CommunicationError, ConfigError, RankMismatchError
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class Split:
 
 
 _groups: dict[float, tuple[object, Group, Group]] = {}  # timeout -> (the job, for data, for control)
-_joins = itertools.count()
+_joins = itertools.count(1)
 _splits: dict[tuple[float, int], tuple[object, Split]] = {}  # timeout, ranks of a copy -> (the job, groups)
 
 
@@ -62,14 +62,8 @@ def _check_same(timeout: float, world: Group) -> None:
     """Raise RankMismatchError if ranks have different timeouts: they would look for different groups."""
     if world.size == 1:
         return
-    number = next(_joins)
-    before, keys = (
-        [f"zero/joining/{turn}/rank {rank}" for rank in range(world.size)] for turn in (number - 1, number)
-    )
-    world.store.set(keys[world.rank], repr(timeout))
-    wait_for(world.store, keys, timeout)
-    world.store.delete_key(before[world.rank])  # all ranks have read it; keeps the store small
-    every = [world.store.get(key).decode() for key in keys]
+    own = repr(timeout)
+    every = exchange(world.store, "zero/joining", next(_joins), world.rank, world.size, own, timeout)
     if len(set(every)) > 1:
         told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(every))
         raise RankMismatchError(f"Config(timeout=...) must be the same on all ranks; it is {told}")

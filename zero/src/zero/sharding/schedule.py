@@ -31,7 +31,7 @@ class Schedule:
         self._disk = disk
         self._records: dict[bool, list[Event]] = {}
         self._record: list[Event] = []
-        self._places: dict[Event, list[int]] = {}  # in the record, ascending
+        self._places: dict[Event, list[int]] = {}  # in the record, ascending; once a path has left it
         self._current: list[Event] = []
         self._cursor = 0
         self._training = False
@@ -42,9 +42,7 @@ class Schedule:
             self._records[self._training] = self._current
         self._training = training
         self._record = self._records.get(training, [])
-        self._places = defaultdict(list)
-        for place, event in enumerate(self._record):
-            self._places[event].append(place)
+        self._places = {}
         self._current = []
         self._cursor = 0
         if self._disk is not None:
@@ -68,15 +66,24 @@ class Schedule:
     def _advance(self, event: Event) -> None:
         if len(self._current) < _LONGEST:  # a program may call parts forever
             self._current.append(event)
-        if event in self._places:  # else it is another path than last time: no hint until a known event comes
-            self._cursor = self._nearest(event) + 1
+        if self._record[self._cursor : self._cursor + 1] == [event]:
+            self._cursor += 1
+        else:  # another path than last time
+            self._cursor = self._behind_nearest(event)
 
-    def _nearest(self, event: Event) -> int:
-        """The place in the record of a known event: of a unit that is used again out of turn, the use just
-        passed, not the one of the backward."""
+    def _behind_nearest(self, event: Event) -> int:
+        """The place in the record behind this event; the present place if it is not there, until one comes
+        that is. Where a unit is used again out of turn, its use just passed counts, not that of the backward.
+        """
+        if not self._places:
+            self._places = defaultdict(list)
+            for place, known in enumerate(self._record):
+                self._places[known].append(place)
+        if event not in self._places:
+            return self._cursor
         places = self._places[event]
         later = bisect_left(places, self._cursor)
-        return min(places[max(later - 1, 0) : later + 1], key=lambda place: abs(place - self._cursor))
+        return 1 + min(places[max(later - 1, 0) : later + 1], key=lambda place: abs(place - self._cursor))
 
     def _read_ahead(self) -> None:
         for index, cast in self._upcoming(self._ahead + DEPTH)[self._ahead :]:
