@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ def test_inspect_tells_what_is_there(checkpoint: Path) -> None:
     for text in ("embedding.weight", "[20, 30]", "F32", "world size", "step-7"):
         assert text in result.stdout, text
     described = json.loads(run("inspect", checkpoint, "--json").stdout)
+    assert time.strftime("%Y-%m-%d %H:", time.localtime(described["created"])) in result.stdout
     assert described["steps"] == 1
     assert described["world size"] == 2
     assert [(t["name"], t["shape"], t["bytes"]) for t in described["tensors"]] == [

@@ -25,6 +25,7 @@ from zero.setup.checks import check_model
     [
         ({"stage": 4}, "stage = 4"),
         ({"stage": "3"}, "stage = '3'"),
+        ({"stage": True}, "stage = True"),
         ({"stagee": 3}, "did you mean 'stage'"),
         ({"offload_everything": True}, "known: stage, precision"),
         ({"precision": "float16"}, "precision = 'float16'"),

@@ -874,7 +874,7 @@ def test_a_model_that_is_only_read_takes_no_optimizer_state(
 def habits_body(context: Context) -> dict[str, str]:
     model = nn.Linear(4, 4)
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=20))
-    found = {}
+    found = {"repr": repr(engine)}
     for name in (*MIGRATION_HINTS, "parameters", "in_features", "no_such_thing"):
         with pytest.raises(AttributeError) as caught:
             getattr(engine, name)
@@ -889,3 +889,5 @@ def test_names_of_other_engines_say_what_to_write(cluster: Clusters) -> None:
     assert "use engine.module.in_features" in found["in_features"]
     assert found["no_such_thing"] == "a zero.Engine has no attribute 'no_such_thing'"
     assert all(found[name].endswith(said) for name, said in MIGRATION_HINTS.items())
+    assert "Engine of Linear" in found["repr"]
+    assert "rank 0 of 1, after 0 steps: Config(timeout=20.0)" in found["repr"]

@@ -87,8 +87,9 @@ def test_all_problems_are_listed_at_once() -> None:
     assert "missing in the checkpoint: new" in str(caught.value)
     assert "unexpected in the checkpoint: old" in str(caught.value)
     assert matched(stored("a", "old"), wanted("a", "new"), None, False) == {"a": "a"}
-    with pytest.raises(zero.StateError, match="shape"):
+    with pytest.raises(zero.StateError, match="rename to None what should keep"):
         matched(stored("c"), [Target("c", (5,), True)], None, False)
+    assert matched(stored("c"), [Target("c", (5,), True)], {"c": None}, False) == {}
 
 
 def test_many_names_are_cut_short() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -335,6 +336,8 @@ def _warn(what: str, names: tuple[str, ...]) -> None:
 
 def _facts(source: Source) -> dict[str, Any]:
     rows: dict[str, Any] = {"path": source.path, "format": source.format, **source.facts}
+    if "created" in rows:
+        rows["created"] = datetime.fromtimestamp(rows["created"]).astimezone().isoformat(" ", "seconds")
     rows["tensors"] = f"{len(source.tensors)}, {human(sum(t.nbytes for t in source.tensors))}"
     rows["elements"] = f"{sum(t.numel for t in source.tensors):,}"
     return {label: human(value) if label == "bytes" else value for label, value in rows.items()}

@@ -83,6 +83,13 @@ class Config(Validated):
     compile: Compile | bool | None = None
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
 
+    @field_validator("stage", mode="before")
+    @classmethod
+    def _no_truth_value(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # which equals 0 or 1
+            raise ValueError("must be 0, 1, 2 or 3")
+        return value
+
     @field_validator("units", "autocast_modules", mode="before")
     @classmethod
     def _as_tuple(cls, value: Any) -> Any:

@@ -122,6 +122,13 @@ class Engine:
         """
         return self._placement.forward(self.module, args, kwargs, self._recover)
 
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{k}={getattr(self.config, k)!r}" for k in sorted(self.config.model_fields_set))
+        return (
+            f"<zero.Engine of {type(self.module).__name__} on {self.accelerator.device}, rank {self.rank} of "
+            f"{self.world_size}, after {self.steps} steps: Config({settings})>"
+        )
+
     def __getattr__(self, name: str) -> Any:
         raise missing(name, self.__dict__.get("module"))  # called for what is not there only
 

@@ -86,7 +86,10 @@ class Integrity:
             what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(f"backward() needs a tensor of one element, the loss; got {what}")
         if not loss.requires_grad:
-            raise UsageError("backward(): the loss does not depend on any parameter that requires a gradient")
+            raise UsageError(
+                "backward(): the loss does not depend on any parameter that requires a gradient: was it "
+                "computed under torch.no_grad(), from detached values, or are all parameters frozen?"
+            )
         self.check_complete()
         self._parameter_checks.check_trained()
 

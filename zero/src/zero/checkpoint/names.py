@@ -72,7 +72,8 @@ def match(
         for misfitting in dict.fromkeys(wanted[name] for name in found):
             wrong.extend(_misfit(misfitting, source))
     missing = [name for name, target in wanted.items() if target.name == name and name not in sources]
-    problems = {"mismatched": wrong}
+    advice = "" if strict else " (rename to None what should keep the value that it has)"
+    problems = {f"mismatched{advice}": wrong}
     if strict:
         problems |= {"missing in the checkpoint": missing, "unexpected in the checkpoint": unexpected}
     raise_for(problems)
