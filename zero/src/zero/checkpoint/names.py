@@ -76,15 +76,21 @@ def match(
     problems = {f"mismatched{advice}": wrong}
     if strict:
         problems |= {"missing in the checkpoint": missing, "unexpected in the checkpoint": unexpected}
-    raise_for(problems)
+    raise_for(problems, _OTHER_NAMES if missing and unexpected else "")
     return sources
 
 
-def raise_for(problems: Mapping[str, list[str]]) -> None:
+_OTHER_NAMES = (
+    ". If tensors of the model are there under other names, pass rename=, a dict or a function from names in "
+    "the checkpoint to the model's"
+)
+
+
+def raise_for(problems: Mapping[str, list[str]], advice: str = "") -> None:
     """Raise StateError if any list is not empty."""
     told = [f"{what}: {some(names)}" for what, names in problems.items() if names]
     if told:
-        raise StateError(f"the checkpoint does not fit: {'; '.join(told)}")
+        raise StateError(f"the checkpoint does not fit: {'; '.join(told)}{advice}")
 
 
 def _renamer(rename: Rename | None, names: set[str]) -> Callable[[str], str | None]:

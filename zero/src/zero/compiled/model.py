@@ -139,7 +139,7 @@ class CompiledModel:
         returned = {id(tensor) for tensor in iter_tensors(result) if isinstance(tensor, nn.Parameter)}
         for unit in self._units if returned else ():
             if any(id(p) in returned for group in unit.groups for p in group.parameters):
-                unit.hold_to_the_end()
+                unit.hold_to_the_end(unit.cast_for(None))
 
     def _by_units(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on without the whole graph, unless the model itself raises on these arguments."""

@@ -18,6 +18,8 @@ from zero.errors import ShardedParameterError
 
 NAME_ATTRIBUTE = "_zero_name"
 REASON_ATTRIBUTE = "_zero_reason"
+LEND_ATTRIBUTE = "_zero_lend"
+"""Key in a parameter's __dict__ of a function that gathers it if the program may use it, and says whether."""
 
 # What is allowed on a parameter that has no values: attributes to read, attributes to write, methods.
 _READABLE = frozenset(
@@ -59,7 +61,11 @@ class ShardedParameter(nn.Parameter):
         if is_metadata(func) or func in _serving:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        name, reason = _who(args, kwargs)
+        found = _first_sharded(args, kwargs)
+        own = {} if found is None else found.__dict__
+        if LEND_ATTRIBUTE in own and own[LEND_ATTRIBUTE]():
+            return func(*args, **(kwargs or {}))
+        name, reason = own.get(NAME_ATTRIBUTE, "?"), own.get(REASON_ATTRIBUTE, SHARDED)
         raise ShardedParameterError(f"{describe(func)} needs the values of parameter {name!r}, {reason}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -106,16 +112,15 @@ def describe(func: Callable[..., Any]) -> str:
     return f"`{name}`"
 
 
-def _who(args: Iterable[Any], kwargs: dict[str, Any] | None) -> tuple[str, str]:
+def _first_sharded(args: Iterable[Any], kwargs: dict[str, Any] | None) -> ShardedParameter | None:
     values = [*args, *(kwargs or {}).values()]
     while values:
         value = values.pop(0)
         if isinstance(value, ShardedParameter):
-            own = value.__dict__
-            return own.get(NAME_ATTRIBUTE, "?"), own.get(REASON_ATTRIBUTE, SHARDED)
+            return value
         if isinstance(value, (list, tuple)):
             values.extend(value)
-    return "?", SHARDED
+    return None
 
 
 SHARDED = (
@@ -125,6 +130,6 @@ SHARDED = (
 ANEW = "free the model and the optimizer, and build them again"
 LOST = f"which a failed zero.initialize left incomplete: {ANEW}"
 UNBORN = (
-    "which was made under zero.init() and has no values yet. zero.initialize() fills its shards; "
-    "read it inside `with zero.gathered(parameter):` after that"
+    "which was made under zero.init() and has no values yet. Resize, tie and convert parameters inside the "
+    "zero.init block. After zero.initialize(), `with zero.gathered(parameter):` shows them whole"
 )

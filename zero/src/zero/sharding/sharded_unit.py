@@ -234,11 +234,11 @@ class ShardedUnit:
         for group in self.groups:
             group.isolate(self._bound_before_exact[-1])
 
-    def hold_to_the_end(self) -> None:
-        """Keep the unit gathered until the engine's backward is over: the program may read it. Collective."""
+    def hold_to_the_end(self, cast: Cast) -> None:
+        """Keep the unit gathered in `cast` until the engine's backward is over. Collective."""
         if not self.resident:
             self.calls_in_backward.add(VIEWED)
-            self.gather(self.cast_for(None))
+            self.gather(cast)
 
     def _bind_exact_again(self) -> None:
         """Bind exact values again, inside `hold_exact`, once no forward computes with others."""

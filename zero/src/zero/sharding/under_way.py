@@ -1,4 +1,4 @@
-"""Find out which forwards are under way, if no hook has reported their end.
+"""Find out from the stack which forwards are under way, where no hook has reported it.
 
 torch calls a module's forward hooks when its forward returns or raises an Exception. KeyboardInterrupt,
 SystemExit and the like bypass them, and hooks may have been removed. A forward that is still running is on
@@ -20,6 +20,14 @@ _CALL = nn.Module._call_impl.__code__
 def calls_under_way(modules: Container[nn.Module]) -> int:
     """Count the calls of these modules in all threads. Takes about 0.1 ms, more with deeper stacks."""
     return sum(frame.f_locals["self"] in modules for frame in _frames() if frame.f_code is _CALL)
+
+
+def module_called() -> nn.Module | None:
+    """Return the module that this thread is calling, the innermost of them; None outside of all calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def _frames() -> Iterator[FrameType]:

@@ -28,11 +28,13 @@ from zero.errors import UsageError
 from zero.sharding import autocast
 from zero.sharding.alterations import changed_since
 from zero.sharding.cast import Cast
+from zero.sharding.guard import LEND_ATTRIBUTE
 from zero.sharding.progress import Progress, next_number, number_of
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors, map_tensors
 from zero.sharding.uncopied import Uncopied
+from zero.sharding.under_way import module_called
 from zero.tiers.tracer import PhaseName, Tracer
 
 
@@ -92,6 +94,9 @@ class UnitHooks(Uncopied):
         for hooked in unit.hooked_modules:
             hooked.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             hooked.register_forward_hook(self._after, always_call=True)
+        lender = _Lender(self)
+        for parameter in own:
+            parameter.__dict__[LEND_ATTRIBUTE] = lender
 
     def reset(self) -> None:
         """Forget calls under way, after a backward or an exception."""
@@ -176,6 +181,23 @@ class UnitHooks(Uncopied):
                 self._progress.watch(tensor)
         return inputs
 
+    def lend(self) -> bool:
+        """Gather the unit for a module inside it that is called by another way than through the unit.
+
+        It then stays gathered until the backward is over, which goes through that call at a time that no
+        hook sees. Collective, as every call of a module is. Returns whether there is such a call.
+        """
+        if self._unit.resident:
+            return False  # it is away
+        called, hooked = module_called(), self._unit.hooked_modules
+        inside = (module for each in hooked for module in each.modules() if module not in hooked)
+        if self._phase.in_graph or called is None or all(module is not called for module in inside):
+            return False
+        self._unit.hold_to_the_end(self._unit.cast_for(autocast.enabled_dtype(self._device_type)))
+        self._open_ended |= torch.is_grad_enabled()
+        self._mark()
+        return True
+
     def _mark(self) -> None:
         self._tracer.mark(self._phase.name, self._unit.name)
 
@@ -251,6 +273,17 @@ class UnitHooks(Uncopied):
             self._on_over(self._unit)
         if began:
             self._unit.release()
+
+
+class _Lender(Uncopied):
+    """Calls `UnitHooks.lend`, for parameters to keep without keeping the engine alive."""
+
+    def __init__(self, hooks: UnitHooks) -> None:
+        self._hooks = weakref.ref(hooks)
+
+    def __call__(self) -> bool:
+        hooks = self._hooks()
+        return hooks is not None and hooks.lend()
 
 
 class _Call:
