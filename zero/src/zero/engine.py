@@ -297,10 +297,8 @@ class Engine:
         load, the engine refuses to go on until a checkpoint is loaded.
         """
         self._check_loadable("load_state_dict")
-        before = self._integrity.interrupted
-        model_state.load(self.module, self._full_parameters, state, strict, self._begin_load)
-        self._integrity.snapshot_versions()
-        self._integrity.interrupted = before
+        with self._loading(everything=False):
+            model_state.load(self.module, self._full_parameters, state, strict, self._begin_load)
 
     def full_master(self, name: str) -> Tensor:
         """Return the whole fp32 master of parameter `name`, in the parameter's shape, on every rank.
@@ -387,16 +385,11 @@ class Engine:
         self._check_model()
         if not strict:  # what the checkpoint does not have stays as it is
             self._integrity.check_refreshed()
-        options, before = (
-            LoadOptions(restore or {}, strict, weights_only, rename),
-            self._integrity.interrupted,
-        )
-        loaded = self._checkpoints.load(path, options, self._begin_load)
-        self._integrity.snapshot_versions()
+        options = LoadOptions(restore or {}, strict, weights_only, rename)
+        with self._loading(everything=strict and not weights_only):
+            loaded = self._checkpoints.load(path, options, self._begin_load)
         if not weights_only:
             self.steps = loaded.steps
-        # Values of an interrupted step or load may remain, unless everything has been loaded.
-        self._integrity.interrupted = before and (weights_only or not strict)
         return loaded
 
     def load_pretrained(self, path: str | Path, *, strict: bool = True, rename: Rename | None = None) -> None:
@@ -407,11 +400,9 @@ class Engine:
         anything changes; after an error in reading, the engine refuses to go on until a checkpoint is loaded.
         """
         self._check_loadable("load_pretrained")
-        before = self._integrity.interrupted
         request = Request(Path(path), strict, rename, self._checkpoints.storage)
-        fill_engine(self.module, self._full_parameters, request, self._begin_load)
-        self._integrity.snapshot_versions()
-        self._integrity.interrupted = before
+        with self._loading(everything=False):
+            fill_engine(self.module, self._full_parameters, request, self._begin_load)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a save in the background is complete; raises its error."""
@@ -471,6 +462,17 @@ class Engine:
         return self._tracer.report
 
     # -- inside -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _loading(self, everything: bool) -> Iterator[None]:
+        """Wrap a load, which calls `_begin_load` before it changes anything.
+
+        everything: it replaces all values, those of an interrupted step or load included.
+        """
+        before = self._integrity.interrupted
+        yield
+        self._integrity.snapshot_versions()
+        self._integrity.interrupted = before and not everything
 
     def _begin_load(self) -> None:
         self.zero_grad()
