@@ -7,7 +7,6 @@ an engine can exchange small control data without touching the device.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, Store
+from torch.distributed import Store
 
 from accelz import direct_exchange
 from accelz.errors import CollectiveError
+from accelz.launch_environment import place_of_this_process
 
 ReduceOp = Literal["sum", "max", "min"]
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -102,15 +102,17 @@ class Collectives:
         With a store, rank and world_size give this process's place in the job. Without one, the environment
         variables set by torchrun are used; if they are missing too, the process is a job of one rank. A
         default process group that is already initialised is used as it is. timeout in seconds.
+
+        Raises CollectiveError if the environment contradicts itself or shows that another launcher started
+        several processes, and if the ranks do not meet.
         """
         if not dist.is_initialized():
             limit = timedelta(seconds=timeout)
-            if store is not None:
-                place: dict[str, Any] = {"rank": rank, "world_size": world_size, "store": store}
-            elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-                place = {}
-            else:
-                place = {"rank": 0, "world_size": 1, "store": HashStore()}
+            place = (
+                place_of_this_process()
+                if store is None
+                else {"rank": rank, "world_size": world_size, "store": store}
+            )
             _translated(lambda: self._init_process_group(limit, place))
         world = dist.group.WORLD
         assert world is not None

@@ -41,9 +41,10 @@ def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
 
     The job is given by torchrun's environment or an initialised default process group, and is otherwise one
     rank. Engines with the same timeout (seconds) use the same groups. Every rank must call this. Raises
-    CommunicationError if some do not, and RankMismatchError if their timeouts differ.
+    CommunicationError if some do not or the environment gives no place in a job, and RankMismatchError if
+    timeouts differ.
     """
-    accelerator.bind(int(os.environ.get("LOCAL_RANK", "0")))
+    accelerator.bind(_local_rank())
 
     def joined() -> tuple[object, Group, Group]:
         world = accelerator.collectives.init(timeout)
@@ -56,6 +57,16 @@ def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
 
     _, data, control = _explained(joined, timeout)
     return data, control
+
+
+def _local_rank() -> int:
+    text = os.environ.get("LOCAL_RANK", "").strip() or "0"
+    if not text.isdecimal():
+        raise CommunicationError(
+            f"the environment has LOCAL_RANK={text}: it must be this process's number on its machine, from 0 "
+            "on, as torchrun sets it"
+        )
+    return int(text)
 
 
 def _check_same(timeout: float, world: Group) -> None:
