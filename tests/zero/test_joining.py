@@ -40,3 +40,15 @@ def test_an_empty_local_rank_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(zero.CommunicationError):
         join(alone, 1.0)
     assert bound == [0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0, "^this rank could not join the job: it broke"),
+        (0.2, "^not all ranks joined .* exited early. Error on this rank: it broke"),
+    ],
+)
+def test_other_ranks_are_suspected_only_after_a_long_wait(seconds: float, told: str) -> None:
+    with pytest.raises(zero.CommunicationError, match=told):
+        join(failing_after(seconds), 0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -30,6 +31,8 @@ class Split:
     shards: Group
     replicas: Group | None
 
+
+_LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
 
 _groups: dict[float, tuple[object, Group, Group]] = {}  # timeout -> (the job, for data, for control)
 _joins = itertools.count(1)
@@ -123,9 +126,13 @@ def _new_group(accelerator: Accelerator, ranks: Sequence[int] | None, timeout: f
 
 
 def _explained(call: Callable[[], T], timeout: float) -> T:
+    """Call, and raise CommunicationError for what fails: the other ranks are suspected after a long wait."""
+    began = time.monotonic()
     try:
         return call()
     except (CollectiveError, DistStoreError) as error:
+        if time.monotonic() - began < _LONG * timeout:
+            raise CommunicationError(f"this rank could not join the job: {error}") from error
         raise CommunicationError(
             f"not all ranks joined the job within {timeout:.0f} s; look for one that exited early. Error on "
             f"this rank: {error}"
