@@ -131,6 +131,37 @@ def test_saving_in_the_background_keeps_the_moment_it_was_called(cluster: Cluste
         assert found == {"published": False, "one": True, "two": True, "one copy": True}
 
 
+def interrupted_start_body(context: Context, runs: str) -> dict[str, str]:
+    """Ctrl-C just before the thread is there."""
+    engine = engine_of(context)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.save_checkpoint(Path(runs, "a"), async_=True)
+        patch.undo()
+        patch.setattr("zero.checkpoint.background.START_SECONDS", 0.1)
+        said = {"waiting": raised(engine.wait_for_checkpoint), "once": raised(engine.wait_for_checkpoint)}
+    engine.save_checkpoint(Path(runs, "b"), async_=True)
+    engine.save_checkpoint(Path(runs, "c"))
+    return said
+
+
+def interrupt(thread: threading.Thread) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_save_whose_thread_never_began_is_told_and_prevents_no_other(
+    cluster: Clusters, tmp_path: Path
+) -> None:
+    for said in cluster(2).run(interrupted_start_body, runs=str(tmp_path)):
+        assert said["waiting"].endswith(
+            f"{tmp_path}/a in the background was interrupted before it began: call save_checkpoint again on "
+            "every rank"
+        )
+        assert said["once"] == "nothing raised"
+    assert complete(tmp_path, DISK) == ["b", "c"]
+
+
 ENDS_AT_ONCE = """
 import sys, torch, zero
 model = torch.nn.Linear(2048, 1024)

@@ -10,7 +10,7 @@ save_messages, problems, together
                         messages and errors between ranks
 publication, manifest_assembly
                         publishing a checkpoint under its name; one manifest from all ranks' reports
-save_job                one save
+save_job, background    one save; one in a thread of its own
 names, group_match, tensor_reader, weights, load_optimizer, load
                         matching stored tensors to another model, and reading them
 checkpoints             what the engine uses: its saves, one at a time, and its loads

@@ -6,8 +6,6 @@ A save and a load first wait for the save in the background.
 from __future__ import annotations
 
 import itertools
-import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch import Tensor
 
 import zero
 from zero.checkpoint import user_state
+from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_state import EngineParts, collect, describe
 from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.publication import Publication, check_name
@@ -27,7 +26,6 @@ from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
 from zero.tiers.values import lasting
 
-_log = logging.getLogger("zero")
 _engines = itertools.count()
 
 
@@ -40,8 +38,7 @@ class Checkpoints:
         self._key = f"zero/checkpoints{next(_engines)}"  # key prefix in the store, equal on all ranks
         self._saves = itertools.count(1)
         self._arena: Tensor | None = None  # host memory that background saves copy the state to
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._background: BackgroundSave | None = None
 
     @lasting()
     def save(
@@ -73,8 +70,8 @@ class Checkpoints:
         except Exception as error:
             refuse(messages, error)
         if async_:
-            self._thread = threading.Thread(target=self._run, args=(job, where), name=f"saving {where}")
-            self._thread.start()
+            self._background = BackgroundSave(job, where)
+            self._background.start()
         else:
             self._arena = None
             job.run()
@@ -87,12 +84,11 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the save in the background is over, and raise its error, if any, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        if self._background is not None:
+            failure = self._background.outcome()
+            self._background = None
+            if failure is not None:
+                raise failure
 
     def _prepare(
         self, job: Job, steps: int, state: Mapping[str, Any], rank_state: Mapping[str, Any], copy: bool
@@ -115,14 +111,6 @@ class Checkpoints:
         if copy:
             packed = pack(self._engine.accelerator, job.mine.parts, self._arena)
             job.mine.parts, job.packed, self._arena = packed
-
-    def _run(self, job: Job, path: Path) -> None:
-        """The thread's body."""
-        try:
-            job.run()
-        except BaseException as error:
-            self._failure = error
-            _log.error("the checkpoint %s could not be saved: %s", path, error)
 
 
 def _check_arguments(state: object, rank_state: object, keep_last: int | None) -> None:
