@@ -9,7 +9,7 @@ the keys. (It does not poll with short waits, because c10d logs a warning for ea
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,16 +22,17 @@ PAUSE = 0.02
 """The pause, as a fraction of the time waited so far: short waits end promptly, long ones poll rarely."""
 
 
-def wait_for(store: Store, keys: Sequence[str], timeout: float) -> None:
-    """Return when all keys are set; raises DistStoreError after `timeout` seconds."""
+def wait_for(
+    store: Store, keys: Sequence[str], timeout: float, give_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Return when all keys are set; raises DistStoreError after `timeout` seconds, or once `give_up()`."""
     begun = time.monotonic()
     while not store.check(list(keys)):
         waited = time.monotonic() - begun
-        if waited > timeout:
+        if waited > timeout or give_up():
             missing = ", ".join(key for key in keys if not store.check([key]))
-            raise dist.DistStoreError(
-                f"timed out after {timeout:g} s waiting for keys that other ranks have not set: {missing}"
-            )
+            how = f"timed out after {timeout:g} s" if waited > timeout else f"gave up after {waited:.1f} s"
+            raise dist.DistStoreError(f"{how} waiting for keys that other ranks have not set: {missing}")
         time.sleep(min(max(SHORTEST, PAUSE * waited), LONGEST, timeout - waited))
 
 

@@ -6,7 +6,7 @@ storage, stream         all input and output
 manifest, reader        the manifest; reading tensors by key, with every byte checked. No torch, no engine
 dtypes, random_state, header, rank_layout, rank_file, user_state, engine_state
                         what a save consists of, and one rank's file
-save_messages, problems, together
+program_end, save_messages, problems, together
                         messages and errors between ranks
 publication, manifest_assembly
                         publishing a checkpoint under its name; one manifest from all ranks' reports

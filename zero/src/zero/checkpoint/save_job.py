@@ -14,9 +14,10 @@ from accelz.accelerator import Accelerator
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.manifest_assembly import assemble
 from zero.checkpoint.problems import Problem, error_of, problem_of
+from zero.checkpoint.program_end import has_failed
 from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import write_rank_file
-from zero.checkpoint.save_messages import SaveMessages
+from zero.checkpoint.save_messages import JOINED, SaveMessages
 from zero.checkpoint.storage import Storage
 from zero.errors import CheckpointError, CommunicationError, ZeroError
 
@@ -55,13 +56,14 @@ class Job:
     def _run(self) -> Problem:
         rank, messages = self.messages.rank, self.messages
         try:
+            messages.publish(JOINED, None)
             report = self._write(self._begin())
         except Exception as error:
             self.failure = error
             report = {"problem": problem_of(error, _PART.format(rank))}
         messages.publish("file", report)
         if rank:
-            outcome: Problem = messages.collect("outcome", [0], patience=_LAST)[0]
+            outcome = self._outcome(report.get("problem", []))
             messages.publish("leave", None)
             return outcome
         outcome = self._publish()
@@ -106,6 +108,22 @@ class Job:
         report = write_rank_file(self.storage, self.accelerator, path, self.mine.parts, self.packed)
         return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
 
+    def _outcome(self, own: Problem) -> Problem:
+        """Rank 0's word, unless this rank's program has failed; it ends then. own: this rank's problem."""
+        try:
+            told: Problem = self.messages.collect("outcome", [0], _LAST, give_up=has_failed)[0]
+            return told
+        except CommunicationError:
+            if not has_failed():
+                raise
+        if not own:
+            _log.warning(
+                "rank %d has written its part of %s and ends, as its program has failed: the other ranks "
+                "complete the checkpoint if they can",
+                *(self.messages.rank, self.publication.staging),
+            )
+        return own
+
     def _publish(self) -> Problem:
         """Publish the checkpoint once every rank has written its file. On rank 0."""
         try:
@@ -149,6 +167,7 @@ def refuse(messages: SaveMessages, error: Exception) -> NoReturn:
     Only rank 0 waits for the others, until they know.
     """
     rank = messages.rank
+    messages.publish(JOINED, None)
     own = problem_of(error, _PART.format(rank))
     told = [own[0], f"rank {rank}: {own[1]}"] if isinstance(error, ZeroError) else own
     if rank:
@@ -167,6 +186,7 @@ def _take_leave(messages: SaveMessages) -> None:
     try:
         messages.collect("leave", others)
         messages.forget("leave", others)
+        messages.forget(JOINED, messages.ranks)
         messages.forget("file", messages.ranks)
         messages.forget("directory", [0])
         messages.forget("outcome", [0])

@@ -6,7 +6,8 @@ Collectives cannot be used: those of a background save would interleave with tho
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,14 @@ from torch.distributed import DistStoreError
 
 from accelz.collectives import Group
 from accelz.polled_store import wait_for
+from zero.checkpoint.program_end import has_failed
 from zero.errors import CommunicationError
+
+JOINED = "join"
+"""The topic on which every rank publishes something at the beginning, so that others wait for the rest."""
+
+JOIN_SECONDS = 10.0
+"""How long a rank whose program has failed waits for ranks that have not joined the save."""
 
 
 class SaveMessages:
@@ -33,19 +41,33 @@ class SaveMessages:
         with self._answering(topic):
             self._store.set(self._name(topic, self.rank), json.dumps(value))
 
-    def collect(self, topic: str, ranks: Iterable[int], patience: float = 1.0) -> dict[int, Any]:
+    def collect(
+        self,
+        topic: str,
+        ranks: Iterable[int],
+        patience: float = 1.0,
+        give_up: Callable[[], bool] | None = None,
+    ) -> dict[int, Any]:
         """What these ranks have published on a topic, by rank. patience: how many timeouts to wait.
 
-        Raises CommunicationError if a rank has published nothing by then.
+        Raises CommunicationError if a rank has published nothing by then, or once `give_up()`: by default,
+        when this rank's program has failed and one of the ranks has not joined for JOIN_SECONDS.
         """
         names = {rank: self._name(topic, rank) for rank in ranks}
-        seconds = patience * self._timeout
+        joined = [self._name(JOINED, rank) for rank in names]
+        seconds, began = patience * self._timeout, time.monotonic()
+
+        def nobody_comes() -> bool:
+            late = time.monotonic() - began > JOIN_SECONDS
+            return late and has_failed() and not self._store.check(joined)
+
         with self._answering(topic):
             try:
-                wait_for(self._store, list(names.values()), seconds)
+                wait_for(self._store, list(names.values()), seconds, give_up or nobody_comes)
             except DistStoreError as error:  # not all have come by then
                 missing = [rank for rank, name in names.items() if not self._store.check([name])]
-                raise self._timed_out(topic, missing, seconds) from error
+                waited = min(time.monotonic() - began, seconds)
+                raise self._not_there(topic, missing, waited) from error
             return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
 
     def forget(self, topic: str, ranks: Iterable[int]) -> None:
@@ -70,10 +92,11 @@ class SaveMessages:
                 f"others: the job's store does not respond ({error}). Look at their output first"
             ) from error
 
-    def _timed_out(self, topic: str, missing: Iterable[int], seconds: float) -> CommunicationError:
+    def _not_there(self, topic: str, missing: Iterable[int], seconds: float) -> CommunicationError:
         names = ", ".join(map(str, missing))
+        how = ", whose program has failed, gave up" if has_failed() else " timed out"
         return CommunicationError(
-            f"while saving a checkpoint, rank {self.rank} timed out after {seconds:.0f} s waiting for "
+            f"while saving a checkpoint, rank {self.rank}{how} after {seconds:.0f} s waiting for "
             f"{topic!r} from rank(s) {names or 'none'}: every rank must call save_checkpoint; look at the "
             "output of those ranks first"
         )
