@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,28 @@ def test_no_space_can_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert file.size() == 5 * PAGE
     file.close()
     monkeypatch.setattr("zero.checkpoint.storage._fallocate", _full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/b'$"):
         DISK.create(tmp_path / "b", 5 * PAGE)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fsync", "ftruncate", "preadv", "fstat"])
+def test_what_fails_on_an_open_file_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The system knows only the descriptor."""
+    file = DISK.create(tmp_path / "a", 0)
+    calls: dict[str, Callable[[], Any]] = {
+        "pwritev": lambda: file.write(0, [memoryview(b"some")]),
+        "fsync": file.sync,
+        "ftruncate": lambda: file.truncate(1),
+        "preadv": lambda: file.read(0, memoryview(bytearray(1))),
+        "fstat": file.size,
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, _full)
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/a'$"):
+            calls[call]()
+    file.close()
 
 
 def _full(*_: Any) -> None:

@@ -8,7 +8,7 @@ import fcntl
 import os
 import resource
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,19 @@ _fallocate: Any = getattr(os, "posix_fallocate", lambda file, start, size: os.tr
 _LOCK = ".zero-lock"  # is never removed
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an OSError in the block name the file, as the system's errors about descriptors do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 class File:
-    """An open file, usable from any thread. Every method raises OSError as the operating system does.
+    """An open file, usable from any thread. Every method raises OSError with the file's name.
 
     around: a second descriptor of the file, whose reads bypass the page cache.
     """
@@ -33,27 +44,30 @@ class File:
 
     def size(self) -> int:
         """The file's size in bytes."""
-        return os.fstat(self._descriptor).st_size
+        with _naming(self.path):
+            return os.fstat(self._descriptor).st_size
 
     def write(self, offset: int, buffers: Sequence[memoryview]) -> None:
         """Write byte buffers one after another from `offset` on, and start their write-back at once."""
         pending = [b for b in buffers if b.nbytes]
         position = offset
-        while pending:
-            done = self._write_some(pending[:_MOST_BUFFERS], position)
-            position += done
-            pending = _rest(pending, done)
-        if _advise is not None:  # starts the write-back; without it the disk would idle until the fsync
-            _advise(self._descriptor, offset, position - offset, os.POSIX_FADV_DONTNEED)
+        with _naming(self.path):
+            while pending:
+                done = self._write_some(pending[:_MOST_BUFFERS], position)
+                position += done
+                pending = _rest(pending, done)
+            if _advise is not None:  # starts the write-back; without it the disk would idle until the fsync
+                _advise(self._descriptor, offset, position - offset, os.POSIX_FADV_DONTNEED)
 
     def read(self, offset: int, into: memoryview) -> int:
         """Fill `into` from `offset` on. Returns the bytes read, fewer only at the end of the file."""
         done = 0
-        while done < into.nbytes:
-            count = os.preadv(self._descriptor, [into[done:]], offset + done)
-            if not count:
-                break
-            done += count
+        with _naming(self.path):
+            while done < into.nbytes:
+                count = os.preadv(self._descriptor, [into[done:]], offset + done)
+                if not count:
+                    break
+                done += count
         return done
 
     def read_around(self, offset: int, count: int, pages: memoryview) -> memoryview:
@@ -69,23 +83,27 @@ class File:
 
     def truncate(self, size: int) -> None:
         """Cut the file to `size` bytes."""
-        os.ftruncate(self._descriptor, size)
+        with _naming(self.path):
+            os.ftruncate(self._descriptor, size)
 
     def sync(self) -> None:
         """Return once the file's bytes are on the disk."""
-        os.fsync(self._descriptor)
+        with _naming(self.path):
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
-        os.close(self._descriptor)
-        if self._around is not None:
-            os.close(self._around)
+        with _naming(self.path):
+            os.close(self._descriptor)
+            if self._around is not None:
+                os.close(self._around)
 
     def _read_pages(self, offset: int, pages: memoryview) -> int:
         """Fill whole pages. Returns the bytes read, fewer only at the end of the file."""
         done = 0
         while self._around is not None and done < pages.nbytes and not done % PAGE:
             try:
-                count = os.preadv(self._around, [pages[done:]], offset + done)
+                with _naming(self.path):
+                    count = os.preadv(self._around, [pages[done:]], offset + done)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -120,7 +138,7 @@ class File:
 
 
 class Storage:
-    """The file system. Every method raises OSError as the operating system does."""
+    """The file system. Every method raises OSError with the file's name."""
 
     def create(self, path: Path, size: int, direct: bool = False) -> File:
         """Create a file of `size` bytes, with its space reserved. The path must not exist.
@@ -131,7 +149,8 @@ class Storage:
         file = File(path, _create(path, direct))
         try:
             if size:
-                _allocate(file._descriptor, size)
+                with _naming(path):
+                    _allocate(file._descriptor, size)
         except BaseException:
             file.close()
             raise
@@ -159,7 +178,8 @@ class Storage:
         """Return once the names in a directory are on the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(descriptor)
+            with _naming(path):
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
