@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,6 +179,33 @@ def test_a_long_wait_for_a_rank_is_logged_once(disposable: Ranks) -> None:
     assert "rank 0 has waited" in first[0]
     assert "rank(s) 1 are not there yet" in first[0]
     assert second == []
+
+
+def uneven_batches_body(context: Context, path: str) -> tuple[list[str], str]:
+    """Rank 1 is out of batches first."""
+    heard, model = Heard(), fresh(None)
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
+    if context.rank == 0:
+        with pytest.raises(zero.CommunicationError) as caught:
+            engine.backward(straight(model, 0, 0))
+        context.group.store.set("failed", "")
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("zero.checkpoint.save_job._LAST", 0.01)
+            with pytest.raises(zero.CommunicationError) as caught:
+                engine.save_checkpoint(path)
+        context.group.store.wait(["failed"], timedelta(seconds=4 * TIMEOUT))
+    return heard.texts, str(caught.value)
+
+
+def test_a_rank_that_waits_in_a_save_is_told_to_those_that_train(disposable: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    (training, failed), (saving, _) = disposable(2).run(uneven_batches_body, limit=40, path=path)
+    place = f"wait in save_checkpoint('{path}')"
+    assert f"rank(s) 1 {place}: every rank must make the same calls" in failed
+    assert len(training) == len(saving) == 1, (training, saving)
+    assert f"rank(s) 1 {place}. It will fail after {TIMEOUT:.0f} s" in training[0]
+    assert f"s in save_checkpoint('{path}'): rank(s) 0 wait in collective" in saving[0]
 
 
 def other_writer_body(context: Context) -> tuple[str, float]:

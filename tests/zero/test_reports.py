@@ -21,11 +21,11 @@ def report(turn: int, come_to: int, failed: Failure | None) -> Report:
     return Report(turn, {n: text for n, text in NAMES.items() if n <= come_to}, failed)
 
 
-def described(rank: int, size: int, reports: dict[int, Report]) -> str:
+def described(rank: int, size: int, reports: dict[int, Report], places: dict[int, str]) -> str:
     nothing: Any = None
     mine = reports[rank].failure
     assert mine is not None
-    return Reports(Group(rank, size, TIMEOUT, nothing, nothing), "engine").describe(mine, reports)
+    return Reports(Group(rank, size, TIMEOUT, nothing, nothing), "engine").describe(mine, reports, places)
 
 
 AT_ONCE, LATE = 0.1, TIMEOUT + 0.1
@@ -71,4 +71,23 @@ MINE = "rank 0: collective 2, all_gather of unit 'b', failed"
     ],
 )
 def test_the_error_says_what_can_be_known(reports: dict[int, Report], expected: str) -> None:
-    assert described(0, 3, reports) == expected
+    assert described(0, 3, reports, {}) == expected
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (
+            {1: "save_checkpoint('c')"},
+            "rank(s) 1 wait in save_checkpoint('c'): every rank must make the same calls. rank(s) 2 did not "
+            "answer (dead, or busy outside the engine): look at the output of rank 2 first",
+        ),
+        (
+            {1: "save_checkpoint('c')", 2: "save_checkpoint('c')"},
+            "rank(s) 1, 2 wait in save_checkpoint('c'): every rank must make the same calls",
+        ),
+    ],
+)
+def test_a_silent_rank_is_where_it_has_published_that_it_waits(places: dict[int, str], expected: str) -> None:
+    told = described(0, 3, {0: report(1, 2, failure(2, LATE))}, places)
+    assert told == f"{MINE} after 10.1 s: it broke. {expected}"

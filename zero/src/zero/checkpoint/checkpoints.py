@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.publication import Publication, check_name
 from zero.checkpoint.rank_file import pack
 from zero.checkpoint.save_job import Job, refuse
-from zero.checkpoint.save_messages import SaveMessages
+from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
 from zero.tiers.values import lasting
@@ -57,8 +59,10 @@ class Checkpoints:
         if self._engine.communicator.failed:
             check()  # at once, as other ranks may not be there to be told
         self.wait()
-        group = self._engine.communicator.group
-        messages = SaveMessages(group, f"{self._key}/save{next(self._saves)}")
+        communicator = self._engine.communicator
+        watched: Waiting = partial(communicator.waiting, f"save_checkpoint({str(path)!r})")
+        waiting = nullcontext if async_ else watched
+        messages = SaveMessages(communicator.group, f"{self._key}/save{next(self._saves)}", waiting)
         try:
             check()
             _check_arguments(state, rank_state, keep_last)

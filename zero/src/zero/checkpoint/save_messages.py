@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.distributed import DistStoreError
@@ -25,10 +25,15 @@ JOIN_SECONDS = 10.0
 """How long a rank whose program has failed waits for ranks that have not joined the save."""
 
 
+Waiting = Callable[[float], AbstractContextManager[Any]]
+"""Wraps a wait for other ranks. It is called with the seconds after which the wait fails."""
+
+
 class SaveMessages:
     """The messages of one save. key: the prefix of its keys in the store, the same on every rank."""
 
-    def __init__(self, group: Group, key: str) -> None:
+    def __init__(self, group: Group, key: str, waiting: Waiting = nullcontext) -> None:
+        self._waiting = waiting
         self.rank = group.rank
         self.ranks = range(group.size)
         self._timeout = group.timeout
@@ -61,7 +66,7 @@ class SaveMessages:
             late = time.monotonic() - began > JOIN_SECONDS
             return late and has_failed() and not self._store.check(joined)
 
-        with self._answering(topic):
+        with self._answering(topic), self._waiting(seconds):
             try:
                 wait_for(self._store, list(names.values()), seconds, give_up or nobody_comes)
             except DistStoreError as error:  # not all have come by then

@@ -111,6 +111,13 @@ class Communicator:
         """How many collectives and exchanges there have been so far."""
         return self._count
 
+    def waiting(self, what: str, limit: float) -> AbstractContextManager[None]:
+        """Wrap a wait for other ranks in something else than a collective, so that they can be told of it.
+
+        what: the call to name. limit: seconds after which it fails.
+        """
+        return self._watch.waiting(self._count, what, limit)
+
     def split(self, split: Split) -> None:
         """Gather and reduce slices as `split` says from now on."""
         self.shards, self.replicas = split.shards, split.replicas
@@ -367,7 +374,9 @@ class Communicator:
         difference = self._reports.difference(dict(self._log), reports)
         if difference:
             raise RankMismatchError(f"{difference}. {_ADVICE}") from error
-        raise CommunicationError(self._reports.describe(failure, reports)) from error
+        silent = [rank for rank in range(self.group.size) if rank not in reports]
+        described = self._reports.describe(failure, reports, self._watch.places(silent))
+        raise CommunicationError(described) from error
 
     def _numbers(self, group: Group) -> str:
         """Translate a group's rank numbers to the job's, for errors; "" if they are the same."""

@@ -73,8 +73,11 @@ class Reports:
         """Say where this rank's sequence and another's diverge; "" if they agree as far as both go."""
         return difference(self._group.rank, log, {rank: report.log for rank, report in reports.items()})
 
-    def describe(self, mine: Failure, reports: Mapping[int, Report]) -> str:
-        """Say where a collective failed first and why, and who did not answer, as far as that is known."""
+    def describe(self, mine: Failure, reports: Mapping[int, Report], places: Mapping[int, str]) -> str:
+        """Say where a collective failed first and why, and who did not answer, as far as that is known.
+
+        places: the call, not a collective, in which a rank that has not reported waits, if it published that.
+        """
         here = f"rank {self._group.rank}: collective {mine.number}, {mine.text}, failed"
         origin = self._origin(mine, reports)
         if origin is None and not self._timed_out(mine):
@@ -83,7 +86,7 @@ class Reports:
         if origin is not None:
             rank, first = origin
             parts.append(f"It failed on rank {rank} first: collective {first.number}, {first.text}, {first}")
-        parts += self._absence(mine, reports)
+        parts += self._absence(mine, reports, places)
         if len(parts) == 1 and self._timed_out(mine):
             parts.append("All ranks had reached it: check the connections between them")
         return ". ".join(parts)
@@ -115,20 +118,23 @@ class Reports:
     def _timed_out(self, failure: Failure) -> bool:
         return failure.seconds >= self._group.timeout
 
-    def _absence(self, mine: Failure, reports: Mapping[int, Report]) -> list[str]:
-        """Return a sentence about ranks that were missing; empty if none."""
+    def _absence(self, mine: Failure, reports: Mapping[int, Report], places: Mapping[int, str]) -> list[str]:
+        """Return sentences about ranks that were missing; empty if none."""
         others = [r for r in range(self._group.size) if r != self._group.rank]
-        silent = [r for r in others if r not in reports]
+        silent = [r for r in others if r not in reports and r not in places]
         behind = [r for r in others if r in reports and max(reports[r].log, default=0) < mine.number]
+        told = [f"{'; '.join(elsewhere(places))}: every rank must make the same calls"] if places else []
         if silent and self._timed_out(mine):
-            return [
+            told.append(
                 f"rank(s) {names(silent)} did not answer (dead, or busy outside the engine): look at the "
                 f"output of rank {silent[0]} first"
-            ]
-        if silent:
+            )
+        elif silent:
             limit = f"until the timeout of {self._group.timeout:.0f} s"
-            return [f"rank(s) {names(silent)} did not answer (dead, or waiting for others {limit})"]
-        return [f"rank(s) {names(behind)} had not reached it"] if behind else []
+            told.append(f"rank(s) {names(silent)} did not answer (dead, or waiting for others {limit})")
+        elif behind:
+            told.append(f"rank(s) {names(behind)} had not reached it")
+        return told
 
 
 def difference(rank: int, log: Log, others: Mapping[int, Log]) -> str:
@@ -141,6 +147,12 @@ def difference(rank: int, log: Log, others: Mapping[int, Log]) -> str:
                     f"but {text} on rank {other}"
                 )
     return ""
+
+
+def elsewhere(places: Mapping[int, str]) -> list[str]:
+    """Say for each place which ranks wait there. places: by rank."""
+    at = {place: [r for r, other in places.items() if other == place] for place in places.values()}
+    return [f"rank(s) {names(ranks)} wait in {place}" for place, ranks in at.items()]
 
 
 def names(ranks: list[int]) -> str:

@@ -10,29 +10,41 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import Event, Lock, Thread, get_ident
 from weakref import WeakSet
 
 from accelz.collectives import Group
-from zero.communication.reports import Log, difference, names
+from zero.communication.reports import Log, difference, elsewhere, names
 
 LONGEST = 60.0
 """Seconds after which a wait is published; a quarter of the timeout, if that is less."""
+
+_COLLECTIVE = "collective"  # so begins the place of a wait in one
 
 logger = logging.getLogger("zero")
 
 
 @dataclass
 class _Wait:
+    """number: of the last collective issued. limit: seconds to an error; None for that of collectives."""
+
     number: int
     text: str
+    limit: float | None
     began: float
     published: bool = False
     told: bool = False
     explained: bool = False
+
+    @property
+    def place(self) -> str:
+        return self.text if self.limit else f"{_COLLECTIVE} {self.number}, {self.text}"
+
+
+_Published = tuple[int, str, Log]  # by a rank: a wait's number; its place, "" once it is over; the log
 
 
 class Watch:
@@ -49,14 +61,27 @@ class Watch:
             _watch(self)
 
     @contextmanager
-    def waiting(self, number: int, text: str) -> Iterator[None]:
-        """Wrap a wait for other ranks. number, text: as in the log."""
+    def waiting(self, number: int, text: str, limit: float | None = None) -> Iterator[None]:
+        """Wrap a wait for other ranks. number, text: as in the log.
+
+        limit: seconds to its error, for what is no collective; number is then that of the last one issued.
+        """
         thread = get_ident()
-        self._waits[thread] = _Wait(number, text, time.monotonic())
+        wait = self._waits[thread] = _Wait(number, text, limit, time.monotonic())
         try:
             yield
+            if wait.published:  # after an error, the other ranks are still told where this one waited
+                with suppress(RuntimeError, OSError):
+                    self._publish(number, "")
         finally:
             self._waits.pop(thread, None)
+
+    def places(self, ranks: Iterable[int]) -> dict[int, str]:
+        """In what calls other than collectives ranks wait, of those that have published it."""
+        with suppress(RuntimeError, OSError):  # the store's host is gone
+            read = self._read(ranks).items()
+            return {r: place for r, (_, place, _) in read if place and not place.startswith(_COLLECTIVE)}
+        return {}
 
     def look(self) -> None:
         """Publish and log what has lasted. Called every quarter of `patience`, by another thread."""
@@ -66,35 +91,44 @@ class Watch:
                 continue
             if not wait.published:  # others have until the next look to do so
                 wait.published = True
-                self._publish(wait)
+                self._publish(wait.number, wait.place)
                 continue
-            others = self._read()
-            logs = {rank: log for rank, (_, log) in others.items()}
+            others = self._read(self._read_from)
+            logs = {rank: log for rank, (_, _, log) in others.items()}
             found = difference(self._group.rank, dict(self._log), logs)
-            absent = [rank for rank in self._read_from if others.get(rank, (-1, {}))[0] < wait.number]
             if found or not wait.told:
-                there = "all ranks wait" if self._group.rank == 0 else "rank 0 waits, too"
-                missing = f"rank(s) {names(absent)} are not there yet" if absent else there
-                self._tell(wait, seconds, found or missing)
+                self._tell(wait, seconds, found or self._company(wait, others))
             wait.told, wait.explained = True, bool(found)
 
-    def _publish(self, wait: _Wait) -> None:
-        said = json.dumps([wait.number, list(dict(self._log).items())])
+    def _company(self, wait: _Wait, others: Mapping[int, _Published]) -> str:
+        """Say which ranks wait elsewhere or have not come."""
+        apart = {rank: place for rank, (_, place, _) in others.items() if place not in ("", wait.place)}
+        come = [rank for rank, (number, _, _) in others.items() if number >= wait.number]
+        absent = [r for r in self._read_from if r not in (*apart, *come)]
+        told = elsewhere(apart)
+        if absent:
+            told.append(f"rank(s) {names(absent)} are not there yet")
+        return "; ".join(told) or ("all ranks wait" if self._group.rank == 0 else "rank 0 waits, too")
+
+    def _publish(self, number: int, place: str) -> None:
+        said = json.dumps([number, place, list(dict(self._log).items())])
         self._group.store.set(f"{self._key}/{self._group.rank}", said)
 
-    def _read(self) -> dict[int, tuple[int, Log]]:
+    def _read(self, ranks: Iterable[int]) -> dict[int, _Published]:
         """What ranks have published, by rank: where each waits or has waited, and its log."""
-        found: dict[int, tuple[int, Log]] = {}
-        for rank in self._read_from:
+        found: dict[int, _Published] = {}
+        for rank in ranks:
             if self._group.store.check([f"{self._key}/{rank}"]):
-                number, log = json.loads(self._group.store.get(f"{self._key}/{rank}"))
-                found[rank] = number, {int(n): str(text) for n, text in log}
+                number, place, log = json.loads(self._group.store.get(f"{self._key}/{rank}"))
+                found[rank] = number, place, {int(n): str(text) for n, text in log}
         return found
 
     def _tell(self, wait: _Wait, seconds: float, what: str) -> None:
+        limit, timeout = wait.limit or self._group.timeout, self._group.timeout
         logger.warning(
-            "rank %d has waited %.0f s in collective %d, %s: %s. It will fail after %.0f s (Config.timeout)",
-            *(self._group.rank, seconds, wait.number, wait.text, what, self._group.timeout),
+            "rank %d has waited %.0f s in %s: %s. It will fail after %.0f s%s",
+            *(self._group.rank, seconds, wait.place, what, limit),
+            " (Config.timeout)" if limit == timeout else "",
         )
 
 
