@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.test_load import fingerprint, raised
 from tests.zero.models import LanguageModel
+from tests.zero.test_failures import Heard
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
 from zero.checkpoint.reader import Checkpoint, complete, find
@@ -239,6 +241,25 @@ def test_errors_reach_every_rank_and_leave_what_was_there(cluster: Clusters, tmp
         assert "keep_last must be at least 1" in found["keep"]
         assert found["steps"] == 1
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def heard_body(context: Context, runs: str, broken: int) -> list[str]:
+    engine, heard = engine_of(context), Heard()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk")
+    engine._checkpoints.storage = BrokenStorage(full if context.rank == broken else None)
+    engine.save_checkpoint(Path(runs, "c"), async_=True)
+    raised(engine.wait_for_checkpoint)
+    logging.getLogger("zero").removeHandler(heard)
+    return heard.texts
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_save_that_failed_in_the_background_is_logged_by_rank_0_and_the_rank_that_failed(
+    cluster: Clusters, tmp_path: Path, broken: int
+) -> None:
+    texts = cluster(3).run(heard_body, runs=str(tmp_path), broken=broken)
+    assert [len(each) for each in texts] == ([1, 0, 0] if broken == 0 else [1, 1, 0])
+    assert all(f"rank {broken} could not save its part" in text for each in texts for text in each)
 
 
 def micro_batch_body(context: Context, runs: str) -> str:

@@ -54,4 +54,5 @@ class BackgroundSave:
             self._job.run()
         except BaseException as error:
             self._failure = error
-            _log.error("the checkpoint %s could not be saved: %s", self._path, error)
+            if not self._job.shared:  # otherwise rank 0 says so
+                _log.error("the checkpoint %s could not be saved: %s", self._path, error)

@@ -32,7 +32,7 @@ class Job:
 
     described: on rank 0, the manifest's members that are known before the save begins. packed: the memory
     into which pack() copied the parts, if the program continues during the save. failure: the cause, on this
-    rank, of the error that is raised.
+    rank, of the error that is raised. shared: rank 0 raises the same error, which is not this rank's doing.
     """
 
     messages: SaveMessages
@@ -43,6 +43,7 @@ class Job:
     described: dict[str, Any] = field(default_factory=dict)
     packed: Tensor | None = None
     failure: Exception | None = None
+    shared: bool = False
 
     def run(self) -> None:
         """Write this rank's file and publish the checkpoint. Raises on every rank or on none."""
@@ -77,6 +78,7 @@ class Job:
         if self.messages.rank:
             problem, there = self.messages.collect("directory", [0])[0]
             if problem:
+                self.shared = True
                 raise error_of(problem)
             self._check_same(there)
         else:
@@ -112,6 +114,7 @@ class Job:
         """Rank 0's word, unless this rank's program has failed; it ends then. own: this rank's problem."""
         try:
             told: Problem = self.messages.collect("outcome", [0], _LAST, give_up=has_failed)[0]
+            self.shared = self.shared or not own
             return told
         except CommunicationError:
             if not has_failed():
