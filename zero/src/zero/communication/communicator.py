@@ -414,12 +414,17 @@ class Communicator:
 
 def _first_difference(every: Sequence[Sequence[str]]) -> str:
     """Show the first line in which a rank differs from rank 0. every: lines by rank, not all equal."""
-    return next(
-        f"{first} on rank 0 and {other} on rank {rank}"
+    rank, first, other = next(
+        (rank, first, other)
         for rank, lines in enumerate(every)
-        for first, other in zip_longest(every[0], lines, fillvalue="nothing")
+        for first, other in zip_longest(every[0], lines)
         if first != other
     )
+    if first is None:
+        return f"{other} on rank {rank}, which rank 0 does not have"
+    if other is None:
+        return f"{first} on rank 0, which rank {rank} does not have"
+    return f"{first} on rank 0 and {other} on rank {rank}"
 
 
 def _transportable(tensor: Tensor) -> Tensor:
