@@ -23,9 +23,6 @@ from zero.setup.drafts import draft_units
 from zero.setup.preparation import prepare, settings
 from zero.tiers.placement import Placer
 
-ANY_DEVICE = torch.device("meta")
-"""Stands for a device with memory of its own."""
-
 AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
 """What `torch.autocast` casts to."""
 
@@ -85,7 +82,7 @@ def plan(
     sharing = ranks_of_replica(config.shard_ranks, ranks)
     check_model(model, shapes_only=True)
     _check_dtypes(model, config)
-    prepared = prepare(model, optimizer, config, ANY_DEVICE, for_graphs=False)
+    prepared = prepare(model, optimizer, config, for_graphs=False)
     moments = moments_of(prepared.optimizer, config.dtype)
     placer = Placer(config.tiers, lambda tier: tier)
     drafts = draft_units(prepared, config, placer, sharing, moments)

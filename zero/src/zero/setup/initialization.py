@@ -19,6 +19,7 @@ from zero.pretrained import keep_promises
 from zero.setup.build import build_units
 from zero.setup.checks import check_dtypes, check_equal, check_flat_buffers, check_model, check_movable
 from zero.setup.drafts import draft_units, reserve_disk
+from zero.setup.offload_fit import warn_of_nothing_to_move
 from zero.setup.preparation import prepare, settings
 from zero.sharding.full_parameters import spread_buffer
 from zero.sharding.guard import ANEW, abandon
@@ -54,7 +55,7 @@ def initialize(
     accelerator = accelz.current()
     check_dtypes(model, config, accelerator)
     check_movable(model, accelerator.device)
-    prepared = prepare(model, optimizer, config, accelerator.device, for_graphs=True)
+    prepared = prepare(model, optimizer, config, for_graphs=True)
     budgeted = config.tiers.budget("optimizer") is not None
     moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
 
@@ -68,6 +69,8 @@ def initialize(
     placer = Placer(tiers, stores.resolve)
     drafts = draft_units(prepared, config, placer, ranks, moments)
     placer.warn_of_shortfalls()
+    if group.rank == 0:
+        warn_of_nothing_to_move(config, accelerator.device)
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)
     with _taking_over(model):

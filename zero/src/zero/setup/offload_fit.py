@@ -15,7 +15,7 @@ from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 
 
-def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device: torch.device) -> None:
+def check_offload(model: nn.Module, optimizer: Optimizer, config: Config) -> None:
     """Raise ConfigError for offload that is not possible."""
     for each in members(optimizer):
         if rule_for(each) is None:
@@ -25,10 +25,14 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config, device
             "Offload(compact=True) splits masters of trainable bf16 parameters, but the model has none: set "
             "precision='bf16', or keep compact=False"
         )
+
+
+def warn_of_nothing_to_move(config: Config, device: torch.device) -> None:
+    """Warn about automatic offload on a device that is the host. For one rank of the job to call."""
     if config.offload == "auto" and device.type == HOST.type:
         warnings.warn(
             "offload='auto' has nothing to move: on this device everything is already in host memory",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

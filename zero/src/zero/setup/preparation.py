@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -48,7 +47,6 @@ def prepare(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     config: Config,
-    device: torch.device,
     for_graphs: bool,
 ) -> Prepared:
     """Examine model, optimizer and settings; raise ConfigError or OptimizerError if they do not fit together.
@@ -62,5 +60,5 @@ def prepare(
     castable = cast_before_use(model, config)
     optimizer = joint(optimizer)
     param_group_of = check_optimizer(optimizer, model, config)
-    check_offload(model, optimizer, config, device)
+    check_offload(model, optimizer, config)
     return Prepared(plans, castable, optimizer, param_group_of, steppings(optimizer, config))
