@@ -216,7 +216,8 @@ EXPECTED = {
     "dict config": "ConfigError: expected a zero.Config, got dict",
     "dtype": "ConfigError: the device '{device}' does not support torch.float8_e5m2",
     "units": "ConfigError: units=",
-    "twice": "ModelError: parameter 'gain' already belongs to an engine",
+    "twice": "ModelError: parameter 'gain' already belongs to an engine, and still does when that is "
+    "gone: build the model anew, and load engine.state_dict() or a checkpoint into it",
 }
 
 

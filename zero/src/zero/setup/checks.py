@@ -172,7 +172,10 @@ def _check_parameter(name: str, parameter: nn.Parameter, shapes_only: bool) -> N
         raise ModelError(f"this model can no longer be used: see parameter {name!r}, {LOST}")
     if isinstance(parameter, ShardedParameter) or NAME_ATTRIBUTE in parameter.__dict__:
         if not deferred_init.is_deferred(parameter):
-            raise ModelError(f"parameter {name!r} already belongs to an engine; a model can have only one")
+            raise ModelError(
+                f"parameter {name!r} already belongs to an engine, and still does when that is gone: build "
+                "the model anew, and load engine.state_dict() or a checkpoint into it"
+            )
         return
     if parameter.is_meta and not shapes_only:
         raise ModelError(
