@@ -237,7 +237,7 @@ def fail(error: Exception) -> NoReturn:
 def main() -> None:
     try:
         settings = parse(sys.argv[1:], str(__doc__).splitlines()[0])
-        settings.check_ranks(int(os.environ.get("WORLD_SIZE", "1")))
+        settings.check_ranks(int(os.environ.get("WORLD_SIZE") or "1"))
         run = Run(settings)
     except (ValueError, zero.ZeroError, accelz.AccelzError) as error:
         fail(error)

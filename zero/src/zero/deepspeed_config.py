@@ -109,7 +109,7 @@ def from_deepspeed(source: Mapping[str, Any] | str | Path, world_size: int | Non
     configuration, for values that another program is to fill in ("auto"), and for keys without a counterpart.
     """
     leaves = _Leaves(_read(source))
-    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+    ranks = int(os.environ.get("WORLD_SIZE") or "1") if world_size is None else world_size
     if ranks < 1:
         raise ConfigError(f"world_size={ranks}: a job has at least 1 rank")
     zero = "zero_optimization."

@@ -111,7 +111,9 @@ class Job:
         return report | {"values": self.mine.values, "rng": self.mine.rng, "state": self.mine.state}
 
     def _outcome(self, own: Problem) -> Problem:
-        """Rank 0's word, unless this rank's program has failed; it ends then. own: this rank's problem."""
+        """Rank 0's word, if it can be had and this rank's program goes on. own: this rank's problem."""
+        if own[:1] == [CommunicationError.__name__]:
+            return own  # rank 0 has not come; if it still does, it finds the problem
         try:
             told: Problem = self.messages.collect("outcome", [0], _LAST, give_up=has_failed)[0]
             self.shared = self.shared or not own

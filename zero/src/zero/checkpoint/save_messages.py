@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch.distributed import DistStoreError
 
@@ -37,8 +38,7 @@ class SaveMessages:
         self.rank = group.rank
         self.ranks = range(group.size)
         self._timeout = group.timeout
-        store: Any = group.store
-        self._store = store.clone()  # a connection of its own, as training may block on the other
+        self._store = _of_its_own(group.store)
         self._key = key
 
     def publish(self, topic: str, value: Any) -> None:
@@ -105,3 +105,13 @@ class SaveMessages:
             f"{topic!r} from rank(s) {names or 'none'}: every rank must call save_checkpoint; look at the "
             "output of those ranks first"
         )
+
+
+_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def _of_its_own(store: Any) -> Any:
+    """Another connection to a store, for all saves: training may block on the first."""
+    if store not in _connections:
+        _connections[store] = store.clone()  # takes seconds where names cannot be looked up
+    return _connections[store]
