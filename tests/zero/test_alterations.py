@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -248,3 +251,56 @@ def test_frozen_parameters_may_be_trained_by_the_program(
 ) -> None:
     for found in cluster(2).run(frozen_body, stage=stage, path=str(tmp_path / "saved")):
         assert all(found.values()), found
+
+
+class LowRank(nn.Module):
+    """Adds to a frozen parameter what it learns, as an adapter on a parameter that no layer holds does.
+
+    writes: the forward also changes the frozen values.
+    """
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5, requires_grad=False)
+        self.up, self.down = (nn.Parameter(torch.randn(WIDTH, 2) / WIDTH) for _ in range(2))
+        self.writes = writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.experts.mul_(0.5)
+        parametrize.register_parametrization(self, "experts", Added(self.up, self.down))
+        try:
+            return torch.tanh(x @ self.experts)
+        finally:
+            parametrize.remove_parametrizations(self, "experts", leave_parametrized=False)
+
+
+class Added(nn.Module):
+    def __init__(self, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.change = lambda: up @ down.T
+
+    def forward(self, values: Tensor) -> Tensor:
+        return values + self.change()
+
+
+def parametrized_body(context: Context, recomputed: bool) -> tuple[bool, str]:
+    runs = []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(LowRank(writes=False) for _ in range(3)))
+        if recomputed:
+            for module in model:
+                module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+        runs.append(train(build(model, stage=stage), context))
+    writing = build(nn.Sequential(*(LowRank(writes=True) for _ in range(3))))
+    with pytest.raises(zero.ModelError, match="writes to parameter") as caught:
+        writing(features(0, 0, writing.module))
+    return runs[0] == runs[1], str(caught.value)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_forward_may_parametrize_what_it_does_not_change(cluster: Clusters, recomputed: bool) -> None:
+    for same, told in cluster(2).run(parametrized_body, recomputed=recomputed):
+        assert same
+        assert "0.experts" in told

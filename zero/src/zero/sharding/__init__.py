@@ -12,7 +12,7 @@ sharded_unit            a unit's life cycle: SHARDED -> GATHERING -> GATHERED ->
 schedule                the order in which units are needed, as a hint for gathering ahead
 progress, tensors, under_way
                         how far a backward is; tensors in any object; forwards whose end no hook reported
-uncopied                objects of an engine, which cannot be copied
+uncopied, parametrized  objects of an engine, which cannot be copied; parametrizations in a forward
 unit_hooks              when a unit is gathered and released
 full_parameters, model_state
                         full parameters by name; the model's state dict

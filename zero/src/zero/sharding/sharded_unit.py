@@ -199,6 +199,11 @@ class ShardedUnit:
         if not self.resident:
             self._versions = versions_of(self._classes)
 
+    def set_to_itself(self, parameter: nn.Parameter) -> None:
+        """Note that one write that torch counts in this forward, the last one, has written nothing."""
+        if self._versions is not None:
+            self._versions[next(i for i, p in enumerate(self._classes) if p is parameter)] += 1
+
     def end_compute(self) -> None:
         """Release the unit and raise ModelError if the forward changed a parameter: the change would be lost.
 

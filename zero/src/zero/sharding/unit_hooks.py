@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from accelz.flat_buffer import HOST
 from zero.errors import UsageError
-from zero.sharding import autocast
+from zero.sharding import autocast, parametrized
 from zero.sharding.alterations import changed_since
 from zero.sharding.cast import Cast
 from zero.sharding.guard import LEND_ATTRIBUTE
@@ -94,6 +94,7 @@ class UnitHooks(Uncopied):
         for hooked in unit.hooked_modules:
             hooked.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             hooked.register_forward_hook(self._after, always_call=True)
+        parametrized.watch()
         lender = _Lender(self)
         for parameter in own:
             parameter.__dict__[LEND_ATTRIBUTE] = lender
@@ -276,7 +277,7 @@ class UnitHooks(Uncopied):
 
 
 class _Lender(Uncopied):
-    """Calls `UnitHooks.lend`, for parameters to keep without keeping the engine alive."""
+    """What a parameter knows of its unit, without keeping the engine alive. A call is `UnitHooks.lend`."""
 
     def __init__(self, hooks: UnitHooks) -> None:
         self._hooks = weakref.ref(hooks)
@@ -284,6 +285,12 @@ class _Lender(Uncopied):
     def __call__(self) -> bool:
         hooks = self._hooks()
         return hooks is not None and hooks.lend()
+
+    def set_to_itself(self, parameter: nn.Parameter) -> None:
+        """See `ShardedUnit.set_to_itself`."""
+        hooks = self._hooks()
+        if hooks is not None:
+            hooks._unit.set_to_itself(parameter)
 
 
 class _Call:

@@ -1,0 +1,28 @@
+"""Parametrizations that a forward registers and takes away again, as PEFT does for adapters on parameters.
+
+`torch.nn.utils.parametrize` then sets the parameter to itself, which torch counts as a write in place.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
+
+from zero.sharding.guard import LEND_ATTRIBUTE
+
+
+@functools.cache
+def watch() -> None:
+    """Tell units of parametrizations from now on, in the whole process."""
+    register_module_module_registration_hook(_registered)
+
+
+def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if isinstance(module, ParametrizationList):
+        original = getattr(module, "original", None)  # several, if a parametrization divides it
+        lender = getattr(original, "__dict__", {}).get(LEND_ATTRIBUTE)
+        if lender is not None:
+            lender.set_to_itself(original)
