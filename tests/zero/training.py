@@ -41,13 +41,14 @@ def living(kind: type) -> int:
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """Make frequent garbage collection cheap in the block: collect or freeze what exists already."""
+    """Make frequent garbage collection cheap in the block: collect or freeze what exists already.
+
+    It stays frozen, so that the next block need not look at it again. So this is where a body begins, whose
+    own objects are still to come: what is alive then, such as modules, is there for as long as the process.
+    """
     collect_all()
     gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    yield
 
 
 @dataclass
