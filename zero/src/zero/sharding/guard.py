@@ -9,7 +9,7 @@ identity.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,8 +18,8 @@ from zero.errors import ShardedParameterError
 
 NAME_ATTRIBUTE = "_zero_name"
 REASON_ATTRIBUTE = "_zero_reason"
-LEND_ATTRIBUTE = "_zero_lend"
-"""Key in a parameter's __dict__ of a function that gathers it if the program may use it, and says whether."""
+UNIT_ATTRIBUTE = "_zero_unit"
+"""Key in a parameter's __dict__ of its `OwnUnit`."""
 
 # What is allowed on a parameter that has no values: attributes to read, attributes to write, methods.
 _READABLE = frozenset(
@@ -47,6 +47,16 @@ def admit(operation: Callable[..., Any]) -> None:
     _serving.add(operation)
 
 
+class OwnUnit(Protocol):
+    """What a parameter knows of its unit."""
+
+    def lend(self) -> bool:
+        """Gather the unit if the program may use it where it is now; return whether it may. Collective."""
+
+    def set_to_itself(self, parameter: nn.Parameter) -> None:
+        """Note that the last write to the parameter that torch has counted has written nothing."""
+
+
 class ShardedParameter(nn.Parameter):
     """The class of a parameter whose values are sharded over the ranks."""
 
@@ -63,7 +73,7 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         found = _first_sharded(args, kwargs)
         own = {} if found is None else found.__dict__
-        if LEND_ATTRIBUTE in own and own[LEND_ATTRIBUTE]():
+        if UNIT_ATTRIBUTE in own and own[UNIT_ATTRIBUTE].lend():
             return func(*args, **(kwargs or {}))
         name, reason = own.get(NAME_ATTRIBUTE, "?"), own.get(REASON_ATTRIBUTE, SHARDED)
         raise ShardedParameterError(f"{describe(func)} needs the values of parameter {name!r}, {reason}")

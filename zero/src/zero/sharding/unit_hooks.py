@@ -28,7 +28,7 @@ from zero.errors import UsageError
 from zero.sharding import autocast, parametrized
 from zero.sharding.alterations import changed_since
 from zero.sharding.cast import Cast
-from zero.sharding.guard import LEND_ATTRIBUTE
+from zero.sharding.guard import UNIT_ATTRIBUTE
 from zero.sharding.progress import Progress, next_number, number_of
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit, State
@@ -95,9 +95,9 @@ class UnitHooks(Uncopied):
             hooked.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
             hooked.register_forward_hook(self._after, always_call=True)
         parametrized.watch()
-        lender = _Lender(self)
+        known = _OwnUnit(self)
         for parameter in own:
-            parameter.__dict__[LEND_ATTRIBUTE] = lender
+            parameter.__dict__[UNIT_ATTRIBUTE] = known
 
     def reset(self) -> None:
         """Forget calls under way, after a backward or an exception."""
@@ -276,18 +276,17 @@ class UnitHooks(Uncopied):
             self._unit.release()
 
 
-class _Lender(Uncopied):
-    """What a parameter knows of its unit, without keeping the engine alive. A call is `UnitHooks.lend`."""
+class _OwnUnit(Uncopied):
+    """What a parameter knows of its unit, without keeping the engine alive; see `guard.OwnUnit`."""
 
     def __init__(self, hooks: UnitHooks) -> None:
         self._hooks = weakref.ref(hooks)
 
-    def __call__(self) -> bool:
+    def lend(self) -> bool:
         hooks = self._hooks()
         return hooks is not None and hooks.lend()
 
     def set_to_itself(self, parameter: nn.Parameter) -> None:
-        """See `ShardedUnit.set_to_itself`."""
         hooks = self._hooks()
         if hooks is not None:
             hooks._unit.set_to_itself(parameter)
