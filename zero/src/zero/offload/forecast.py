@@ -98,8 +98,7 @@ class Forecast:
 
     def _own_bytes(self, own: Subs) -> int:
         """Bytes that optimizers that step themselves take, for all of their records at once."""
-        step_bytes = sum(map(self._optimizer.step_bytes, own))
-        return step_bytes + self._temporaries.own(_numel(own), self._together(own))
+        return self._optimizer.step_bytes(own) + self._temporaries.own(_numel(own), self._together(own))
 
     def _together(self, own: Subs) -> dict[int, int]:
         """By index, the elements of the param_groups that no sub-group but `own` has pieces of."""

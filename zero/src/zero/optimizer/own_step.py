@@ -82,11 +82,17 @@ class OwnStep:
         for owned in subs:
             self._stores.weight_writer(owned.sub.shard, owned.sub.kept.opened().master).deliver_master()
 
-    def bytes_for(self, owned: OwnedSubGroup) -> int:
-        """The most bytes that stepping a record on the device takes: what stays until all are stepped, and
-        the exchange."""
-        each = owned.sub.kept.master.element_size()
-        return each * (owned.numel if owned.routes is None else 3 * owned.numel + owned.sub.numel)
+    def bytes_for(self, subs: Sequence[OwnedSubGroup]) -> int:
+        """The most bytes that stepping these records on the device takes: what stays until all are stepped,
+        and the room that they share for exchanges."""
+        each = {owned: owned.sub.kept.master.element_size() for owned in subs}
+        routed = [owned for owned in subs if owned.routes is not None]
+        stays = sum(
+            each[owned] * (owned.numel if owned.routes is None else 2 * owned.numel) for owned in subs
+        )
+        parts = max((each[owned] * owned.sub.numel for owned in routed), default=0)
+        wholes = max((each[owned] * owned.numel for owned in routed), default=0)
+        return stays + parts + wholes
 
     def _make_room(self, turns: Sequence[Turn], scale: Tensor | None) -> None:
         """Allocate what arrives from other ranks: whole parameters and their gradients."""
@@ -191,7 +197,7 @@ class OwnStep:
             raise OptimizerError(f"the step of {self._names} failed on another rank, whose error says why")
 
     def _open_exchange(self, sizes: Sequence[tuple[int, int]]) -> None:
-        nbytes = max((sum(each) for each in sizes), default=0)
+        nbytes = sum(max(each) for each in zip(*sizes, strict=True))
         if self._meets:
             with room_for(self._accelerator, "to exchange whole parameters", None, nbytes):
                 self._exchange.open(sizes)

@@ -284,10 +284,10 @@ class ShardedOptimizer:
         moments = sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
         return moments + sum(value.nbytes for value in self._kept(owned))
 
-    def step_bytes(self, owned: OwnedSubGroup) -> int:
-        """Bytes that a record on the device is stepped with, and that stay until all are stepped; where
-        kernels serve, see `scratch_bytes`."""
-        return 0 if self._own_step is None or owned.rule is not None else self._own_step.bytes_for(owned)
+    def step_bytes(self, subs: Sequence[OwnedSubGroup]) -> int:
+        """Bytes that these records, which no kernel steps, are stepped with on the device; see
+        `OwnStep.bytes_for`."""
+        return 0 if self._own_step is None else self._own_step.bytes_for(subs)
 
     def _kept(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
         """What the user's optimizer itself keeps beside the pieces."""
