@@ -1,21 +1,26 @@
-"""The kit, or a script, in a process forked from a server that has imported torch and pytest.
+"""The kit, or a script, in processes forked from a server that has imported torch and pytest.
 
-It is what `accelz check` or a fresh interpreter runs, without the seconds that importing both takes.
+It is what `accelz check`, a fresh interpreter or torchrun runs, without the seconds that the imports take.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accelz.conformance import TEST_SECONDS, cluster, runner
 
@@ -50,6 +55,56 @@ def python(folder: Path, script: str, **variables: str) -> subprocess.CompletedP
     return subprocess.CompletedProcess(script, code, out.read_text(), errors.read_text())
 
 
+def job(folder: Path, script: Path, arguments: Sequence[str], ranks: int) -> subprocess.CompletedProcess[str]:
+    """Run a script on ranks of one thread each, with the variables that torchrun sets; when a rank fails,
+    the others end with it. The result has the first exit code that is not 0, and what all ranks printed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outs = [(folder / f"stdout-{rank}", folder / f"stderr-{rank}") for rank in range(ranks)]
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    running = []
+    for rank, (out, errors) in enumerate(outs):
+        own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        variables = environment(folder, OMP_NUM_THREADS="1", **own)
+        running.append(_started(_run_script, out, errors, variables, (str(script), *arguments)))
+    code = _ended_together(running, time.monotonic() + LIMIT_SECONDS)
+    printed, errors_printed = (
+        "".join(path.read_text() for path in paths) for paths in zip(*outs, strict=True)
+    )
+    assert code is not None, f"the job hangs: {errors_printed}"
+    return subprocess.CompletedProcess([str(script), *arguments], code, printed, errors_printed)
+
+
+def _ended_together(running: Sequence[BaseProcess], deadline: float) -> int | None:
+    """The job's exit code; None where it was killed at the deadline."""
+    codes: list[int | None] = [None]
+    while None in codes and not any(codes) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        codes = [process.exitcode for process in running]
+    for process in running:
+        if process.exitcode is None:
+            process.kill()
+        process.join()
+    return next(filter(None, codes), None if None in codes else 0)
+
+
+def _run_script(command: Sequence[str]) -> int:
+    torch.set_num_threads(1)
+    sys.argv = list(command)
+    sys.path.insert(0, str(Path(command[0]).parent))
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 def _execute(script: str) -> int:
     try:
         exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
@@ -68,18 +123,25 @@ def _forked(
     argument: Any,
 ) -> int | None:
     """Exit code of a process that ends with `call(argument)`; None where it was killed after `seconds`."""
-    for path in (out, errors):
-        path.unlink(missing_ok=True)
-    cluster.prepare()
-    context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_child, args=(call, argument, variables, str(out), str(errors)))
-    process.start()
+    process = _started(call, out, errors, variables, argument)
     process.join(seconds)
     if process.exitcode is None:
         process.kill()
         process.join()
         return None
     return process.exitcode
+
+
+def _started(
+    call: Callable[[Any], int], out: Path, errors: Path, variables: dict[str, str], argument: Any
+) -> BaseProcess:
+    for path in (out, errors):
+        path.unlink(missing_ok=True)
+    cluster.prepare()
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_child, args=(call, argument, variables, str(out), str(errors)))
+    process.start()
+    return process
 
 
 def _child(

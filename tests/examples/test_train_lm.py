@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
+
+from tests.accelz import forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = str(EXAMPLES / "train_lm.py")
@@ -64,13 +67,18 @@ class Outcome:
         return load_file(self.out / "model.safetensors")
 
 
-def train(out: Path, *switches: str, ranks: int = 2, **changed: object) -> Outcome:
-    """Run the example; without torchrun on one rank."""
+def command(out: Path, *switches: str, **changed: object) -> list[str]:
+    """The example's arguments."""
     options = {**TINY, **{k.replace("_", "-"): v for k, v in changed.items()}}
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [*flags, *switches, "--out", str(out)]
+
+
+def launched(out: Path, ranks: int) -> Outcome:
+    """Run the example as its users do; without torchrun on one rank."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        [sys.executable, *(launcher if ranks > 1 else []), SCRIPT, *flags, *switches, "--out", str(out)],
+        [sys.executable, *(launcher if ranks > 1 else []), SCRIPT, *command(out)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -80,17 +88,24 @@ def train(out: Path, *switches: str, ranks: int = 2, **changed: object) -> Outco
     return Outcome(out, done.returncode, done.stdout, done.stderr)
 
 
+def train(out: Path, *switches: str, ranks: int = 2, **changed: object) -> Outcome:
+    """Run the example in processes that have imported torch already."""
+    with tempfile.TemporaryDirectory() as scratch:
+        done = forked.job(Path(scratch), Path(SCRIPT), command(out, *switches, **changed), ranks)
+    return Outcome(out, done.returncode, done.stdout, done.stderr)
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Six steps on two ranks at stage 3."""
-    outcome = train(tmp_path_factory.mktemp("straight"))
+    outcome = launched(tmp_path_factory.mktemp("straight"), ranks=2)
     assert outcome.status == 0, outcome.errors
     return outcome
 
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    outcome = train(tmp_path_factory.mktemp("one"), ranks=1)
+    outcome = launched(tmp_path_factory.mktemp("one"), ranks=1)
     assert outcome.status == 0, outcome.errors
     return outcome
 
