@@ -11,6 +11,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import traceback
@@ -55,7 +56,9 @@ def python(folder: Path, script: str, **variables: str) -> subprocess.CompletedP
     return subprocess.CompletedProcess(script, code, out.read_text(), errors.read_text())
 
 
-def job(folder: Path, script: Path, arguments: Sequence[str], ranks: int) -> subprocess.CompletedProcess[str]:
+def job(
+    folder: Path, script: Path, arguments: Sequence[str], ranks: int, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script on ranks of one thread each, with the variables that torchrun sets; when a rank fails,
     the others end with it. The result has the first exit code that is not 0, and what all ranks printed."""
     with socket.socket() as free:
@@ -66,8 +69,8 @@ def job(folder: Path, script: Path, arguments: Sequence[str], ranks: int) -> sub
     running = []
     for rank, (out, errors) in enumerate(outs):
         own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        variables = environment(folder, OMP_NUM_THREADS="1", **own)
-        running.append(_started(_run_script, out, errors, variables, (str(script), *arguments)))
+        given = environment(folder, OMP_NUM_THREADS="1", **own, **variables)
+        running.append(_started(_run_script, out, errors, given, (str(script), *arguments)))
     code = _ended_together(running, time.monotonic() + LIMIT_SECONDS)
     printed, errors_printed = (
         "".join(path.read_text() for path in paths) for paths in zip(*outs, strict=True)
@@ -149,6 +152,7 @@ def _child(
 ) -> None:
     os.environ.clear()
     os.environ.update(variables)
+    tempfile.tempdir = None  # as the server's environment had it
     sys.path[:0] = variables["PYTHONPATH"].split(os.pathsep)
     for stream, path in ((1, out), (2, errors)):
         with open(path, "a") as file:

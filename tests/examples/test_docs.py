@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.accelz import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,13 +27,5 @@ def test_snippets_run_in_order(document: str, ranks: int, tmp_path: Path) -> Non
     assert blocks, f"{document} has no snippets"
     script = tmp_path / "snippets.py"
     script.write_text("\n".join(blocks))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [sys.executable, *(launcher if ranks > 1 else []), str(script)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forked.job(tmp_path, script, [], ranks, TMPDIR=str(tmp_path))
     assert done.returncode == 0, done.stderr
