@@ -62,6 +62,7 @@ def test_torch_reads_the_variables_of_torchrun() -> None:
         ("RANK=0 WORLD_SIZE=0", "less than WORLD_SIZE"),
         ("RANK=1", "RANK=1, but WORLD_SIZE is not set: .*torchrun"),
         ("RANK=0 WORLD_SIZE=", "WORLD_SIZE is not set"),
+        ("PMI_SIZE=2 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0", "by srun, .*SLURM_LOCALID"),
         ("WORLD_SIZE=2", "WORLD_SIZE=2, but RANK is not set: .*torchrun"),
         ("SLURM_STEP_NUM_TASKS=2", "2 processes were started by srun, .*SLURM_PROCID.*WORLD_SIZE=1$"),
         ("OMPI_COMM_WORLD_SIZE=3 SLURM_STEP_NUM_TASKS=2", "3 processes were started by mpirun, .*OMPI_"),

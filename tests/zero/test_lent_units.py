@@ -115,8 +115,8 @@ def outside_body(context: Context, stage: int) -> tuple[list[bool], str]:
         stepped = inner(x)
         found.append(not torch.allclose(stepped.cpu(), wanted, atol=1e-6))
         engine(x)
-        found.append(all(unit.idle for unit in engine.units))
         engine.offload_states()
+        found.append(all(unit.idle for unit in engine.units))
         with pytest.raises(zero.ShardedParameterError) as functional:
             _ = inner[0].weight + 1
         if stage == 3:
@@ -132,3 +132,66 @@ def test_a_part_of_a_unit_can_be_called_alone(cluster: Clusters, stage: int) -> 
     for found, functional in cluster(2).run(outside_body, stage=stage):
         assert set(found) == {True}
         assert "Call its module" in functional
+
+
+def before(engine: zero.Engine, inner: nn.Module, step: int) -> Tensor:
+    """A part, then an evaluation, then the whole."""
+    x = batch(step, engine.rank, engine.module)
+    with torch.no_grad():
+        inner(x)
+    part = inner(x)
+    with torch.no_grad():
+        engine(x)
+    loss = (engine(x) * part).square().mean()
+    engine.backward(loss)
+    return loss
+
+
+def two_at_once(engine: zero.Engine, inner: nn.Module, step: int) -> Tensor:
+    """Two forwards before two backwards."""
+    x = batch(step, engine.rank, engine.module)
+    losses = [(engine(part) * inner(part)).square().mean() for part in x.chunk(2)]
+    for loss in losses:
+        engine.backward(loss)
+    return losses[0]
+
+
+def two_dtypes(engine: zero.Engine, inner: nn.Module, step: int) -> Tensor:
+    """A part under autocast and without, around a forward under it."""
+    x = batch(step, engine.rank, engine.module)
+    kind = x.device.type
+    with torch.autocast(kind, torch.bfloat16):
+        first = inner(x)
+        with torch.autocast(kind, enabled=False):
+            second = inner(x)
+        whole = engine(x)
+    loss = (whole.float() * first.float() * second * inner(x)).square().mean()
+    engine.backward(loss)
+    return loss
+
+
+COURSES = {"before": before, "two at once": two_at_once, "two dtypes": two_dtypes}
+
+
+def course_body(context: Context, course: str) -> float:
+    runs = []
+    for stage in (0, 3):
+        torch.manual_seed(3)
+        module = Conditioned(None, 2, False)
+        accumulated = 2 if course == "two at once" else 1
+        config = zero.Config(stage=stage, timeout=20, gradient_accumulation_steps=accumulated)
+        engine = zero.initialize(module, adamw(module), config)
+        losses = []
+        for step in range(3):
+            loss = COURSES[course](engine, module.blocks[1].scale["embedding"], step)
+            assert engine.step()
+            losses.append(loss.item())
+        assert all(unit.idle for unit in engine.units)
+        runs.append(losses)
+    return scaled_error(*runs)
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_parts_and_wholes_in_any_order(cluster: Clusters, course: str) -> None:
+    for error in cluster(2).run(course_body, course=course):
+        assert error <= (1e-2 if course == "two dtypes" else 0.0)

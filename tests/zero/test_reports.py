@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from accelz.collectives import Group
 from zero.communication.reports import Failure, Report, Reports
+from zero.communication.watch import Watch
 
 TIMEOUT = 10.0
 NAMES = {1: "all_gather of unit 'a'", 2: "all_gather of unit 'b'", 3: "all_reduce of unit 'norm'"}
@@ -91,3 +94,19 @@ def test_the_error_says_what_can_be_known(reports: dict[int, Report], expected: 
 def test_a_silent_rank_is_where_it_has_published_that_it_waits(places: dict[int, str], expected: str) -> None:
     told = described(0, 3, {0: report(1, 2, failure(2, LATE))}, places)
     assert told == f"{MINE} after 10.1 s: it broke. {expected}"
+
+
+def test_a_rank_that_has_gone_on_waits_no_longer_where_it_did() -> None:
+    """It publishes nothing at the end of a wait that raises, so that others learn of it."""
+    store = HashStore()
+    here, there = (Watch(Group(rank, 2, 60.0, store, None), "watch", []) for rank in range(2))  # type: ignore[arg-type]
+    with suppress(RuntimeError), there.waiting(5, "save_checkpoint('a')", limit=0.1):
+        there.patience = 0.0
+        there.look()
+        raise RuntimeError
+    assert here.places([1], 6) == {1: "save_checkpoint('a')"}
+    assert here.places([1], 7) == {}, "it has issued collective 6 since"
+    with there.waiting(6, "save_checkpoint('b')", limit=0.1):
+        there.look()
+        assert here.places([1], 7) == {1: "save_checkpoint('b')"}
+    assert here.places([1], 7) == {}

@@ -66,7 +66,7 @@ def _check_alone(rank: str, size: str) -> None:
             f"the environment has {there}, but {missing} is not set: start the ranks with torchrun, which "
             "sets both, or set neither for a job of one rank"
         )
-    for launcher in _LAUNCHERS:
+    for launcher in sorted(_LAUNCHERS, key=lambda each: not _value(each.local_rank)):
         tasks = _value(launcher.size)
         if tasks.isdecimal() and int(tasks) > 1:
             raise CollectiveError(

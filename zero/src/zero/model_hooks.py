@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.progress import Progress
 from zero.sharding.schedule import Schedule
-from zero.sharding.sharded_unit import DIFFERENTIATED, ShardedUnit
+from zero.sharding.sharded_unit import DIFFERENTIATED, LENT, ShardedUnit
 from zero.sharding.tensors import map_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.sharding.under_way import calls_under_way
@@ -120,7 +120,7 @@ class ModelHooks(Uncopied):
             self._forwards = 0
         self._reset()
         torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
-        self.release_all()
+        self.release_all(keep=() if last else (LENT,))  # another micro-batch's forward may have been first
 
     def run_autograd(self, loss: Tensor) -> None:
         """Run autograd from the loss, in a `backward` block."""
@@ -175,7 +175,7 @@ class ModelHooks(Uncopied):
             for hooks in self._hooks.values():
                 hooks.leave_forward()
 
-    def release_all(self, keep: object = None) -> None:
+    def release_all(self, keep: Iterable[object] = ()) -> None:
         """Drop whole values, including those of forwards without a backward; see ShardedUnit.forget_calls."""
         for unit in self._units:
             unit.forget_calls(keep)
@@ -253,7 +253,7 @@ class ModelHooks(Uncopied):
             self._forwards += torch.is_grad_enabled()
             self._watch.look()
         if not (_in_autograd() or self.in_use(own_calls)):
-            self.release_all(keep=DIFFERENTIATED)  # what a forward prefetched or kept but never used
+            self.release_all(keep=(DIFFERENTIATED, LENT))  # what a forward prefetched or kept but never used
             self._forget_progress()
             self._schedule.begin(torch.is_grad_enabled())
             self._integrity.check_refreshed()

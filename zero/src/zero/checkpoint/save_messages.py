@@ -112,6 +112,9 @@ _connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 def _of_its_own(store: Any) -> Any:
     """Another connection to a store, for all saves: training may block on the first."""
-    if store not in _connections:
-        _connections[store] = store.clone()  # takes seconds where names cannot be looked up
-    return _connections[store]
+    if store in _connections:
+        return _connections[store]
+    clone = store.clone()  # takes seconds where names cannot be looked up
+    if clone is not store:  # one in memory has no connections
+        _connections[store] = clone
+    return clone

@@ -375,7 +375,7 @@ class Communicator:
         if difference:
             raise RankMismatchError(f"{difference}. {_ADVICE}") from error
         silent = [rank for rank in range(self.group.size) if rank not in reports]
-        described = self._reports.describe(failure, reports, self._watch.places(silent))
+        described = self._reports.describe(failure, reports, self._watch.places(silent, failure.number))
         raise CommunicationError(described) from error
 
     def _numbers(self, group: Group) -> str:

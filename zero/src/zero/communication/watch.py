@@ -76,11 +76,19 @@ class Watch:
         finally:
             self._waits.pop(thread, None)
 
-    def places(self, ranks: Iterable[int]) -> dict[int, str]:
-        """In what calls other than collectives ranks wait, of those that have published it."""
+    def places(self, ranks: Iterable[int], number: int) -> dict[int, str]:
+        """In what calls other than collectives ranks wait, of those that have published it.
+
+        number: of the collective that they are missed in. A rank that has waited elsewhere before that has
+        gone on since.
+        """
         with suppress(RuntimeError, OSError):  # the store's host is gone
             read = self._read(ranks).items()
-            return {r: place for r, (_, place, _) in read if place and not place.startswith(_COLLECTIVE)}
+            return {
+                rank: place
+                for rank, (last, place, _) in read
+                if place and not place.startswith(_COLLECTIVE) and last >= number - 1
+            }
         return {}
 
     def look(self) -> None:
@@ -92,6 +100,8 @@ class Watch:
             if not wait.published:  # others have until the next look to do so
                 wait.published = True
                 self._publish(wait.number, wait.place)
+                if not any(each is wait for each in tuple(self._waits.values())):  # over meanwhile
+                    self._publish(wait.number, "")
                 continue
             others = self._read(self._read_from)
             logs = {rank: log for rank, (_, _, log) in others.items()}
@@ -102,7 +112,11 @@ class Watch:
 
     def _company(self, wait: _Wait, others: Mapping[int, _Published]) -> str:
         """Say which ranks wait elsewhere or have not come."""
-        apart = {rank: place for rank, (_, place, _) in others.items() if place not in ("", wait.place)}
+        apart = {
+            rank: place
+            for rank, (last, place, _) in others.items()
+            if place not in ("", wait.place) and last >= wait.number - 1
+        }
         come = [rank for rank, (number, _, _) in others.items() if number >= wait.number]
         absent = [r for r in self._read_from if r not in (*apart, *come)]
         told = elsewhere(apart)

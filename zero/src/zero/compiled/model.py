@@ -25,6 +25,7 @@ from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.compiled.saved import hooks_spare_parameters
 from zero.errors import UsageError, ZeroError
+from zero.sharding.sharded_unit import VIEWED
 from zero.sharding.tensors import iter_tensors
 from zero.sharding.unit_hooks import Phase
 
@@ -139,7 +140,7 @@ class CompiledModel:
         returned = {id(tensor) for tensor in iter_tensors(result) if isinstance(tensor, nn.Parameter)}
         for unit in self._units if returned else ():
             if any(id(p) in returned for group in unit.groups for p in group.parameters):
-                unit.hold_to_the_end(unit.cast_for(None))
+                unit.hold_to_the_end(VIEWED)
 
     def _by_units(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on without the whole graph, unless the model itself raises on these arguments."""

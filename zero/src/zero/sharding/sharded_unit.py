@@ -22,6 +22,7 @@ from zero.sharding.flat_group import FlatGroup, Pending
 from zero.sharding.guard import guard, unguard
 
 VIEWED, DIFFERENTIATED = "an output is a view", "create_graph=True"
+LENT = "a module inside was called past the unit"
 
 
 class State(Enum):
@@ -40,10 +41,10 @@ class ShardedUnit:
 
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
     holds: number of users that need the unit gathered now: forwards under way and `zero.gathered` blocks.
-    calls_in_backward: forward calls whose backward has begun and is not over, and VIEWED and DIFFERENTIATED,
-    which need the unit until the end of the engine's backward. computed_in: the cast of the last call that a
-    backward has come to or, until one does, of the last forward with gradients. persistent: casts whose
-    buffers `release` keeps until the weights change. changes: how often the weights have changed, for
+    calls_in_backward: forward calls whose backward has begun and is not over, and VIEWED, DIFFERENTIATED and
+    LENT, which need the unit until the end of the engine's backward. computed_in: the cast of the last call
+    that a backward has come to or, until one does, of the last forward with gradients. persistent: casts
+    whose buffers `release` keeps until the weights change. changes: how often the weights have changed, for
     backwards to find out that their forward had others.
     """
 
@@ -109,9 +110,9 @@ class ShardedUnit:
         buffers = {group.parameters[0].untyped_storage().data_ptr() for group in self.groups} - {0}
         return any(_memory_of(tensor) in buffers for tensor in tensors)
 
-    def forget_calls(self, keep: object) -> None:
-        """Forget all calls in backward: none is expected to go on. keep: an entry to keep, if present."""
-        self.calls_in_backward &= {keep}
+    def forget_calls(self, keep: Iterable[object] = ()) -> None:
+        """Forget all calls in backward: none is expected to go on. keep: entries to keep, if present."""
+        self.calls_in_backward.intersection_update(keep)
 
     def state(self, cast: Cast = OWN) -> State:
         if self.resident or cast in self._gathered:
@@ -239,16 +240,21 @@ class ShardedUnit:
         for group in self.groups:
             group.isolate(self._bound_before_exact[-1])
 
-    def hold_to_the_end(self, cast: Cast) -> None:
-        """Keep the unit gathered in `cast` until the engine's backward is over. Collective."""
-        if not self.resident:
-            self.calls_in_backward.add(VIEWED)
-            self.gather(cast)
+    def hold_to_the_end(self, why: str) -> None:
+        """Keep the unit gathered until the engine's backward is over: the program may read it. Collective.
 
-    def _bind_exact_again(self) -> None:
-        """Bind exact values again, inside `hold_exact`, once no forward computes with others."""
-        if self.held_exact and not self.in_forward and OWN in self._gathered:
-            self._bind(OWN)
+        why: VIEWED or LENT.
+        """
+        if not self.resident:
+            self.calls_in_backward.add(why)
+            self.gather(self.cast_for(None))
+
+    def _bind_again(self) -> None:
+        """Bind what the program reads, in `hold_exact` or while LENT, once no forward computes with it."""
+        if not self.in_forward and (self.held_exact or LENT in self.calls_in_backward):
+            readable = self.cast_for(None)
+            if readable in self._gathered:
+                self._bind(readable)
 
     def unhold_exact(self) -> list[str]:
         """End `hold_exact` and bind what was bound before, for a forward that computes with the unit.
@@ -271,7 +277,7 @@ class ShardedUnit:
         if self.resident or self.idle:
             return
         if self.in_use:
-            self._bind_exact_again()
+            self._bind_again()
             return
         if self._pending and self._communicator.failed:
             return  # a transfer that cannot be waited for may still write to its buffer

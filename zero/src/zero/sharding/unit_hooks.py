@@ -31,7 +31,7 @@ from zero.sharding.cast import Cast
 from zero.sharding.guard import UNIT_ATTRIBUTE
 from zero.sharding.progress import Progress, next_number, number_of
 from zero.sharding.schedule import Schedule
-from zero.sharding.sharded_unit import DIFFERENTIATED, VIEWED, ShardedUnit, State
+from zero.sharding.sharded_unit import DIFFERENTIATED, LENT, VIEWED, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors, map_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.sharding.under_way import module_called
@@ -185,8 +185,9 @@ class UnitHooks(Uncopied):
     def lend(self) -> bool:
         """Gather the unit for a module inside it that is called by another way than through the unit.
 
-        It then stays gathered until the backward is over, which goes through that call at a time that no
-        hook sees. Collective, as every call of a module is. Returns whether there is such a call.
+        It then stays gathered until the last backward of the optimizer step is over, or the weights change:
+        no hook sees when a backward goes through that call. Collective, as every call of a module is. Returns
+        whether there is such a call.
         """
         if self._unit.resident:
             return False  # it is away
@@ -194,7 +195,7 @@ class UnitHooks(Uncopied):
         inside = (module for each in hooked for module in each.modules() if module not in hooked)
         if self._phase.in_graph or called is None or all(module is not called for module in inside):
             return False
-        self._unit.hold_to_the_end(self._unit.cast_for(autocast.enabled_dtype(self._device_type)))
+        self._unit.hold_to_the_end(LENT)
         self._open_ended |= torch.is_grad_enabled()
         self._mark()
         return True
@@ -208,7 +209,7 @@ class UnitHooks(Uncopied):
         A unit that is recomputed during its backward is gathered already, and this use is not part of the
         order that `schedule` learns: ranks that have used nothing of the unit do not recompute it.
         """
-        if self._unit.calls_in_backward and self._unit.state(cast) is State.GATHERED:
+        if self._unit.calls_in_backward - {LENT} and self._unit.state(cast) is State.GATHERED:
             self._unit.gather(cast)
         else:
             self._schedule.acquire(self._unit, cast)
