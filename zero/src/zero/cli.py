@@ -170,20 +170,12 @@ def plan(
     settings = targets.settings(config, changes, ranks)
     options = targets.options_of(optimizer_options)
     dtype = None if autocast is None else DTYPES[autocast.value]
-    planned = command.planner_for(target, optimizer, options, ranks, dtype)
     room = None if memory is None else size(memory)
-    plans = command.compared(planned, settings) if compare else {"as given": planned(settings)}
-    first = plans["as given"]
-    if as_json:
-        numbers = {name: command.as_dict(made) for name, made in plans.items()}
-        print(json.dumps(numbers if compare else numbers["as given"], indent=2))
-    else:
-        print(command.side_by_side(plans, room) if compare else first)
-    if room is not None:
-        if not as_json:
-            print(command.verdict(first, room))
-        if not any(command.fits(made, room) for made in plans.values()):
-            raise typer.Exit(1)
+    planned = command.planner_for(target, optimizer, options, ranks, dtype)
+    plans = command.plans_for(planned, settings, compare)
+    print(command.as_json(plans, compare) if as_json else command.as_text(plans, compare, room))
+    if room is not None and not any(command.fits(made, room) for made in plans.values()):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from zero.settings.offload import Offload
 from zero.settings.sizes import human
 
 Planned = Callable[[Config], Plan]
+GIVEN = "as given"
 ELSEWHERE = {
     "optimizer on the host": Offload(optimizer="host"),
     "optimizer and parameters on the host": Offload(optimizer="host", params="host"),
@@ -40,7 +42,20 @@ def planner_for(
     return lambda config: plan(model, made, config, ranks=ranks, autocast=autocast)
 
 
-def as_dict(made: Plan) -> dict[str, Any]:
+def as_json(plans: Mapping[str, Plan], compare: bool) -> str:
+    """All numbers of the plans, by name; of the one as given only, unless they are to be compared."""
+    numbers = {name: _as_dict(made) for name, made in plans.items()}
+    return json.dumps(numbers if compare else numbers[GIVEN], indent=2)
+
+
+def as_text(plans: Mapping[str, Plan], compare: bool, memory: int | None) -> str:
+    """The plan as given or, to compare, a table of all; and whether it fits a device of `memory` bytes."""
+    first = plans[GIVEN]
+    shown = _side_by_side(plans, memory) if compare else str(first)
+    return shown if memory is None else f"{shown}\n{_verdict(first, memory)}"
+
+
+def _as_dict(made: Plan) -> dict[str, Any]:
     """All numbers of a plan."""
     memory = made.memory
     return {
@@ -64,7 +79,7 @@ def fits(made: Plan, memory: int) -> bool:
     return made.memory.device <= memory
 
 
-def verdict(made: Plan, memory: int) -> str:
+def _verdict(made: Plan, memory: int) -> str:
     """Whether the plan fits a device of `memory` bytes, and what is left for activations."""
     peaks = {phase: held.total for phase, held in made.memory.peaks.items()}
     phase = max(peaks, key=lambda name: peaks[name])
@@ -74,17 +89,22 @@ def verdict(made: Plan, memory: int) -> str:
     return f"fits: {human(left)} of {human(memory)} are left for activations and everything else"
 
 
-def compared(planned: Planned, base: Config) -> dict[str, Plan]:
+def plans_for(planned: Planned, base: Config, compare: bool) -> dict[str, Plan]:
+    """The plan for the settings as given and, to compare, for others."""
+    return _compared(planned, base) if compare else {GIVEN: planned(base)}
+
+
+def _compared(planned: Planned, base: Config) -> dict[str, Plan]:
     """Plans for the settings as given and, as far as these are possible: with one copy of the model, at
     stages 0 to 3, and at stage 3 with state elsewhere."""
-    plans = {"as given": planned(base)}
+    plans = {GIVEN: planned(base)}
     for name, config in _variants(base):
         with suppress(ConfigError, OptimizerError):  # not for this optimizer
             plans[name] = planned(config)
     return plans
 
 
-def side_by_side(plans: Mapping[str, Plan], memory: int | None) -> str:
+def _side_by_side(plans: Mapping[str, Plan], memory: int | None) -> str:
     """A table with a line for each plan."""
     rows = [["", "device", "host", "disk", "sent to ranks", "to and from host", "disk read and written"]]
     for name, made in plans.items():
