@@ -17,7 +17,8 @@ from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load import Loaded, LoadOptions
 from zero.checkpoint.names import Rename
-from zero.communication.communicator import Communicator, Traffic
+from zero.communication.communicator import Communicator
+from zero.communication.ledger import Traffic
 from zero.config import Config
 from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor

@@ -9,13 +9,9 @@ difference, the rank whose collective failed first, or the ranks that did not an
 from __future__ import annotations
 
 import json
-import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -27,28 +23,13 @@ from accelz.collectives import Group, Handle, ReduceOp
 from accelz.errors import CollectiveError
 from accelz.flat_buffer import HOST
 from accelz.polled_store import exchange
+from zero.communication.differences import first_line, first_setting
+from zero.communication.disk_errors import PostponedDiskErrors
+from zero.communication.failures import Failures
 from zero.communication.job import Split
-from zero.communication.reports import Failure, Reports
+from zero.communication.ledger import Entry, Ledger, Traffic
 from zero.communication.watch import Watch
-from zero.errors import CommunicationError, OffloadError, RankMismatchError
-
-LOG_LENGTH = 256
-
-
-@dataclass
-class Traffic:
-    """Counts of collectives issued, and their bytes.
-
-    Bytes are those of the gathered, scattered or reduced whole buffer, or of all that ranks send in an
-    all-to-all.
-    """
-
-    calls: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
-
-    def clear(self) -> None:
-        self.calls.clear()
-        self.bytes.clear()
+from zero.errors import CommunicationError, RankMismatchError
 
 
 class NamedHandle:
@@ -80,9 +61,7 @@ class Communicator:
     must not interleave with the data's. After `split`, shards: the ranks that share a copy of the model with
     this one; replicas: the ranks that have the same slices as this one, None if there is one copy.
 
-    A rank whose disk fails continues to take part in the collectives of the others, with whatever values
-    there are, and reports the error in the next `agree`: until then the error is *postponed*. in_pass: inside
-    something that ends with an agreement of the ranks, such as a forward or backward.
+    in_pass: inside something that ends with an agreement of the ranks, such as a forward or backward.
     """
 
     def __init__(self, accelerator: Accelerator, group: Group, control: Group, key: str) -> None:
@@ -90,33 +69,29 @@ class Communicator:
         self._control = control
         self.group = self.shards = group
         self.replicas: Group | None = None
-        self.traffic = Traffic()
-        self._key = key  # prefix in the store, one per engine
-        self._reports = Reports(group, key)
+        self.ledger = Ledger()
         self.in_pass = False
-        self._disk_error = ""  # of this rank, postponed
-        self._shared_disk_error = ""  # the last one that was raised on all ranks
-        self.failed = ""  # what failed; nothing can be exchanged after that
-        self._count = 0
-        self._shared = 0
-        # Running hashes: of reductions and of everything else separately, since a graph that is partly on the
-        # host may run either sooner; and of all in order, as libraries with one queue need one order.
-        self._hashes = {"reductions": 0, "others": 0}
-        self.sequence = 0
-        self._log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
-        self._watch = Watch(group, key, self._log)
+        self._key = key  # prefix in the store, one per engine
+        self._shared = 0  # values exchanged through the store
+        self._disk_errors = PostponedDiskErrors(alone=group.size == 1)
+        self._watch = Watch(group, key, self.ledger.log)
+        self._failures = Failures(group, key, self.ledger, self._watch)
 
     @property
-    def issued(self) -> int:
-        """How many collectives and exchanges there have been so far."""
-        return self._count
+    def traffic(self) -> Traffic:
+        return self.ledger.traffic
+
+    @property
+    def failed(self) -> bool:
+        """Whether a collective has failed: nothing can be exchanged any more."""
+        return bool(self._failures.first)
 
     def waiting(self, what: str, limit: float) -> AbstractContextManager[None]:
         """Wrap a wait for other ranks in something else than a collective, so that they can be told of it.
 
         what: the call to name. limit: seconds after which it fails.
         """
-        return self._watch.waiting(self._count, what, limit)
+        return self._watch.waiting(self.ledger.count, what, limit)
 
     def split(self, split: Split) -> None:
         """Gather and reduce slices as `split` says from now on."""
@@ -207,11 +182,7 @@ class Communicator:
             for group in groups.values():
                 self._collectives.check(group)
         except CollectiveError as error:
-            difference = "" if self.failed else self._difference()
-            self.failed = self.failed or str(error)
-            if difference:  # libraries abort, too, where ranks meet in collectives of different sizes
-                raise RankMismatchError(f"{difference}. {_ADVICE}") from error
-            raise CommunicationError(f"rank {self.group.rank}: {error}. {_WORTHLESS}") from error
+            self._failures.aborted(error)
 
     def agree(self, flag: bool = False, settings: Callable[[], Mapping[str, Any]] = dict) -> bool:
         """Check that all ranks issued the same collectives so far; return whether any rank passes `flag`.
@@ -223,32 +194,26 @@ class Communicator:
         if self.group.size == 1:
             return flag
         own = settings()
-        mine = [*self._hashes.values(), crc32(repr(own).encode())]
-        votes = [flag, bool(self._disk_error), *mine, *(-h for h in mine)]
+        mine = [*self.ledger.hashes.values(), crc32(repr(own).encode())]
+        votes = [flag, bool(self._disk_errors.own), *mine, *(-h for h in mine)]
         ballot = torch.tensor(votes, dtype=torch.int64, device=HOST)
         self._exchange("agreement", ballot)
         flagged, failed, *hashes = ballot.tolist()
         *issued, same_settings = (high == -low for high, low in zip(hashes[:3], hashes[3:], strict=True))
         if not all(issued):
-            self._explain_mismatch()
+            self._failures.mismatch()
         if failed:
-            self._raise_disk_error()
+            self._disk_errors.share(self.all_gather_object(self._disk_errors.own))
         if not same_settings:
-            self._explain_settings(own)
+            raise RankMismatchError(f"{first_setting(self.all_gather_object(dict(own)))}. {_SETTINGS_ADVICE}")
         return bool(flagged)
 
-    @contextmanager
-    def postponing_disk_errors(self) -> Iterator[None]:
+    def postponing_disk_errors(self) -> AbstractContextManager[None]:
         """Postpone an OffloadError of the block to the next `agree`, so that no rank waits for this one.
 
         The block's result is then missing, and nothing computed until that `agree` may be kept.
         """
-        try:
-            yield
-        except OffloadError as error:
-            if self.group.size == 1 or str(error) == self._shared_disk_error:
-                raise
-            self._disk_error = self._disk_error or str(error)
+        return self._disk_errors.postponing()
 
     @contextmanager
     def sharing_disk_errors(self) -> Iterator[None]:
@@ -262,12 +227,6 @@ class Communicator:
         finally:
             self.in_pass = before
         self.agree()
-
-    def _raise_disk_error(self) -> NoReturn:
-        causes = self.all_gather_object(self._disk_error)
-        self._disk_error = ""
-        self._shared_disk_error = next(f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause)
-        raise OffloadError(self._shared_disk_error)
 
     def barrier(self, what: str) -> None:
         """Wait until every rank has come here and finished all reading and writing before it."""
@@ -295,7 +254,7 @@ class Communicator:
             every = self.all_gather_object(facts[unequal[0]].splitlines())
             raise RankMismatchError(
                 f"the ranks disagree about {' and '.join(unequal)}, which must be the same on all ranks: "
-                f"{_first_difference(every)}"
+                f"{first_line(every)}"
             )
 
     def broadcast_object(self, value: Any) -> Any:
@@ -310,7 +269,7 @@ class Communicator:
         self._shared += 1
         group, key, own = self.group, f"{self._key}/share", json.dumps(value)
         try:
-            with self._watch.waiting(self._count, "exchange of values"):
+            with self._watch.waiting(self.ledger.count, "exchange of values"):
                 every = exchange(group.store, key, self._shared, group.rank, group.size, own, group.timeout)
         except RuntimeError as error:
             raise CommunicationError(
@@ -322,14 +281,12 @@ class Communicator:
     def _exchange(self, what: str, tensor: Tensor) -> None:
         """All-reduce (max) in host memory, outside of the hashed sequence."""
         self.check()
-        self._count += 1
-        text, began = f"{what} exchange", time.monotonic()
-        self._log.append((self._count, text))
+        entry = self.ledger.exchange(what)
         try:
-            with self._watch.waiting(self._count, text):
+            with self._watch.waiting(entry.number, entry.text):
                 self._collectives.all_reduce(tensor, self._control, "max")
         except CollectiveError as error:
-            self._explain(error, self._count, text, began, self._control)
+            self._explain(error, entry, self._control)
 
     def _issue(
         self,
@@ -341,42 +298,19 @@ class Communicator:
         call: Callable[[], Handle],
         origin: str = "",
     ) -> NamedHandle:
-        """Count, log and issue a collective. numel: of the whole buffer, equal on all ranks."""
-        if self.failed:
-            raise CommunicationError(
-                f"no collective is possible after an earlier failure: {self.failed}. Start a new job from "
-                "the last checkpoint"
-            )
-        text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')}){origin}"
-        self._count += 1
-        kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
-        self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
-        self.sequence = crc32(text.encode(), self.sequence)
-        self._log.append((self._count, text))
-        self.traffic.calls[op] += 1
-        self.traffic.bytes[op] += numel * dtype.itemsize
-        began = time.monotonic()
-        waiting = partial(self._watch.waiting, self._count, text)
-        explain = partial(self._explain, number=self._count, text=text, began=began, group=group)
+        """Enter and issue a collective. numel: of the whole buffer, equal on all ranks."""
+        self._failures.check()
+        entry = self.ledger.collective(op, unit, numel, dtype, origin)
+        waiting = partial(self._watch.waiting, entry.number, entry.text)
+        explain = partial(self._explain, entry=entry, group=group)
         try:
             with waiting():  # first uses of a size may wait for the other ranks
                 return NamedHandle(call(), waiting, explain)
         except CollectiveError as error:
             explain(error)
 
-    def _explain(
-        self, error: CollectiveError, number: int, text: str, began: float, group: Group
-    ) -> NoReturn:
-        cause = " ".join(str(error).split()) + self._numbers(group)
-        self.failed = self.failed or cause
-        failure = Failure(number, text, time.monotonic() - began, cause)
-        reports = self._reports.exchange(dict(self._log), failure)
-        difference = self._reports.difference(dict(self._log), reports)
-        if difference:
-            raise RankMismatchError(f"{difference}. {_ADVICE}") from error
-        silent = [rank for rank in range(self.group.size) if rank not in reports]
-        described = self._reports.describe(failure, reports, self._watch.places(silent, failure.number))
-        raise CommunicationError(described) from error
+    def _explain(self, error: CollectiveError, entry: Entry, group: Group) -> NoReturn:
+        self._failures.explain(error, entry, self._numbers(group))
 
     def _numbers(self, group: Group) -> str:
         """Translate a group's rank numbers to the job's, for errors; "" if they are the same."""
@@ -390,42 +324,6 @@ class Communicator:
             f" (ranks 0 to {group.size - 1} of this group are ranks {', '.join(map(str, ranks))} of the job)"
         )
 
-    def _explain_mismatch(self) -> NoReturn:
-        self.failed = "the ranks issued different collectives"
-        raise RankMismatchError(f"{self._difference() or self.failed}. {_ADVICE}")
-
-    def _explain_settings(self, own: Mapping[str, Any]) -> NoReturn:
-        every = self.all_gather_object(dict(own))
-        name, rank = next(
-            (name, rank)
-            for rank, theirs in enumerate(every)
-            for name in {**every[0], **theirs}
-            if repr(every[0].get(name, "missing")) != repr(theirs.get(name, "missing"))  # NaN equals NaN
-        )
-        first, other = (every[r].get(name, "missing") for r in (0, rank))
-        values = f"{first} on rank 0 and {other} on rank {rank}"
-        raise RankMismatchError(f"{name} is {values}. {_SETTINGS_ADVICE}")
-
-    def _difference(self) -> str:
-        """Say where the ranks' collectives diverge; "" if they agree."""
-        log = dict(self._log)
-        return self._reports.difference(log, self._reports.exchange(log))
-
-
-def _first_difference(every: Sequence[Sequence[str]]) -> str:
-    """Show the first line in which a rank differs from rank 0. every: lines by rank, not all equal."""
-    rank, first, other = next(
-        (rank, first, other)
-        for rank, lines in enumerate(every)
-        for first, other in zip_longest(every[0], lines)
-        if first != other
-    )
-    if first is None:
-        return f"{other} on rank {rank}, which rank 0 does not have"
-    if other is None:
-        return f"{first} on rank 0, which rank {rank} does not have"
-    return f"{first} on rank 0 and {other} on rank {rank}"
-
 
 def _transportable(tensor: Tensor) -> Tensor:
     """View dtypes that communication libraries may not know as bytes, which are only copied, never summed.
@@ -436,14 +334,6 @@ def _transportable(tensor: Tensor) -> Tensor:
         return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)
 
 
-_WORTHLESS = (
-    "Everything computed since then is invalid on all ranks, possibly including the last optimizer step: "
-    "check the ranks' logs for the one that failed first, and start a new job from the last checkpoint"
-)
-_ADVICE = (
-    "Every rank must run the same modules in the same order; a branch that depends on the rank's data is "
-    "the usual cause. If a mixture's experts are units, name the block around them with Config(units=...)"
-)
 _SETTINGS_ADVICE = (
     "Every rank steps its part of one model and must do so in the same way: if a scheduler follows a loss, "
     "as ReduceLROnPlateau does, give it the mean over the ranks"

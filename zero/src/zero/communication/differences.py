@@ -1,0 +1,34 @@
+"""Say in what the ranks differ, where they should not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+
+def first_line(every: Sequence[Sequence[str]]) -> str:
+    """Show the first line in which a rank differs from rank 0. every: lines by rank, not all equal."""
+    rank, first, other = next(
+        (rank, first, other)
+        for rank, lines in enumerate(every)
+        for first, other in zip_longest(every[0], lines)
+        if first != other
+    )
+    if first is None:
+        return f"{other} on rank {rank}, which rank 0 does not have"
+    if other is None:
+        return f"{first} on rank 0, which rank {rank} does not have"
+    return f"{first} on rank 0 and {other} on rank {rank}"
+
+
+def first_setting(every: Sequence[Mapping[str, Any]]) -> str:
+    """Show the first setting that is another on some rank than on rank 0. every: by rank, not all equal."""
+    name, rank = next(
+        (name, rank)
+        for rank, theirs in enumerate(every)
+        for name in {**every[0], **theirs}
+        if repr(every[0].get(name, "missing")) != repr(theirs.get(name, "missing"))  # NaN equals NaN
+    )
+    first, other = (every[r].get(name, "missing") for r in (0, rank))
+    return f"{name} is {first} on rank 0 and {other} on rank {rank}"

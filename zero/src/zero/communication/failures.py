@@ -1,0 +1,77 @@
+"""Raise what explains a collective that failed, or collectives that differ between the ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import NoReturn
+
+from accelz.collectives import Group
+from accelz.errors import CollectiveError
+from zero.communication.ledger import Entry, Ledger
+from zero.communication.reports import Failure, Reports
+from zero.communication.watch import Watch
+from zero.errors import CommunicationError, RankMismatchError
+
+
+class Failures:
+    """Failures of one engine's collectives. key: the engine's key in the store.
+
+    first: what failed first; "" while nothing has. Nothing can be exchanged after that.
+    """
+
+    def __init__(self, group: Group, key: str, ledger: Ledger, watch: Watch) -> None:
+        self.first = ""
+        self._group = group
+        self._ledger = ledger
+        self._watch = watch
+        self._reports = Reports(group, key)
+
+    def check(self) -> None:
+        """Raise CommunicationError if a collective has failed before."""
+        if self.first:
+            raise CommunicationError(
+                f"no collective is possible after an earlier failure: {self.first}. Start a new job from the "
+                "last checkpoint"
+            )
+
+    def explain(self, error: CollectiveError, entry: Entry, among: str) -> NoReturn:
+        """Raise what the ranks' reports say of a collective that failed. among: see `numbers_among`."""
+        cause = " ".join(str(error).split()) + among
+        self.first = self.first or cause
+        failure = Failure(entry.number, entry.text, time.monotonic() - entry.began, cause)
+        log = dict(self._ledger.log)
+        reports = self._reports.exchange(log, failure)
+        difference = self._reports.difference(log, reports)
+        if difference:
+            raise RankMismatchError(f"{difference}. {_ADVICE}") from error
+        silent = [rank for rank in range(self._group.size) if rank not in reports]
+        places = self._watch.places(silent, failure.number)
+        raise CommunicationError(self._reports.describe(failure, reports, places)) from error
+
+    def aborted(self, error: CollectiveError) -> NoReturn:
+        """Raise for a collective that the library has aborted; it may have been any of the last."""
+        difference = "" if self.first else self._difference()
+        self.first = self.first or str(error)
+        if difference:  # libraries abort, too, where ranks meet in collectives of different sizes
+            raise RankMismatchError(f"{difference}. {_ADVICE}") from error
+        raise CommunicationError(f"rank {self._group.rank}: {error}. {_WORTHLESS}") from error
+
+    def mismatch(self) -> NoReturn:
+        """Raise for ranks whose hashes differ."""
+        self.first = "the ranks issued different collectives"
+        raise RankMismatchError(f"{self._difference() or self.first}. {_ADVICE}")
+
+    def _difference(self) -> str:
+        """Say where the ranks' collectives diverge; "" if they agree."""
+        log = dict(self._ledger.log)
+        return self._reports.difference(log, self._reports.exchange(log))
+
+
+_WORTHLESS = (
+    "Everything computed since then is invalid on all ranks, possibly including the last optimizer step: "
+    "check the ranks' logs for the one that failed first, and start a new job from the last checkpoint"
+)
+_ADVICE = (
+    "Every rank must run the same modules in the same order; a branch that depends on the rank's data is "
+    "the usual cause. If a mixture's experts are units, name the block around them with Config(units=...)"
+)
