@@ -21,13 +21,14 @@ from zero.offload.memory_tracer import MemoryTracer
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
+from zero.sharding.phase import Phase
 from zero.sharding.progress import Progress
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, LENT, ShardedUnit
 from zero.sharding.tensors import map_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.sharding.under_way import calls_under_way
-from zero.sharding.unit_hooks import Phase, UnitHooks
+from zero.sharding.unit_hooks import UnitHooks
 from zero.tiers.stores import Stores
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Close, Receive, Runtime
 from zero.config import Config
 from zero.optimizer.record_streamer import RecordStreamer
+from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.sharding.unit_hooks import Phase
 from zero.tiers.stores import Stores
 from zero.tiers.tracer import Tracer
 

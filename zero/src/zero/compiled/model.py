@@ -25,9 +25,9 @@ from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.compiled.saved import hooks_spare_parameters
 from zero.errors import UsageError, ZeroError
+from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import VIEWED
 from zero.sharding.tensors import iter_tensors
-from zero.sharding.unit_hooks import Phase
 
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
 
@@ -119,7 +119,7 @@ class CompiledModel:
     def _as_one_graph(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._runtime.begin()
         for unit in self._units:  # a checkpoint that recomputes detaches what graphs save, and reads nothing
-            unit.expose(released=self._phase.in_backward)
+            unit.guard.expose(released=self._phase.in_backward)
         self._phase.in_graph = True
         try:
             with hooks_spare_parameters():

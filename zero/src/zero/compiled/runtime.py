@@ -24,8 +24,8 @@ from zero.errors import UsageError
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import ShardedUnit, State
-from zero.sharding.unit_hooks import Phase
 from zero.tiers.tracer import Tracer
 
 Receive = Callable[[FlatGroup, int, Tensor, bool], None]

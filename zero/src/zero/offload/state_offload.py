@@ -52,7 +52,7 @@ class StateOffload:
             raise OffloadError(_ELSEWHERE)
         for unit in self._units:
             if unit.resident:
-                unit.expose()
+                unit.guard.expose()
         refill(self._units, frozen=True)
         self.away = False
 

@@ -8,11 +8,14 @@ state_entries, units    names as a state dict has them; the module tree divided 
 autocast                which parameters may be cast before they are gathered
 sub_group, shard_source a stretch of a shard with its optimizer state; a shard on its way into a gather
 flat_group              a flat buffer with its shard; has the glossary of tensors
+parameter_guard         what a program may do with a unit's parameters, in each state
 sharded_unit            a unit's life cycle: SHARDED -> GATHERING -> GATHERED -> SHARDED
+phase                   what the engine is doing
 schedule                the order in which units are needed, as a hint for gathering ahead
 progress, tensors, under_way
                         how far a backward is; tensors in any object; forwards whose end no hook reported
 uncopied, parametrized  objects of an engine, which cannot be copied; parametrizations in a forward
+unit_call               one forward of a unit, as its backward will see it
 unit_hooks              when a unit is gathered and released
 full_parameters, model_state
                         full parameters by name; the model's state dict

@@ -11,7 +11,7 @@ begins.
 
 Glossary
 --------
-call        one forward of a unit: `unit_hooks._Call`.
+call        one forward of a unit: `unit_call.Call`.
 producer    the node of autograd's graph that a tensor was made by, its `grad_fn`.
 number      autograd's sequence number of a node: newer nodes have larger ones. Each thread counts for itself,
             so nodes that a device's thread recomputes in a backward cannot be compared with the rest.

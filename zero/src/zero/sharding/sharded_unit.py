@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
-from zero.sharding.alterations import replaced, versions_of, written
+from zero.sharding.alterations import replaced, written
 from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup, Pending
-from zero.sharding.guard import guard, unguard
+from zero.sharding.parameter_guard import ParameterGuard
 
 VIEWED, DIFFERENTIATED = "an output is a view", "create_graph=True"
 LENT = "a module inside was called past the unit"
@@ -68,12 +68,10 @@ class ShardedUnit:
         self.persistent: set[Cast] = set()
         self.changes = 0
         self._communicator = communicator
-        self._classes = {p: type(p) for g in groups for p in g.parameters}
+        self.guard = ParameterGuard([p for group in groups for p in group.parameters])
         self._pending: dict[Cast, list[list[Pending]]] = {}  # one list for each group that has begun
         self._gathered: set[Cast] = set()
-        self._versions: list[int] | None = None  # of the parameters, when a forward began to compute
         self._stale = False  # the weights changed: nothing gathered before may stay
-        self._exposed = False  # see `expose`
         self._bound = OWN  # the cast whose buffers the parameters are views of
         self._bound_before_exact: list[Cast] = []  # what was bound before the `hold_exact` blocks under way
         self._quant_dtype = next(
@@ -162,7 +160,7 @@ class ShardedUnit:
         """Make the parameters whole in `cast`, waiting for the gather if need be."""
         if not self.resident:
             self.complete(cast)
-            self._unguard()
+            self.guard.open()
             self._bind(cast)
 
     def complete(self, cast: Cast) -> None:
@@ -198,27 +196,20 @@ class ShardedUnit:
     def begin_compute(self) -> None:
         """Note that a forward begins to compute: the parameters must not change until `end_compute`."""
         if not self.resident:
-            self._versions = versions_of(self._classes)
-
-    def set_to_itself(self, parameter: nn.Parameter) -> None:
-        """Note that one write that torch counts in this forward, the last one, has written nothing."""
-        if self._versions is not None:
-            self._versions[next(i for i, p in enumerate(self._classes) if p is parameter)] += 1
+            self.guard.begin_compute()
 
     def end_compute(self) -> None:
         """Release the unit and raise ModelError if the forward changed a parameter: the change would be lost.
 
         Does nothing inside `hold_exact`, whose end looks for changes itself.
         """
-        before, self._versions = self._versions, None
-        if self.resident or self.held_exact or before is None:  # None: the gather has failed
+        changed = self.guard.end_compute()
+        if self.resident or self.held_exact or changed is None:  # None: the gather has failed
             return
-        rebound, names = self.rebind(), chain.from_iterable(group.names for group in self.groups)
-        now = versions_of(self._classes)
-        if rebound or now != before:
+        rebound, names = self.rebind(), list(chain.from_iterable(group.names for group in self.groups))
+        if rebound or changed:
             self.release()
-            changed = [n for n, a, b in zip(names, now, before, strict=True) if a != b]
-            raise replaced(rebound) if rebound else written(changed[0])
+            raise replaced(rebound) if rebound else written(names[changed[0]])
 
     def rebind(self, told: Callable[[FlatGroup, int], bool] = lambda group, index: True) -> list[str]:
         """Bind parameters again that were given other memory; return the names that `told` selects.
@@ -294,7 +285,7 @@ class ShardedUnit:
         self._gathered = stay
         self._stale = False
         self._bind(OWN)
-        self._guard()
+        self.guard.close()
 
     def invalidate(self) -> None:
         """Drop persistent buffers because the weights change: now, or when the last user is done."""
@@ -329,7 +320,7 @@ class ShardedUnit:
         for group in self.groups:
             group.finalize_shards(self.resident, self._communicator.shards)
         if not self.resident:
-            self._guard()
+            self.guard.close()
 
     def start_refill(self, frozen: bool) -> list[Pending]:
         """Begin what `refill` completes."""
@@ -353,7 +344,7 @@ class ShardedUnit:
         """Give back the device's memory; see `Engine.offload_states`."""
         for group in self.groups:
             group.offload_state()
-        self._guard()
+        self.guard.close()
 
     def reload_state(self) -> None:
         """End offload_state(): bring back this rank's shards. `refill` brings back a resident unit's whole
@@ -376,27 +367,9 @@ class ShardedUnit:
                 group.bind(cast)
             self._bound = cast
 
-    def expose(self, released: bool = False) -> None:
-        """Take the guard off the parameters, whether they are whole or not.
-
-        For a tracer, which reads no values, or because values are about to arrive. released: parameters that
-        are released before `conceal` stay unguarded, too.
-        """
-        self._exposed = released
-        self._unguard()
-
     def conceal(self) -> None:
-        """End `expose`."""
-        self._exposed = False
-        if not (self.resident or (self.in_use and self._bound in self._gathered)):
-            self._guard()
-
-    def _guard(self) -> None:
-        if not self._exposed:
-            guard(self._classes)
-
-    def _unguard(self) -> None:
-        unguard(self._classes.keys(), self._classes.values())
+        """End `ParameterGuard.expose`."""
+        self.guard.conceal(whole=self.resident or (self.in_use and self._bound in self._gathered))
 
 
 def refill(units: Iterable[ShardedUnit], frozen: bool) -> None:

@@ -17,42 +17,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accelz.flat_buffer import HOST
-from zero.errors import UsageError
 from zero.sharding import autocast, parametrized
 from zero.sharding.alterations import changed_since
 from zero.sharding.cast import Cast
 from zero.sharding.guard import UNIT_ATTRIBUTE
-from zero.sharding.progress import Progress, next_number, number_of
+from zero.sharding.phase import Phase
+from zero.sharding.progress import Progress
 from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, LENT, VIEWED, ShardedUnit, State
-from zero.sharding.tensors import iter_tensors, map_tensors
+from zero.sharding.tensors import iter_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.sharding.under_way import module_called
-from zero.tiers.tracer import PhaseName, Tracer
-
-
-@dataclass
-class Phase:
-    """What the engine is doing.
-
-    in_backward: inside Engine.backward. in_graph: inside a compiled forward of the whole model, which does
-    its own gathers.
-    """
-
-    in_backward: bool = False
-    in_graph: bool = False
-
-    @property
-    def name(self) -> PhaseName:
-        """What a unit that comes or goes now is used for."""
-        return "backward" if self.in_backward else "forward"
+from zero.sharding.unit_call import Call, with_producers
+from zero.tiers.tracer import Tracer
 
 
 class UnitHooks(Uncopied):
@@ -79,10 +61,10 @@ class UnitHooks(Uncopied):
         self._device_type = device_type
         self._tracer = tracer
         self._depth = 0  # hooked modules being called, nested
-        self._call: _Call | None = None
-        self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # whose outputs still exist
-        self._ahead: set[_Call] = set()  # whose backward is to come or under way
-        self._over: list[_Call] = []  # whose backward is over, in the backward under way
+        self._call: Call | None = None
+        self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # whose outputs still exist
+        self._ahead: set[Call] = set()  # whose backward is to come or under way
+        self._over: list[Call] = []  # whose backward is over, in the backward under way
         self._open_ended = False  # there was a call whose backward ends only with the whole one
         own = {parameter for group in unit.groups for parameter in group.parameters}
         within = dict.fromkeys(p for hooked in unit.hooked_modules for p in hooked.parameters())
@@ -124,7 +106,7 @@ class UnitHooks(Uncopied):
             if call not in self._ahead and call.is_in_graph():
                 self._put_ahead(call)
 
-    def _put_ahead(self, call: _Call) -> None:
+    def _put_ahead(self, call: Call) -> None:
         self._ahead.add(call)
         self._progress.expect(call)
 
@@ -136,7 +118,7 @@ class UnitHooks(Uncopied):
         """
         task = torch._C._current_graph_task_id()
         for call in self._unit.calls_in_backward:
-            if isinstance(call, _Call) and call.task < task:
+            if isinstance(call, Call) and call.task < task:
                 call.ends_with_gradients = False
 
     def gradients_complete(self) -> None:
@@ -147,7 +129,7 @@ class UnitHooks(Uncopied):
         """
         if any(p.requires_grad for p in self._others) or not all(p.requires_grad for p in self._own):
             return
-        calls = {call for call in self._unit.calls_in_backward if isinstance(call, _Call)}
+        calls = {call for call in self._unit.calls_in_backward if isinstance(call, Call)}
         open_ended = {call for call in calls if call.ends_with_gradients and call.newest_input < 0}
         self._unit.calls_in_backward -= open_ended
         if open_ended:  # else its user releases it: a call at its end, or a graph
@@ -174,8 +156,8 @@ class UnitHooks(Uncopied):
         self._call = None
         if torch.is_grad_enabled():
             self._unit.computed_in = cast
-            inputs, produced = _with_producers(inputs)
-            self._call = _Call(self, self._unit, cast, produced, recomputed=self._phase.in_backward)
+            inputs, produced = with_producers(inputs)
+            self._call = Call(self, self._unit, cast, produced, recomputed=self._phase.in_backward)
             if not produced:
                 self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
             for tensor in produced:
@@ -238,7 +220,7 @@ class UnitHooks(Uncopied):
             self._unit.release()
         return output
 
-    def _watch(self, call: _Call, made: Sequence[Tensor]) -> None:
+    def _watch(self, call: Call, made: Sequence[Tensor]) -> None:
         """Watch for gradients of the outputs.
 
         A view that is changed in place gets another producer, made from its base's.
@@ -250,7 +232,7 @@ class UnitHooks(Uncopied):
         self._open_ended |= call.newest_input < 0
         call.outputs = [weakref.ref(tensor) for tensor in made]
 
-    def begin_backward(self, call: _Call) -> None:
+    def begin_backward(self, call: Call) -> None:
         """Gather the unit: a gradient has reached an output of the call."""
         if call.changes != self._unit.changes:
             raise changed_since()
@@ -264,7 +246,7 @@ class UnitHooks(Uncopied):
             self._schedule.acquire(self._unit, call.cast)
             self._mark()
 
-    def end_backward(self, call: _Call) -> None:
+    def end_backward(self, call: Call) -> None:
         """Release the unit: autograd has come to a node older than the call."""
         began = call in self._unit.calls_in_backward
         self._ahead.discard(call)
@@ -290,107 +272,4 @@ class _OwnUnit(Uncopied):
     def set_to_itself(self, parameter: nn.Parameter) -> None:
         hooks = self._hooks()
         if hooks is not None:
-            hooks._unit.set_to_itself(parameter)
-
-
-class _Call:
-    """One forward call of a unit, as its backward will see it.
-
-    Autograd's graph holds it through its outputs, where Python's garbage collector does not see it, and a
-    model may keep one of its own outputs. So the call does not hold the unit: a cycle would never be freed.
-
-    inputs: producers of its inputs, until its backward is over. outputs: the tensors it has made, while they
-    exist. produced: its inputs that have producers. recomputed: it runs in a backward, whose thread counts
-    nodes for itself. See `progress` for the terms and for the other attributes.
-    """
-
-    def __init__(
-        self, hooks: UnitHooks, unit: ShardedUnit, cast: Cast, produced: Sequence[Tensor], recomputed: bool
-    ) -> None:
-        self.cast = cast
-        self.inputs = [tensor.grad_fn for tensor in produced if tensor.grad_fn is not None]
-        self.outputs: list[weakref.ref[Tensor]] = []
-        self.task = -1
-        self.start = next_number()
-        self.newest_input = max(map(number_of, produced), default=-1)
-        self.index = unit.index
-        self.changes = unit.changes
-        self.ends_with_gradients = True  # of the unit's parameters, if no input has a producer
-        self._recomputed = recomputed
-        self._passes_on = False  # it returns its newest input and nothing else
-        self._hooks = weakref.ref(hooks)
-
-    @property
-    def begins_at(self) -> int:
-        """The number that autograd has come to when this call's backward begins.
-
-        It is the call's start, if the call only passes its input on and has no node of its own; else -1, for
-        the numbers of its outputs.
-        """
-        return self.start if self._passes_on and not self._recomputed else -1
-
-    def is_in_graph(self) -> bool:
-        """Return whether the running task goes through this call, from its outputs to its inputs."""
-        outputs = [output() for output in self.outputs]
-        known = [tensor.grad_fn for tensor in outputs if tensor is not None and tensor.grad_fn is not None]
-        if len(known) == len(outputs) and not any(map(torch._C._will_engine_execute_node, known)):
-            return False
-        return any(map(torch._C._will_engine_execute_node, self.inputs))
-
-    def has_made(self, tensor: Tensor) -> bool:
-        """Return whether the call made a tensor, rather than only passing it on."""
-        if tensor.grad_fn is None:
-            return False
-        if any(tensor.grad_fn is producer for producer in self.inputs):
-            return self._passes_on and number_of(tensor) == self.newest_input
-        return self._recomputed or number_of(tensor) >= self.start
-
-    def placed_in_graph(self, output: Any) -> Any:
-        """Return views of the output of a call that has made nothing itself.
-
-        That gives the call a place in the graph, as on ranks that have used the unit.
-        """
-        output = map_tensors(lambda t: t.view_as(t) if t.grad_fn is not None and _is_plain(t) else t, output)
-        self._passes_on = not any(map(self.has_made, iter_tensors(output)))  # in what cannot be mapped
-        if self._passes_on:  # uses up a number, so that what follows is newer
-            torch.ones((), device=HOST, requires_grad=True).neg()
-        return output
-
-    def begin(self) -> None:
-        hooks = self._hooks()
-        if hooks is None:
-            raise UsageError(
-                "the model and its engine no longer exist: keep them until engine.backward(loss)"
-            )
-        hooks.begin_backward(self)
-
-    def end(self) -> None:
-        hooks = self._hooks()
-        if hooks is not None:
-            hooks.end_backward(self)
-
-
-def _with_producers(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Tensor]]:
-    """Return the inputs, and a list of those that have producers.
-
-    If none has one, a view takes the place of the first leaf that gradients go to. Parameters and the
-    caller's containers are left as they are.
-    """
-    produced = [tensor for tensor in iter_tensors(inputs) if tensor.grad_fn is not None]
-    args, kwargs = inputs
-    leaf = next(filter(_is_plain_leaf, (*args, *kwargs.values())), None)
-    if produced or leaf is None:
-        return inputs, produced
-    view = leaf.view_as(leaf)
-    viewed = tuple(view if value is leaf else value for value in args)
-    return (viewed, {name: view if value is leaf else value for name, value in kwargs.items()}), [view]
-
-
-def _is_plain_leaf(value: Any) -> bool:
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
-        return False
-    return value.is_leaf and value.requires_grad and _is_plain(value)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
+            hooks._unit.guard.set_to_itself(parameter)

@@ -1,0 +1,59 @@
+"""What a program may do with a unit's parameters: nothing while they are released, only read in a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zero.sharding.alterations import versions_of
+from zero.sharding.guard import guard, unguard
+
+
+class ParameterGuard:
+    """The parameters of a unit, in the order of its groups."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._classes = {parameter: type(parameter) for parameter in parameters}
+        self._versions: list[int] | None = None  # when a forward began to compute
+        self._exposed = False  # see `expose`
+
+    def close(self) -> None:
+        """Have the parameters raise when their values are needed; see `guard`."""
+        if not self._exposed:
+            guard(self._classes)
+
+    def open(self) -> None:
+        unguard(self._classes.keys(), self._classes.values())
+
+    def expose(self, released: bool = False) -> None:
+        """Take the guard off the parameters, whether they are whole or not.
+
+        For a tracer, which reads no values, or because values are about to arrive. released: parameters that
+        are released before `conceal` stay unguarded, too.
+        """
+        self._exposed = released
+        self.open()
+
+    def conceal(self, whole: bool) -> None:
+        """End `expose`. whole: the parameters have their values."""
+        self._exposed = False
+        if not whole:
+            self.close()
+
+    def begin_compute(self) -> None:
+        """Note that a forward begins to compute: the parameters must not change until `end_compute`."""
+        self._versions = versions_of(self._classes)
+
+    def set_to_itself(self, parameter: nn.Parameter) -> None:
+        """Note that one write that torch counts in this forward, the last one, has written nothing."""
+        if self._versions is not None:
+            self._versions[next(i for i, p in enumerate(self._classes) if p is parameter)] += 1
+
+    def end_compute(self) -> list[int] | None:
+        """Return the indices of parameters written to since `begin_compute`; None if that was not called."""
+        before, self._versions = self._versions, None
+        if before is None:
+            return None
+        now = versions_of(self._classes)
+        return [] if now == before else [i for i, version in enumerate(now) if version != before[i]]
