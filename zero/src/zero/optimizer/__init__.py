@@ -8,6 +8,7 @@ stepping, checks        how each parameter is stepped; which optimizers are acce
 piece_state, state_size what an optimizer keeps for a piece, and how much
 routes                  which rank steps a whole parameter, and what travels there and back
 owned, pieces           the sub-groups with this rank's pieces; pieces as tensors
+installed               what the user's optimizer object holds: pieces, and views of their state
 group_step              one sub-group's step by a kernel
 parameter_exchange, own_step
                         steps by the optimizer itself, of slices or of whole parameters

@@ -11,7 +11,7 @@ slices or, if it looks at more than single elements, whole parameters, each on o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
@@ -27,12 +27,12 @@ from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientObserver
 from zero.optimizer.group_step import Factors, GroupStep, plan_step
+from zero.optimizer.installed import InstalledPieces
 from zero.optimizer.joint import JointOptimizer, members, name_of
 from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
 from zero.optimizer.own_step import OwnStep
-from zero.optimizer.owned import OwnedPiece, OwnedSubGroup, StepCount, Turn
-from zero.optimizer.piece_state import kept_tensors, moved
-from zero.optimizer.pieces import own, route_groups, shaped, show, sliced
+from zero.optimizer.owned import OwnedSubGroup, StepCount, Turn
+from zero.optimizer.pieces import own, route_groups
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.optimizer.speculative_steps import SpeculativeSteps
 from zero.optimizer.state_dicts import refuse_state_dicts
@@ -41,7 +41,6 @@ from zero.settings.offload import Tier
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.record import Opened
 from zero.tiers.room import room_for
-from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
 from zero.tiers.tracer import Tracer
 from zero.tiers.values import lasting
@@ -91,20 +90,22 @@ class ShardedOptimizer:
             group: own(group, param_group_of, rule, routes.get(group)) for group, rule in rules.items()
         }
         self.subs = [owned for subs in self.owned.values() for owned in subs]
-        self.record_streamer = RecordStreamer(stores, self.subs, self._show)
+        self._installed = InstalledPieces(optimizer, self.subs)
+        self.record_streamer = RecordStreamer(stores, self.subs, self._installed.show)
         self.held_back = False
         self.absent = AbsentGradients()
         self._in_step = False
-        self._versions_then: dict[OwnedSubGroup, list[int]] = {}
         if isinstance(optimizer, JointOptimizer):
             optimizer.share_state()
-        self._install()
+        self._installed.install()
+        for owned in self.subs:
+            if owned.rule is not None:
+                with self._room("for the optimizer state of", owned):
+                    self._make_state(owned, owned.rule)
         self._speculative = (
             None if expected is None else SpeculativeSteps(stores, self.owned, self._plan, expected)
         )
         self.gradient_observer: GradientObserver = self._speculative or self.record_streamer
-        self._lengths = self._group_lengths()
-        self.snapshot_versions()
         for each in {optimizer, *members(optimizer)}:
             each.register_step_pre_hook(self._check_caller)
             refuse_state_dicts(each)
@@ -126,18 +127,12 @@ class ShardedOptimizer:
         self.deliver_changed()  # by hooks after the step
 
     def snapshot_versions(self) -> None:
-        """Note that weights and masters have the same values now: `changed` tells what is written from here
-        on."""
-        self._versions_then = {owned: owned.piece_versions() for owned in self.subs}
+        """See `InstalledPieces.snapshot`."""
+        self._installed.snapshot()
 
     def changed(self) -> dict[OwnedSubGroup, list[str]]:
-        """Sub-groups with pieces that were written to since `snapshot_versions()`, each with the names of
-        those pieces."""
-        return {
-            owned: [owned.name_of(p) for p, a, b in zip(owned.pieces, before, now, strict=True) if a != b]
-            for owned, before in self._versions_then.items()
-            if (now := owned.piece_versions()) != before
-        }
+        """See `InstalledPieces.changed`."""
+        return self._installed.changed()
 
     def deliver_changed(self) -> None:
         """Send the masters of `changed` sub-groups on to the weights. A step itself delivers those that it
@@ -151,7 +146,7 @@ class ShardedOptimizer:
         if self._own_step is not None and not self.held_back:  # skipping these is decided on the host
             mine = [(owned, have) for owned, have in turns if owned.rule is None]
             self._own_step.run(mine, scale)
-            self._versions_then |= {owned: owned.piece_versions() for owned, _ in mine}
+            self._installed.snapshot(owned for owned, _ in mine)
         served = [(owned, have) for owned, have in turns if owned.rule is not None]
         _between_hooks(self._served, partial(self._kernel_step, served, Factors(scale, skip)))
 
@@ -195,13 +190,9 @@ class ShardedOptimizer:
 
     def first_pieces_of(self, gradients: Sequence[GroupGradients]) -> Iterable[nn.Parameter]:
         """One piece in each param_group, of a parameter that has a gradient."""
-        found: dict[int, nn.Parameter] = {}
-        for each in gradients:
-            for owned in self.owned[each.group]:
-                for piece in owned.pieces:
-                    if piece.param_group not in found and piece.piece.index in each.used:
-                        found[piece.param_group] = piece.parameter
-        return found.values()
+        return self._installed.first_of(
+            (owned, each) for each in gradients for owned in self.owned[each.group]
+        )
 
     def check_groups(self) -> None:
         """Raise OptimizerError if param_groups have gained or lost parameters since the engine took them
@@ -213,17 +204,13 @@ class ShardedOptimizer:
                 f"the step of {name_of(*wrapped)} was replaced after zero.initialize, but a kernel steps it "
                 "and would not call the replacement: replace it before zero.initialize"
             )
-        if self._group_lengths() != self._lengths:
+        if not self._installed.complete:
             raise OptimizerError(
                 "the optimizer's param_groups have different parameters than at zero.initialize; give it all "
                 "parameters before that, and change only hyper-parameters later"
             )
         for index, rule in self._rules.items():
             rule.options(self.optimizer.param_groups[index])
-
-    def _group_lengths(self) -> list[int]:
-        each = (group for optimizer in members(self.optimizer) for group in optimizer.param_groups)
-        return [len(group["params"]) for group in each]
 
     def _check_caller(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._in_step:
@@ -259,53 +246,30 @@ class ShardedOptimizer:
             there = new.opened().master.device
             device = self._accelerator.device if streamed else there
             steps = None if owned.count is None else owned.count.steps.to(device)
-            pieces = owned.pieces if owned.rule is None else ()
-            kept = [(p.parameter, self._own_state_on(there, p)) for p in pieces]
+            own_state = self._installed.own_state_on(owned, there)
         sub.record = new  # only now that there is room for all of it
         if owned.count is not None and steps is not None:
             owned.count.steps = steps
-        self._show(owned)
-        for parameter, state in kept:
-            if state:
-                self.optimizer.state[parameter].update(state)
-
-    def _show(self, owned: OwnedSubGroup) -> None:
-        """Make the optimizer's pieces and their state views of the record that the sub-group has now."""
-        was_changed = self._versions_then[owned] != owned.piece_versions()
-        for index, piece in enumerate(owned.pieces):
-            show(owned, piece)
-            if owned.rule is not None:
-                self.optimizer.state[piece.parameter].update(self._state_of_piece(owned, index, owned.rule))
-        versions = owned.piece_versions()  # these differ where a piece comes from another kind of memory
-        self._versions_then[owned] = [version - was_changed for version in versions]
+        self._installed.show(owned)
+        self._installed.take_own_state(own_state)
 
     def moments_bytes(self, owned: OwnedSubGroup) -> int:
         """Bytes of a sub-group's state besides the master, wherever it is."""
         moments = sum(m.numel() * m.element_size() for m in owned.sub.kept.moments)
-        return moments + sum(value.nbytes for value in self._kept(owned))
+        return moments + sum(value.nbytes for value in self._installed.own_state([owned]))
 
     def step_bytes(self, subs: Sequence[OwnedSubGroup]) -> int:
         """Bytes that these records, which no kernel steps, are stepped with on the device; see
         `OwnStep.bytes_for`."""
         return 0 if self._own_step is None else self._own_step.bytes_for(subs)
 
-    def _kept(self, owned: OwnedSubGroup) -> Iterator[Tensor]:
-        """What the user's optimizer itself keeps beside the pieces."""
-        for piece in owned.pieces if owned.rule is None else ():
-            yield from kept_tensors(self.optimizer.state.get(piece.parameter, {}), piece.parameter)
-
-    def _own_state_on(self, device: torch.device, piece: OwnedPiece) -> dict[str, Any]:
-        """What the user's optimizer itself keeps of a piece, moved to another memory."""
-        state = self.optimizer.state.get(piece.parameter, {})
-        return {key: moved(key, value, piece.parameter, device) for key, value in state.items()}
-
     def own_state_bytes(self) -> int:
         """Bytes of the device in use for state besides the groups' records: for streamed ones, and for what
         the user's optimizer itself keeps, or steps."""
         if self._own_step is None:
             return self.record_streamer.device_bytes()
-        values = [value for owned in self.subs for value in self._kept(owned)]
-        near = sum(value.nbytes for value in values if value.device == self._accelerator.device)
+        values, device = self._installed.own_state(self.subs), self._accelerator.device
+        near = sum(value.nbytes for value in values if value.device == device)
         return self.record_streamer.device_bytes() + near + self._own_step.value_bytes
 
     @property
@@ -313,51 +277,19 @@ class ShardedOptimizer:
         """Bytes of the device in use for fp32 gradients that the user's optimizer steps with."""
         return 0 if self._own_step is None else self._own_step.gradient_bytes
 
-    def _install(self) -> None:
-        """Put the pieces into param_groups, in place of the parameters that they are parts of."""
-        lists: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
-        initial = dict(self.optimizer.state)  # some optimizers have state before their first step
-        self.optimizer.state.clear()
-        for owned in self.subs:
-            for piece in owned.pieces:
-                lists[piece.param_group].append(piece.parameter)
-                original = owned.group.parameters[piece.piece.index]
-                if original in initial:
-                    self.optimizer.state[piece.parameter] = sliced(initial[original], owned, piece.piece)
-        for group, parameters in zip(self.optimizer.param_groups, lists, strict=True):
-            group["params"] = parameters
-        for owned in self.subs:
-            if owned.rule is not None:
-                with self._room("for the optimizer state of", owned):
-                    self._make_state(owned, owned.rule)
-
     def _make_state(self, owned: OwnedSubGroup, rule: Rule) -> None:
         record = owned.sub.kept
         self._stores.make_moments(record, len(rule.moments))
         device = record.master.device if isinstance(record.master, Tensor) else HOST
         device = self._accelerator.device if owned.sub in self.record_streamer else device
         owned.count = StepCount(torch.zeros(len(owned.pieces), dtype=torch.float32, device=device))
-        for index, piece in enumerate(owned.pieces):
-            self.optimizer.state[piece.parameter] = self._state_of_piece(owned, index, rule)
-
-    def _state_of_piece(self, owned: OwnedSubGroup, index: int, rule: Rule) -> dict[str, Any]:
-        """Views of the flat state; for moments on disk, their places there."""
-        assert owned.count is not None
-        piece = owned.pieces[index].piece
-        state: dict[str, Any] = {"step": owned.count.steps[index]} if rule.counts else {}
-        for name, moment in zip(rule.moments, owned.sub.kept.moments, strict=True):
-            state[name] = (
-                moment[piece.shard_slice]
-                if isinstance(moment, Stored)
-                else shaped(moment, owned.group, piece)
-            )
-        return state
+        self._installed.show_state(owned, rule)
 
     def _committed(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
         """Whether the step was made ahead; if so, it has now taken effect."""
         if self._speculative is None or not self._speculative.commit(owned, step):
             return False
-        self._show(owned)
+        self._installed.show(owned)
         return True
 
     def _step_sub_group(
