@@ -7,6 +7,7 @@ guard, alterations      what a parameter is while it has no values; changes to i
 state_entries, units    names as a state dict has them; the module tree divided into units
 autocast                which parameters may be cast before they are gathered
 sub_group, shard_source a stretch of a shard with its optimizer state; a shard on its way into a gather
+binding                 the memory that parameters are views of
 flat_group              a flat buffer with its shard; has the glossary of tensors
 parameter_guard         what a program may do with a unit's parameters, in each state
 sharded_unit            a unit's life cycle: SHARDED -> GATHERING -> GATHERED -> SHARDED

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
-from accelz.flat_buffer import FlatBuffer, dense_stride, rebind
+from accelz.flat_buffer import FlatBuffer, dense_stride
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.quantised import Quantised, block_of
 from zero.sharding import layout
-from zero.sharding.alterations import elsewhere, replaced
+from zero.sharding.binding import Binding
 from zero.sharding.cast import OWN, Cast, GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
@@ -86,13 +86,12 @@ class FlatGroup:
         self._cast_buffers: dict[Cast, FlatBuffer] = {}
         self._travelling: dict[Cast, Quantised] = {}
         self._private: FlatBuffer | None = None
-        # The buffer that the parameters are views of; None: `home`, before they are bound for the first time.
-        self._bound: FlatBuffer | None = None
         # Masters start from the values as given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
         self.home: FlatBuffer = self._accelerator.flat_buffers.flatten(
             self.parameters, self.layout.slots, self.layout.numel, torch.float32 if wide else dtype
         )
+        self.binding = Binding(self.names, self.home)
         self.source = ShardSource(stores, unit, self.home.data[self.window])
         self.shard = self.source.shard
 
@@ -195,7 +194,7 @@ class FlatGroup:
         here = tier == "device" and self.gather_options.quant_dtype is None  # shards do not hold codes
         common = self._accelerator.flat_buffers.share(self.home, ranks) if here else None
         if common is not None:
-            self.home = common
+            self.home = self.binding.buffer = common
             self.shard = common.data[self.window]
             return
         self.shard = self._mine.clone() if tier == "device" else self._stores.keep(self._mine, tier)
@@ -205,7 +204,7 @@ class FlatGroup:
         wide, self.home = self.home, self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
         self.home.materialize()
         self._accelerator.kernels.scale_cast(self.home.data, wide.data)
-        self.home.bind()
+        self.binding.bind(self.home)
         wide.release()
         self.shard = self.home.data[self.window]
 
@@ -239,7 +238,7 @@ class FlatGroup:
         """
         if self._private is None and (self.home.common or self.gather_format(beside) != OWN):
             self._private = allocate(self._stores, "for a copy of", self.unit, self.home.nbytes, self._copy)
-            self._bind_to(self._private)
+            self.binding.bind(self._private)
 
     def _copy(self) -> FlatBuffer:
         copy = self._accelerator.flat_buffers.empty_like(self.home, self.dtype)
@@ -252,35 +251,6 @@ class FlatGroup:
         if self._private is not None:
             self._private = None
             self.bind(bound)
-
-    def rebound(self) -> list[int]:
-        """Return the indices of parameters that a program has moved away from their bound memory."""
-        return elsewhere(self.parameters, self._views)
-
-    def check_fits(self, index: int) -> None:
-        """Raise ModelError if the values that a parameter was given have another shape, dtype or device."""
-        if not _fits(self.parameters[index].data, self._views[index]):
-            raise replaced([self.names[index]])
-
-    def take_in(self, index: int) -> None:
-        """Copy the values that a parameter was given in other memory to the group's memory, and rebind it."""
-        view = self._views[index]
-        view.copy_(self.parameters[index].data)
-        rebind(self.parameters[index], view)
-
-    def differs(self, index: int) -> bool:
-        """Return whether a parameter's values differ from the group's."""
-        values, view = self.parameters[index].data, self._views[index]
-        return not (_fits(values, view) and torch.equal(values, view))
-
-    def bind_again(self) -> None:
-        """Bind parameters that `rebound` reports to the group's memory again."""
-        for index in self.rebound():
-            rebind(self.parameters[index], self._views[index])
-
-    @property
-    def _views(self) -> tuple[Tensor, ...]:
-        return (self._bound or self.home).views
 
     def buffer(self, cast: Cast) -> FlatBuffer:
         """Return the buffer to gather into: `home` for values as they are, else a cast buffer."""
@@ -370,11 +340,7 @@ class FlatGroup:
 
     def bind(self, cast: Cast) -> None:
         """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""
-        self._bind_to(self._readable(cast))
-
-    def _bind_to(self, buffer: FlatBuffer) -> None:
-        buffer.bind()
-        self._bound = buffer
+        self.binding.bind(self._readable(cast))
 
     def values(self, cast: Cast) -> tuple[Tensor, ...]:
         """Return the views that `bind` would make the parameters, in their order."""
@@ -383,7 +349,3 @@ class FlatGroup:
     def _readable(self, cast: Cast) -> FlatBuffer:
         buffer = self.buffer(cast)
         return self._private if self._private and buffer is self.home else buffer
-
-
-def _fits(values: Tensor, view: Tensor) -> bool:
-    return (values.shape, values.dtype, values.device) == (view.shape, view.dtype, view.device)

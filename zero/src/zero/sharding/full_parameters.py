@@ -172,7 +172,7 @@ class FullParameters(Uncopied):
         fit.
         """
         places = [self.locate(name) for name in names]
-        _take_in([(group, index) for _, group, index in places if index in group.rebound()])
+        _take_in([(group, index) for _, group, index in places if index in group.binding.moved_away()])
         with self.changing():
             for unit, group, index in places:
                 slot = group.layout.slots[index]
@@ -229,9 +229,9 @@ def _take_in(places: Sequence[tuple[FlatGroup, int]]) -> None:
     Raises ModelError, before anything changes, if one does not fit.
     """
     for group, index in places:
-        group.check_fits(index)
+        group.binding.check_fits(index)
     for group, index in places:
-        group.take_in(index)
+        group.binding.take_in(index)
 
 
 def spread_buffer(communicator: Communicator, name: str, buffer: Tensor) -> None:

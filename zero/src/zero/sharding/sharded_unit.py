@@ -217,10 +217,10 @@ class ShardedUnit:
         A frozen parameter of a resident unit may keep its memory until its values are taken in.
         """
         groups = [group for group in self.groups if group.trainable or not self.resident]
-        found = [(group, index) for group in groups for index in group.rebound()]
+        found = [(group, index) for group in groups for index in group.binding.moved_away()]
         names = [group.names[index] for group, index in found if told(group, index)]
         for group in dict.fromkeys(group for group, _ in found):
-            group.bind_again()
+            group.binding.bind_again()
         return names
 
     def hold_exact(self) -> None:
@@ -255,7 +255,7 @@ class ShardedUnit:
         """
         self.holds -= 1
         before = self._bound_before_exact.pop()
-        lost = [] if self.held_exact else self.rebind(told=FlatGroup.differs)
+        lost = [] if self.held_exact else self.rebind(told=lambda group, index: group.binding.differs(index))
         if not self.held_exact:
             for group in self.groups:
                 group.rejoin(self._bound)
@@ -331,14 +331,14 @@ class ShardedUnit:
     def rebound(self) -> list[str]:
         """Return the names of trained parameters that are not views of the unit's memory, but should be."""
         trained = (group for group in self.groups if group.trainable and self.resident)
-        return [group.names[index] for group in trained for index in group.rebound()]
+        return [group.names[index] for group in trained for index in group.binding.moved_away()]
 
     def replaced_frozen(self) -> list[tuple[FlatGroup, int]]:
         """Return the frozen parameters that a program has given other memory, and with it other values."""
         if not self.resident:
             return []  # checked when a forward or a `hold_exact` block ends
         groups = [group for group in self.groups if not group.trainable and group.home.materialized]
-        return [(group, index) for group in groups for index in group.rebound()]
+        return [(group, index) for group in groups for index in group.binding.moved_away()]
 
     def offload_state(self) -> None:
         """Give back the device's memory; see `Engine.offload_states`."""

@@ -1,0 +1,55 @@
+"""The memory that a group's parameters are views of, and parameters that a program has moved away from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from accelz.flat_buffer import FlatBuffer, rebind
+from zero.sharding.alterations import elsewhere, replaced
+
+
+class Binding:
+    """names: of the group's parameters, which are told by their index there. buffer: what they are views of."""
+
+    def __init__(self, names: Sequence[str], buffer: FlatBuffer) -> None:
+        self._names = names
+        self.buffer = buffer
+
+    def bind(self, buffer: FlatBuffer) -> None:
+        """Make the parameters views of `buffer`."""
+        buffer.bind()
+        self.buffer = buffer
+
+    def moved_away(self) -> list[int]:
+        """Return the parameters that a program has given other memory."""
+        return elsewhere(self.buffer.parameters, self.buffer.views)
+
+    def bind_again(self) -> None:
+        """Bind what has `moved_away` to the group's memory again."""
+        for index in self.moved_away():
+            rebind(self.buffer.parameters[index], self.buffer.views[index])
+
+    def check_fits(self, index: int) -> None:
+        """Raise ModelError if the values that a parameter was given have another shape, dtype or device."""
+        if not self._fits(index):
+            raise replaced([self._names[index]])
+
+    def take_in(self, index: int) -> None:
+        """Copy the values that a parameter was given in other memory to the group's memory, and rebind it."""
+        view = self.buffer.views[index]
+        view.copy_(self.buffer.parameters[index].data)
+        rebind(self.buffer.parameters[index], view)
+
+    def differs(self, index: int) -> bool:
+        """Return whether a parameter's values differ from the group's."""
+        return not (self._fits(index) and torch.equal(*self._both(index)))
+
+    def _fits(self, index: int) -> bool:
+        values, view = self._both(index)
+        return (values.shape, values.dtype, values.device) == (view.shape, view.dtype, view.device)
+
+    def _both(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.buffer.parameters[index].data, self.buffer.views[index]
