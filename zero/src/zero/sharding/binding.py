@@ -12,7 +12,7 @@ from zero.sharding.alterations import elsewhere, replaced
 
 
 class Binding:
-    """names: of the group's parameters, which are told by their index there. buffer: what they are views of."""
+    """names: of the parameters, which are told by their index there. buffer: what they are views of."""
 
     def __init__(self, names: Sequence[str], buffer: FlatBuffer) -> None:
         self._names = names
