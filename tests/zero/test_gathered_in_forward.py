@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.training import adamw
-from zero.sharding.full_parameters import FullParameters
+from zero.whole.full_parameters import FullParameters
 
 WIDTH = 16
 WAYS = [(None, False), (None, True), ("int8", False), ("int8", True)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+from zero.hooks.schedule import Schedule
 from zero.sharding.cast import OWN
-from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import ShardedUnit
 
 UNITS = 16

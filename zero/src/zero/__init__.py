@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero.access import gathered
     from zero.config import Config
     from zero.deepspeed_config import from_deepspeed
     from zero.deferred.deferred_init import init
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from zero.settings.offload import Offload
     from zero.setup.initialization import initialize
     from zero.tiers.room import OutOfMemoryError
+    from zero.whole.gathered import gathered
 
 _HOME = {  # where each public name lives; imported at its first use
     "CheckpointError": "errors",
@@ -61,7 +61,7 @@ _HOME = {  # where each public name lives; imported at its first use
     "UsageError": "errors",
     "ZeroError": "errors",
     "from_deepspeed": "deepspeed_config",
-    "gathered": "access",
+    "gathered": "whole.gathered",
     "init": "deferred.deferred_init",
     "initialize": "setup.initialization",
     "load_pretrained": "pretrained",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.access import own
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load import Loaded, LoadOptions
@@ -23,22 +22,23 @@ from zero.config import Config
 from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
 from zero.gradients.loss_scale import LossScale
+from zero.hooks.model_hooks import ModelHooks
 from zero.integrity import Integrity
 from zero.migration_hints import missing
-from zero.model_hooks import ModelHooks
 from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy, asking_to_repeat
 from zero.offload.state_offload import StateOffload
-from zero.optimizer.optimizer_state import OptimizerState
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepping import Stepping
 from zero.pretrained import Request, fill_engine
-from zero.sharding import model_state
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.full_parameters import FullParameters
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.stores import Stores
+from zero.whole import model_state
+from zero.whole.full_parameters import FullParameters
+from zero.whole.gathered import own
+from zero.whole.optimizer_state import OptimizerState
 
 if TYPE_CHECKING:
     from zero.compiled.explain import Explanation

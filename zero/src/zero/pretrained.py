@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero.access import OWNER_ATTRIBUTE
 from zero.checkpoint.names import Rename, match
 from zero.checkpoint.storage import DISK, Storage
 from zero.checkpoint.tensor_reader import TensorReader
@@ -23,11 +22,12 @@ from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.communication.communicator import Communicator
 from zero.deferred import deferred_init
 from zero.errors import CheckpointError, ModelError, UsageError
-from zero.sharding.full_parameters import FullParameters
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
 from zero.sources.safetensors_header import is_safetensors
 from zero.sources.safetensors_weights import SafetensorsWeights
+from zero.whole.full_parameters import FullParameters
+from zero.whole.gathered import OWNER_ATTRIBUTE
 
 
 @dataclass(frozen=True)

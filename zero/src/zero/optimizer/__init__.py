@@ -19,5 +19,4 @@ shadow_record, speculative_steps
 state_dicts, hyper_parameters
                         the optimizer's own state dicts, refused; what schedulers change
 sharded_optimizer       all of it behind the user's optimizer object
-optimizer_state         whole state by name
 """

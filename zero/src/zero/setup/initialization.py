@@ -21,11 +21,11 @@ from zero.setup.checks import check_dtypes, check_equal, check_flat_buffers, che
 from zero.setup.drafts import draft_units, reserve_disk
 from zero.setup.offload_fit import warn_of_nothing_to_move
 from zero.setup.preparation import prepare, settings
-from zero.sharding.full_parameters import spread_buffer
 from zero.sharding.guard import ANEW, abandon
 from zero.tiers.placement import Placer
 from zero.tiers.room import OutOfMemoryError, room_for
 from zero.tiers.stores import Stores
+from zero.whole.full_parameters import spread_buffer
 
 _engines = itertools.count()
 

@@ -1,4 +1,4 @@
-"""Parameters in flat buffers, sharded over the ranks: units, their life cycle, and whole values.
+"""Parameters in flat buffers, sharded over the ranks: units and their life cycle.
 
 Modules, lowest first:
 
@@ -12,13 +12,6 @@ flat_group              a flat buffer with its shard; has the glossary of tensor
 parameter_guard         what a program may do with a unit's parameters, in each state
 sharded_unit            a unit's life cycle: SHARDED -> GATHERING -> GATHERED -> SHARDED
 phase                   what the engine is doing
-schedule                the order in which units are needed, as a hint for gathering ahead
-progress, tensors, under_way
-                        how far a backward is; tensors in any object; forwards whose end no hook reported
-uncopied, parametrized  objects of an engine, which cannot be copied; parametrizations in a forward
-unit_call               one forward of a unit, as its backward will see it
-unit_hooks              when a unit is gathered and released
-full_parameters, model_state
-                        full parameters by name; the model's state dict
+tensors, uncopied       tensors in any object; objects of an engine, which cannot be copied
 parameter_checks        parameters that were added or changed after the engine was made
 """

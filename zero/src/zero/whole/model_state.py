@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from accelz.flat_buffer import HOST
 from zero.errors import StateError, some
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.full_parameters import FullParameters, spread_buffer, view_of
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of, load_rest
+from zero.whole.full_parameters import FullParameters, spread_buffer, view_of
 
 
 def read(model: nn.Module, full_parameters: FullParameters, master: bool) -> dict[str, Any]:

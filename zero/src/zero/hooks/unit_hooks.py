@@ -22,18 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.sharding import autocast, parametrized
+from zero.hooks import parametrized
+from zero.hooks.progress import Progress
+from zero.hooks.schedule import Schedule
+from zero.hooks.under_way import module_called
+from zero.hooks.unit_call import Call, with_producers
+from zero.sharding import autocast
 from zero.sharding.alterations import changed_since
 from zero.sharding.cast import Cast
 from zero.sharding.guard import UNIT_ATTRIBUTE
 from zero.sharding.phase import Phase
-from zero.sharding.progress import Progress
-from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, LENT, VIEWED, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors
 from zero.sharding.uncopied import Uncopied
-from zero.sharding.under_way import module_called
-from zero.sharding.unit_call import Call, with_producers
 from zero.tiers.tracer import Tracer
 
 

@@ -8,21 +8,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
 from zero.errors import StateError, UsageError, some
+from zero.integrity import Integrity
 from zero.sharding.alterations import replaced
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.values import Values, fetch, put
-
-if TYPE_CHECKING:
-    from zero.integrity import Integrity
 
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
 

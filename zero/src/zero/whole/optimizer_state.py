@@ -17,9 +17,9 @@ from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.full_parameters import FullParameters, view_of
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stored import Stored
+from zero.whole.full_parameters import FullParameters, view_of
 
 Kind = Literal["elements", "scalar"]
 

@@ -16,19 +16,19 @@ from zero.config import Config
 from zero.errors import CommunicationError, UsageError
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.hooks.progress import Progress
+from zero.hooks.schedule import Schedule
+from zero.hooks.under_way import calls_under_way
+from zero.hooks.unit_hooks import UnitHooks
 from zero.integrity import Integrity
 from zero.offload.memory_tracer import MemoryTracer
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.phase import Phase
-from zero.sharding.progress import Progress
-from zero.sharding.schedule import Schedule
 from zero.sharding.sharded_unit import DIFFERENTIATED, LENT, ShardedUnit
 from zero.sharding.tensors import map_tensors
 from zero.sharding.uncopied import Uncopied
-from zero.sharding.under_way import calls_under_way
-from zero.sharding.unit_hooks import UnitHooks
 from zero.tiers.stores import Stores
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from accelz.flat_buffer import HOST
 from zero.errors import UsageError
+from zero.hooks.progress import next_number, number_of
 from zero.sharding.cast import Cast
-from zero.sharding.progress import next_number, number_of
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.tensors import iter_tensors, map_tensors
 
