@@ -26,7 +26,7 @@ from zero.compiled.runtime import Runtime
 from zero.compiled.saved import hooks_spare_parameters
 from zero.errors import UsageError, ZeroError
 from zero.sharding.phase import Phase
-from zero.sharding.sharded_unit import VIEWED
+from zero.sharding.sharded_unit import Keep
 from zero.sharding.tensors import iter_tensors
 
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
@@ -140,7 +140,7 @@ class CompiledModel:
         returned = {id(tensor) for tensor in iter_tensors(result) if isinstance(tensor, nn.Parameter)}
         for unit in self._units if returned else ():
             if any(id(p) in returned for group in unit.groups for p in group.parameters):
-                unit.hold_to_the_end(VIEWED)
+                unit.gather_to_keep(Keep.VIEWED)
 
     def _by_units(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on without the whole graph, unless the model itself raises on these arguments."""

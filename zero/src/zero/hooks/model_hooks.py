@@ -26,7 +26,7 @@ from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.phase import Phase
-from zero.sharding.sharded_unit import DIFFERENTIATED, LENT, ShardedUnit
+from zero.sharding.sharded_unit import Keep, ShardedUnit
 from zero.sharding.tensors import map_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.stores import Stores
@@ -62,7 +62,7 @@ class ModelHooks(Uncopied):
         self._forwards = 0  # with gradients, since the last backward
         self._config = config
         self._units = units
-        self._called = {module, *(hooked for unit in units for hooked in unit.hooked_modules)}
+        self._called = {module}  # and, from `UnitHooks`, whatever needs a unit
         disk = stores.read_ahead if config.tiers.params == "disk" else None
         self._schedule = Schedule(list(units), config.prefetch, disk)
         device_type = stores.accelerator.device.type
@@ -70,7 +70,14 @@ class ModelHooks(Uncopied):
         self._progress = progress = Progress(device_type, self._expect)
         self._hooks = {
             unit: UnitHooks(
-                unit, self._schedule, self.phase, progress, device_type, tracer, self._backward_over
+                unit,
+                self._schedule,
+                self.phase,
+                progress,
+                device_type,
+                tracer,
+                self._called,
+                self._backward_over,
             )
             for unit in units
         }
@@ -121,7 +128,8 @@ class ModelHooks(Uncopied):
             self._forwards = 0
         self._reset()
         torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
-        self.release_all(keep=() if last else (LENT,))  # another micro-batch's forward may have been first
+        # Another micro-batch's forward may have come before this backward, with parts that are lent.
+        self.release_all(keep=() if last else (Keep.LENT,))
 
     def run_autograd(self, loss: Tensor) -> None:
         """Run autograd from the loss, in a `backward` block."""
@@ -176,7 +184,7 @@ class ModelHooks(Uncopied):
             for hooks in self._hooks.values():
                 hooks.leave_forward()
 
-    def release_all(self, keep: Iterable[object] = ()) -> None:
+    def release_all(self, keep: Iterable[Keep] = ()) -> None:
         """Drop whole values, including those of forwards without a backward; see ShardedUnit.forget_calls."""
         for unit in self._units:
             unit.forget_calls(keep)
@@ -254,7 +262,8 @@ class ModelHooks(Uncopied):
             self._forwards += torch.is_grad_enabled()
             self._watch.look()
         if not (_in_autograd() or self.in_use(own_calls)):
-            self.release_all(keep=(DIFFERENTIATED, LENT))  # what a forward prefetched or kept but never used
+            # What a forward prefetched or kept but never used.
+            self.release_all(keep=(Keep.DIFFERENTIATED, Keep.LENT))
             self._forget_progress()
             self._schedule.begin(torch.is_grad_enabled())
             self._integrity.check_refreshed()

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterator
+from itertools import takewhile
 from types import FrameType
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -22,17 +24,21 @@ def calls_under_way(modules: Container[nn.Module]) -> int:
     return sum(frame.f_locals["self"] in modules for frame in _frames() if frame.f_code is _CALL)
 
 
-def module_called() -> nn.Module | None:
-    """Return the module that this thread is calling, the innermost of them; None outside of all calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALL:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+def modules_called() -> list[nn.Module]:
+    """Return the modules that this thread is calling, outermost first.
+
+    A parametrization, and what it calls, is not called by a program: it runs whenever a parameter is read.
+    """
+    calls = [frame.f_locals["self"] for frame in _outwards(sys._getframe(1)) if frame.f_code is _CALL]
+    return list(takewhile(lambda module: not isinstance(module, ParametrizationList), reversed(calls)))
 
 
 def _frames() -> Iterator[FrameType]:
     for innermost in sys._current_frames().values():
-        frame: FrameType | None = innermost
-        while frame is not None:
-            yield frame
-            frame = frame.f_back
+        yield from _outwards(innermost)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

@@ -16,7 +16,7 @@ an output that is a view of a parameter, and a backward that will itself be diff
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from zero.hooks import parametrized
 from zero.hooks.progress import Progress
 from zero.hooks.schedule import Schedule
-from zero.hooks.under_way import module_called
+from zero.hooks.under_way import modules_called
 from zero.hooks.unit_call import Call, with_producers
 from zero.sharding import autocast
 from zero.sharding.alterations import changed_since
 from zero.sharding.cast import Cast
 from zero.sharding.guard import UNIT_ATTRIBUTE
 from zero.sharding.phase import Phase
-from zero.sharding.sharded_unit import DIFFERENTIATED, LENT, VIEWED, ShardedUnit, State
+from zero.sharding.sharded_unit import Keep, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.tracer import Tracer
@@ -53,6 +53,7 @@ class UnitHooks(Uncopied):
         progress: Progress,
         device_type: str,
         tracer: Tracer,
+        called: set[nn.Module],
         on_over: Callable[[ShardedUnit], None],
     ) -> None:
         self._unit = unit
@@ -74,13 +75,20 @@ class UnitHooks(Uncopied):
         # Not as decorators: dynamo takes seconds to import, and only engines need it.
         self._enter = torch.compiler.disable(self._gather_before)
         self._leave = torch.compiler.disable(self._release_after)
-        for hooked in unit.hooked_modules:
-            hooked.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-            hooked.register_forward_hook(self._after, always_call=True)
+        self._hooked: set[nn.Module] = set()
+        self._called = called
+        for module in unit.hooked_modules:
+            self._hook(module)
         parametrized.watch()
         known = _OwnUnit(self)
         for parameter in own:
             parameter.__dict__[UNIT_ATTRIBUTE] = known
+
+    def _hook(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(self._after, always_call=True)
+        self._hooked.add(module)
+        self._called.add(module)
 
     def reset(self) -> None:
         """Forget calls under way, after a backward or an exception."""
@@ -118,8 +126,8 @@ class UnitHooks(Uncopied):
         (reentrant checkpointing): more may come from the outer one.
         """
         task = torch._C._current_graph_task_id()
-        for call in self._unit.calls_in_backward:
-            if isinstance(call, Call) and call.task < task:
+        for call in self._in_backward():
+            if call.task < task:
                 call.ends_with_gradients = False
 
     def gradients_complete(self) -> None:
@@ -130,11 +138,16 @@ class UnitHooks(Uncopied):
         """
         if any(p.requires_grad for p in self._others) or not all(p.requires_grad for p in self._own):
             return
-        calls = {call for call in self._unit.calls_in_backward if isinstance(call, Call)}
-        open_ended = {call for call in calls if call.ends_with_gradients and call.newest_input < 0}
+        open_ended = {
+            call for call in self._in_backward() if call.ends_with_gradients and call.newest_input < 0
+        }
         self._unit.calls_in_backward -= open_ended
         if open_ended:  # else its user releases it: a call at its end, or a graph
             self._unit.release()
+
+    def _in_backward(self) -> Iterator[Call]:
+        """The calls among the unit's in backward; the others are graphs'."""
+        return (call for call in self._unit.calls_in_backward if isinstance(call, Call))
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,20 +181,28 @@ class UnitHooks(Uncopied):
     def lend(self) -> bool:
         """Gather the unit for a module inside it that is called by another way than through the unit.
 
-        It then stays gathered until the last backward of the optimizer step is over, or the weights change:
-        no hook sees when a backward goes through that call. Collective, as every call of a module is. Returns
-        whether there is such a call.
+        From then on the module has hooks of its own, as the unit has. They are too late for this first call,
+        so that the unit stays gathered after it; see `Keep`. Collective, as every call of a module is.
+        Returns whether there is such a call.
         """
-        if self._unit.resident:
-            return False  # it is away
-        called, hooked = module_called(), self._unit.hooked_modules
-        inside = (module for each in hooked for module in each.modules() if module not in hooked)
-        if self._phase.in_graph or called is None or all(module is not called for module in inside):
+        part = self._part_being_called()
+        if part is None:
             return False
-        self._unit.hold_to_the_end(LENT)
-        self._open_ended |= torch.is_grad_enabled()
+        self._hook(part)
+        self._unit.gather_to_keep(Keep.LENT if torch.is_grad_enabled() else Keep.READ)
+        if torch.is_grad_enabled():
+            self._open_ended = True
+            self._unit.computed_in = self._unit.cast_for(None)
         self._mark()
         return True
+
+    def _part_being_called(self) -> nn.Module | None:
+        """Return the outermost module inside the unit that is called past it, and has no hooks yet."""
+        if self._unit.resident or self._phase.in_graph:  # resident: it is away
+            return None
+        inside = {module for hooked in self._unit.hooked_modules for module in hooked.modules()}
+        part = next((module for module in modules_called() if module in inside), None)
+        return None if part in self._hooked else part
 
     def _mark(self) -> None:
         self._tracer.mark(self._phase.name, self._unit.name)
@@ -192,7 +213,8 @@ class UnitHooks(Uncopied):
         A unit that is recomputed during its backward is gathered already, and this use is not part of the
         order that `schedule` learns: ranks that have used nothing of the unit do not recompute it.
         """
-        if self._unit.calls_in_backward - {LENT} and self._unit.state(cast) is State.GATHERED:
+        used = self._unit.calls_in_backward or self._unit.kept - {Keep.LENT, Keep.READ}
+        if used and self._unit.state(cast) is State.GATHERED:
             self._unit.gather(cast)
         else:
             self._schedule.acquire(self._unit, cast)
@@ -216,8 +238,10 @@ class UnitHooks(Uncopied):
         if call is not None and made:
             self._watch(call, made)
         if self._unit.has_views_among(tensors):
-            self._unit.calls_in_backward.add(VIEWED)
-        if not (made and (self._phase.in_backward or self._schedule.needed_soon(self._unit))):
+            self._unit.kept.add(Keep.VIEWED)
+        if made and (self._phase.in_backward or self._schedule.needed_soon(self._unit)):
+            self._unit.rest()
+        else:
             self._unit.release()
         return output
 
@@ -243,7 +267,7 @@ class UnitHooks(Uncopied):
         if call not in self._unit.calls_in_backward:
             self._unit.calls_in_backward.add(call)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
-                self._unit.calls_in_backward.add(DIFFERENTIATED)
+                self._unit.kept.add(Keep.DIFFERENTIATED)
             self._schedule.acquire(self._unit, call.cast)
             self._mark()
 

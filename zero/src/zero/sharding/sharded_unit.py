@@ -21,8 +21,14 @@ from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup, Pending
 from zero.sharding.parameter_guard import ParameterGuard
 
-VIEWED, DIFFERENTIATED = "an output is a view", "create_graph=True"
-LENT = "a module inside was called past the unit"
+
+class Keep(Enum):
+    """Why a unit stays gathered beyond its forwards and backwards, and until when."""
+
+    VIEWED = "an output is a view of a parameter; until the model's next forward"
+    DIFFERENTIATED = "its backward is part of a graph, create_graph=True; until the engine's backward is over"
+    LENT = "a module inside was called past the unit; until the optimizer step's last backward is over"
+    READ = "likewise, without gradients; until the model's next forward"
 
 
 class State(Enum):
@@ -41,11 +47,10 @@ class ShardedUnit:
 
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
     holds: number of users that need the unit gathered now: forwards under way and `zero.gathered` blocks.
-    calls_in_backward: forward calls whose backward has begun and is not over, and VIEWED, DIFFERENTIATED and
-    LENT, which need the unit until the end of the engine's backward. computed_in: the cast of the last call
-    that a backward has come to or, until one does, of the last forward with gradients. persistent: casts
-    whose buffers `release` keeps until the weights change. changes: how often the weights have changed, for
-    backwards to find out that their forward had others.
+    calls_in_backward: forward calls whose backward has begun and is not over. kept: what else needs it.
+    computed_in: the cast of the last call that a backward has come to or, until one does, of the last forward
+    with gradients. persistent: casts whose buffers `release` keeps until the weights change. changes: how
+    often the weights have changed, for backwards to find out that their forward had others.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class ShardedUnit:
         self.resident = resident
         self.holds = 0
         self.calls_in_backward: set[object] = set()
+        self.kept: set[Keep] = set()
         self.computed_in = OWN
         self.persistent: set[Cast] = set()
         self.changes = 0
@@ -90,7 +96,7 @@ class ShardedUnit:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.holds or self.calls_in_backward)
+        return bool(self.holds or self.calls_in_backward or self.kept)
 
     @property
     def in_forward(self) -> bool:
@@ -108,9 +114,10 @@ class ShardedUnit:
         buffers = {group.parameters[0].untyped_storage().data_ptr() for group in self.groups} - {0}
         return any(_memory_of(tensor) in buffers for tensor in tensors)
 
-    def forget_calls(self, keep: Iterable[object] = ()) -> None:
-        """Forget all calls in backward: none is expected to go on. keep: entries to keep, if present."""
-        self.calls_in_backward.intersection_update(keep)
+    def forget_calls(self, keep: Iterable[Keep] = ()) -> None:
+        """Forget calls in backward, none of which is expected to go on, and reasons in `kept` but `keep`."""
+        self.calls_in_backward.clear()
+        self.kept.intersection_update(keep)
 
     def state(self, cast: Cast = OWN) -> State:
         if self.resident or cast in self._gathered:
@@ -185,12 +192,13 @@ class ShardedUnit:
         Forwards and backwards under way continue with the new weights, once every rank has written.
         """
         self.begin_compute()
-        if self.in_forward or self.calls_in_backward:
+        under_way = self.in_forward or self.calls_in_backward
+        if under_way or self.kept:
             for cast in tuple(self._pending):
                 self.complete(cast)
             for cast in sorted(self._gathered, key=str):
                 self._finish(cast, [group.start_gather(self._communicator, cast) for group in self.groups])
-        else:
+        if not under_way:
             self.changes += 1
 
     def begin_compute(self) -> None:
@@ -231,18 +239,15 @@ class ShardedUnit:
         for group in self.groups:
             group.isolate(self._bound_before_exact[-1])
 
-    def hold_to_the_end(self, why: str) -> None:
-        """Keep the unit gathered until the engine's backward is over: the program may read it. Collective.
-
-        why: VIEWED or LENT.
-        """
+    def gather_to_keep(self, why: Keep) -> None:
+        """Gather the unit for the program to read, until the engine's backward is over. Collective."""
         if not self.resident:
-            self.calls_in_backward.add(why)
+            self.kept.add(why)
             self.gather(self.cast_for(None))
 
     def _bind_again(self) -> None:
         """Bind what the program reads, in `hold_exact` or while LENT, once no forward computes with it."""
-        if not self.in_forward and (self.held_exact or LENT in self.calls_in_backward):
+        if not self.in_forward and (self.held_exact or self.kept & {Keep.LENT, Keep.READ}):
             readable = self.cast_for(None)
             if readable in self._gathered:
                 self._bind(readable)
@@ -286,6 +291,11 @@ class ShardedUnit:
         self._stale = False
         self._bind(OWN)
         self.guard.close()
+
+    def rest(self) -> None:
+        """Stay gathered for a later use. Until then, a module inside that is called past the unit is seen."""
+        if not (self.resident or self.in_use):
+            self.guard.close()
 
     def invalidate(self) -> None:
         """Drop persistent buffers because the weights change: now, or when the last user is done."""
@@ -358,7 +368,7 @@ class ShardedUnit:
         For after an exception, or for a forward that never got its backward.
         """
         self.leave_forward()
-        self.calls_in_backward.clear()
+        self.forget_calls()
         self.release()
 
     def _bind(self, cast: Cast) -> None:
