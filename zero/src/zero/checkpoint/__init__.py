@@ -10,6 +10,7 @@ program_end, save_messages, problems, together
                         messages and errors between ranks
 publication, manifest_assembly
                         publishing a checkpoint under its name; one manifest from all ranks' reports
+save_start              all ranks start a save, or none
 save_job, background    one save; one in a thread of its own
 names, group_match, tensor_reader, weights, load_optimizer, load
                         matching stored tensors to another model, and reading them

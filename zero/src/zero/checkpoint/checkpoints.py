@@ -22,8 +22,9 @@ from zero.checkpoint.engine_state import EngineParts, collect, describe
 from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.publication import Publication, check_name
 from zero.checkpoint.rank_file import pack
-from zero.checkpoint.save_job import Job, refuse
+from zero.checkpoint.save_job import Job
 from zero.checkpoint.save_messages import SaveMessages, Waiting
+from zero.checkpoint.save_start import refuse, start
 from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
 from zero.tiers.values import lasting
@@ -58,12 +59,11 @@ class Checkpoints:
         """
         if self._engine.communicator.failed:
             check()  # at once, as other ranks may not be there to be told
-        self.wait()
         communicator = self._engine.communicator
         watched: Waiting = partial(communicator.waiting, f"save_checkpoint({str(path)!r})")
-        waiting = nullcontext if async_ else watched
-        messages = SaveMessages(communicator.group, f"{self._key}/save{next(self._saves)}", waiting)
+        messages = SaveMessages(communicator.group, f"{self._key}/save{next(self._saves)}", watched)
         try:
+            self.wait()
             check()
             _check_arguments(state, rank_state, keep_last)
             where = Path(path).absolute()
@@ -72,8 +72,13 @@ class Checkpoints:
             job = Job(messages, self.storage, self._engine.accelerator, publication)
             self._prepare(job, steps, state, rank_state, async_)
         except Exception as error:
-            refuse(messages, error)
+            raise refuse(messages, error) from error
+        except BaseException as interrupt:
+            refuse(messages, interrupt)
+            raise
+        start(messages)
         if async_:
+            messages.waiting = nullcontext
             self._background = BackgroundSave(job, where)
             self._background.start()
         else:

@@ -8,11 +8,11 @@ from zero.errors import ZeroError
 Problem = list[str]  # the name of a class in zero.errors, and the message
 
 
-def problem_of(error: Exception, context: str) -> Problem:
+def problem_of(error: BaseException, context: str) -> Problem:
     """An error as JSON values. An error that is not zero's becomes a CheckpointError with `context`."""
     if isinstance(error, ZeroError) and hasattr(errors, type(error).__name__):
         return [type(error).__name__, str(error)]
-    what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    what = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}".removesuffix(": ")
     return ["CheckpointError", f"{context}: {what}"]
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -17,13 +17,12 @@ from zero.checkpoint.problems import Problem, error_of, problem_of
 from zero.checkpoint.program_end import has_failed
 from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import write_rank_file
-from zero.checkpoint.save_messages import JOINED, SaveMessages
+from zero.checkpoint.save_messages import SaveMessages
+from zero.checkpoint.save_start import LAST, PART, take_leave
 from zero.checkpoint.storage import Storage
-from zero.errors import CheckpointError, CommunicationError, ZeroError
+from zero.errors import CheckpointError, CommunicationError
 
 _log = logging.getLogger("zero")
-_PART = "rank {} could not save its part of the checkpoint"
-_LAST = 3.0  # timeouts to wait for the outcome: rank 0 may itself be waiting for a rank that is gone
 
 
 @dataclass
@@ -57,11 +56,10 @@ class Job:
     def _run(self) -> Problem:
         rank, messages = self.messages.rank, self.messages
         try:
-            messages.publish(JOINED, None)
             report = self._write(self._begin())
         except Exception as error:
             self.failure = error
-            report = {"problem": problem_of(error, _PART.format(rank))}
+            report = {"problem": problem_of(error, PART.format(rank))}
         messages.publish("file", report)
         if rank:
             outcome = self._outcome(report.get("problem", []))
@@ -70,7 +68,7 @@ class Job:
         outcome = self._publish()
         messages.publish("outcome", outcome)
         if outcome[:1] != [CommunicationError.__name__]:  # otherwise nobody may be there
-            _take_leave(messages)
+            take_leave(messages)
         return outcome
 
     def _begin(self) -> Path:
@@ -115,7 +113,7 @@ class Job:
         if own[:1] == [CommunicationError.__name__]:
             return own  # rank 0 has not come; if it still does, it finds the problem
         try:
-            told: Problem = self.messages.collect("outcome", [0], _LAST, give_up=has_failed)[0]
+            told: Problem = self.messages.collect("outcome", [0], LAST, give_up=has_failed)[0]
             self.shared = self.shared or not own
             return told
         except CommunicationError:
@@ -164,36 +162,3 @@ class Job:
                     f"rank 0 sees {size} of the {entry['bytes']} bytes that rank {rank} wrote: the "
                     "checkpoint must be on a file system that all ranks share"
                 )
-
-
-def refuse(messages: SaveMessages, error: Exception) -> NoReturn:
-    """Raise what keeps this rank from starting its job; the others, which have, raise it with its number.
-
-    Only rank 0 waits for the others, until they know.
-    """
-    rank = messages.rank
-    messages.publish(JOINED, None)
-    own = problem_of(error, _PART.format(rank))
-    told = [own[0], f"rank {rank}: {own[1]}"] if isinstance(error, ZeroError) else own
-    if rank:
-        messages.publish("file", {"problem": told})
-        messages.publish("leave", None)
-    else:
-        messages.publish("directory", [told, ""])
-        messages.publish("outcome", told)
-        _take_leave(messages)
-    raise error_of(own) from error
-
-
-def _take_leave(messages: SaveMessages) -> None:
-    """Wait until every rank has read the outcome, since rank 0's process may hold the store."""
-    others = messages.ranks[1:]
-    try:
-        messages.collect("leave", others)
-        messages.forget("leave", others)
-        messages.forget(JOINED, messages.ranks)
-        messages.forget("file", messages.ranks)
-        messages.forget("directory", [0])
-        messages.forget("outcome", [0])
-    except CommunicationError as error:
-        _log.warning("the checkpoint's outcome is settled, but %s", error)

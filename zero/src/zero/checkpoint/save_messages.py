@@ -20,7 +20,7 @@ from zero.checkpoint.program_end import has_failed
 from zero.errors import CommunicationError
 
 JOINED = "join"
-"""The topic on which every rank publishes something at the beginning, so that others wait for the rest."""
+"""The topic on which every rank publishes at the beginning what keeps it from the save, if anything does."""
 
 JOIN_SECONDS = 10.0
 """How long a rank whose program has failed waits for ranks that have not joined the save."""
@@ -31,10 +31,13 @@ Waiting = Callable[[float], AbstractContextManager[Any]]
 
 
 class SaveMessages:
-    """The messages of one save. key: the prefix of its keys in the store, the same on every rank."""
+    """The messages of one save. key: the prefix of its keys in the store, the same on every rank.
+
+    waiting: wraps every wait.
+    """
 
     def __init__(self, group: Group, key: str, waiting: Waiting = nullcontext) -> None:
-        self._waiting = waiting
+        self.waiting = waiting
         self.rank = group.rank
         self.ranks = range(group.size)
         self._timeout = group.timeout
@@ -66,7 +69,7 @@ class SaveMessages:
             late = time.monotonic() - began > JOIN_SECONDS
             return late and has_failed() and not self._store.check(joined)
 
-        with self._answering(topic), self._waiting(seconds):
+        with self._answering(topic), self.waiting(seconds):
             try:
                 wait_for(self._store, list(names.values()), seconds, give_up or nobody_comes)
             except DistStoreError as error:  # not all have come by then

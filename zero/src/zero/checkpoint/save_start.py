@@ -1,0 +1,68 @@
+"""The beginning and end of a save: all ranks start it, or all raise what keeps one of them from it."""
+
+from __future__ import annotations
+
+import logging
+
+from zero.checkpoint.problems import Problem, error_of, problem_of
+from zero.checkpoint.save_messages import JOINED, SaveMessages
+from zero.errors import CommunicationError, ZeroError
+
+_log = logging.getLogger("zero")
+PART = "rank {} could not save its part of the checkpoint"
+LAST = 3.0  # timeouts to wait for rank 0's word: it may itself be waiting for a rank that is gone
+
+
+def start(messages: SaveMessages) -> None:
+    """Wait until all ranks have come. Raises, on every rank, what keeps any of them from the save."""
+    messages.publish(JOINED, [])
+    problem = messages.collect(JOINED, [0])[0]
+    if messages.rank:
+        problem = problem or messages.collect("start", [0], LAST)[0]
+    else:
+        problem = _first_problem(messages)
+        messages.publish("start", problem)
+    if problem:
+        _leave(messages, problem)
+        raise error_of(problem)
+
+
+def refuse(messages: SaveMessages, error: BaseException) -> ZeroError:
+    """Tell the others what keeps this rank from the save. Returns it as the error for this rank to raise."""
+    rank = messages.rank
+    own = problem_of(error, PART.format(rank))
+    told = [own[0], f"rank {rank}: {own[1]}"] if isinstance(error, ZeroError) else own
+    messages.publish(JOINED, told)
+    if rank or isinstance(error, Exception):  # rank 0 waits, but not when it is interrupted
+        _leave(messages, told)
+    return error_of(own)
+
+
+def _first_problem(messages: SaveMessages) -> Problem:
+    try:
+        said = messages.collect(JOINED, messages.ranks)
+    except CommunicationError as error:
+        return problem_of(error, "")
+    return next((problem for _, problem in sorted(said.items()) if problem), [])
+
+
+def _leave(messages: SaveMessages, problem: Problem) -> None:
+    """Part without a save. Rank 0 waits until the others know."""
+    if messages.rank:
+        messages.publish("leave", None)
+    elif problem[0] != CommunicationError.__name__:  # otherwise nobody may be there
+        take_leave(messages)
+
+
+def take_leave(messages: SaveMessages) -> None:
+    """Wait until every rank has read the outcome, since rank 0's process may hold the store."""
+    others = messages.ranks[1:]
+    try:
+        messages.collect("leave", others)
+        messages.forget("leave", others)
+        for topic in (JOINED, "file"):
+            messages.forget(topic, messages.ranks)
+        for topic in ("start", "directory", "outcome"):
+            messages.forget(topic, [0])
+    except CommunicationError as error:
+        _log.warning("the checkpoint's outcome is settled, but %s", error)
