@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import zero
@@ -195,3 +196,128 @@ def course_body(context: Context, course: str) -> float:
 def test_parts_and_wholes_in_any_order(cluster: Clusters, course: str) -> None:
     for error in cluster(2).run(course_body, course=course):
         assert error <= (1e-2 if course == "two dtypes" else 0.0)
+
+
+class Between(nn.Module):
+    """Calls a part of a block between two calls of the block, which stays gathered for the second one."""
+
+    def __init__(self, order: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x, x) if index >= 0 else x + self.blocks[index].scale["embedding"](x)
+        return x
+
+
+ORDERS = [(0, 1, -2, 1, 2), (0, 1, 2, -1, 0, 1, 2, -1)]
+
+
+def between_body(context: Context) -> list[tuple[float, tuple[int, ...], int]]:
+    found = []
+    for order in ORDERS:
+        for prefetch in (1, 4):
+            runs = []
+            for stage in (0, 3):
+                torch.manual_seed(3)
+                module = Between(order)
+                config = zero.Config(stage=stage, prefetch=prefetch, timeout=20)
+                engine = zero.initialize(module, adamw(module), config)
+                losses = []
+                for step in range(4):
+                    loss = engine(batch(step, context.rank, module)).square().mean()
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(loss.item())
+                runs.append(losses)
+            found.append((scaled_error(*runs), order, prefetch))
+    return found
+
+
+def test_parts_between_calls_of_their_unit(cluster: Clusters) -> None:
+    for found in cluster(2).run(between_body, limit=60):
+        for error, order, prefetch in found:
+            assert error == 0.0, (order, prefetch)
+
+
+def conditioned(context: Context) -> tuple[zero.Engine, nn.Module, Tensor]:
+    """An engine, a part of one of its units, and a batch; one step has been made."""
+    torch.manual_seed(3)
+    module = Conditioned(None, None, False)
+    engine = zero.initialize(module, adamw(module), zero.Config(stage=3, timeout=20))
+    x = batch(0, context.rank, module)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    return engine, module.blocks[1].scale["embedding"], x
+
+
+def evaluated_body(context: Context) -> list[int]:
+    """How many units are gathered after each of three evaluations that call a part."""
+    engine, inner, x = conditioned(context)
+    found = []
+    for _ in range(3):
+        with torch.no_grad():
+            engine(x)
+            inner(x)
+        found.append(sum(not unit.idle for unit in engine.units))
+    return found
+
+
+def test_evaluations_that_call_parts_leave_nothing_gathered(cluster: Clusters) -> None:
+    """Only the first call of a part does, until the next forward. The second one is not yet expected."""
+    for found in cluster(2).run(evaluated_body):
+        assert (found[0], found[2]) == (1, 0)
+
+
+def written_body(context: Context) -> list[str]:
+    """Weights are written while a forward awaits its backward, and by a part itself."""
+    engine, inner, x = conditioned(context)
+    loss, said = engine(x).square().mean(), []
+    with torch.no_grad():
+        inner(x)
+    with zero.gathered(inner[0].weight, write_rank=0):
+        inner[0].weight.data.mul_(0.5)
+    with pytest.raises(zero.UsageError) as old:
+        engine.backward(loss)
+    said.append(str(old.value))
+    inner(x)
+    inner[0].register_forward_pre_hook(lambda module, args: write(module.weight))
+    with pytest.raises(zero.ModelError) as written:
+        inner(x)
+    return [*said, str(written.value)]
+
+
+def write(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.add_(0)
+
+
+def test_weights_that_are_written_are_told(cluster: Clusters) -> None:
+    for old, written in cluster(2).run(written_body):
+        assert "the weights have changed since the forward" in old
+        assert "the forward writes to parameter 'blocks.1.scale.embedding.0.weight'" in written
+
+
+def parametrized_body(context: Context) -> tuple[str, float]:
+    """One rank reads a weight that is computed from others, outside of any forward."""
+    torch.manual_seed(3)
+    module = Conditioned(None, None, False)
+    parametrizations.weight_norm(module.blocks[1].layer)
+    engine = zero.initialize(module, adamw(module), zero.Config(stage=3, timeout=20))
+    x, said = batch(0, context.rank, module), "nothing"
+    if context.rank == 0:
+        with pytest.raises(zero.ShardedParameterError) as caught:
+            module.blocks[1].layer.weight.norm()
+        said = str(caught.value)
+    loss = engine(x).square().mean()
+    engine.backward(loss)
+    engine.step()
+    return said, loss.item()
+
+
+def test_a_parametrization_is_no_call(cluster: Clusters) -> None:
+    (said, _), (nothing, _) = cluster(2).run(parametrized_body)
+    assert "'blocks.1.layer.parametrizations.weight.original" in said
+    assert nothing == "nothing"
