@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -45,6 +45,20 @@ def cluster(request: pytest.FixtureRequest, device: str) -> Iterator[Clusters]:
     clusters.limit = request.config.getoption("--max-ranks")
     yield clusters
     clusters.stop()
+
+
+@pytest.fixture
+def disposable(cluster: Clusters) -> Iterator[Callable[[int], Cluster]]:
+    """Ranks that later tests cannot use, since a failed collective ends a job."""
+    used: list[Cluster] = []
+
+    def take(size: int) -> Cluster:
+        used.append(cluster(size))
+        return used[-1]
+
+    yield take
+    for ranks in used:
+        ranks.stop()
 
 
 @pytest.fixture(scope="session")

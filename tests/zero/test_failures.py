@@ -7,7 +7,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -313,20 +313,6 @@ def test_ranks_with_different_arrays_of_numbers(cluster: Clusters) -> None:
         assert "param_groups[0]['betas'] is" in message
         assert "0.5] on rank 0" in message
         assert "0.75] on rank 1" in message
-
-
-@pytest.fixture
-def disposable(cluster: Clusters) -> Iterator[Ranks]:
-    """Ranks that later tests cannot use, since a failed collective ends a job."""
-    used: list[Cluster] = []
-
-    def take(size: int) -> Cluster:
-        used.append(cluster(size))
-        return used[-1]
-
-    yield take
-    for ranks in used:
-        ranks.stop()
 
 
 class Trap(RuntimeError):

@@ -463,9 +463,9 @@ def order_body(context: Context, thrown_away: bool) -> list[str]:
         other = model(features(step + 50, context.rank, model)) if thrown_away else None
         kept += [other] if context.rank == 0 else []
         loss = model(features(step, context.rank, model))
-        before = engine._communicator.ledger.count
+        before = engine._communicator.issued
         engine.backward(loss)
-        log = engine._communicator.ledger.log
+        log = engine._communicator.ledger.line.log
         issued = [text for number, text in log if number > before and "exchange" not in text]
         engine.step()
     ops = {"all_gather": "gather", "reduce_scatter": "reduce"}

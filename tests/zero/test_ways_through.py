@@ -298,11 +298,11 @@ def order_body(context: Context, stage: int) -> list[str]:
     config = zero.Config(stage=stage, timeout=20)
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
     for step in range(3):
-        before = engine._communicator.ledger.count
+        before = engine._communicator.issued
         engine.backward(
             engine(batch(context.rank, context.accelerator.device), step < 2 or context.rank != 1)
         )
-        issued = [what for number, what in engine._communicator.ledger.log if number > before]
+        issued = [what for number, what in engine._communicator.ledger.line.log if number > before]
         engine.step()
     return issued
 

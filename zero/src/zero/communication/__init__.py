@@ -2,10 +2,11 @@
 
 Modules, lowest first:
 
-job                     the process groups
-ledger                  what a rank has issued: counted, logged, hashed
 reports, watch          what ranks exchange when a collective has failed; long waits, logged
 failures                explains collectives that failed or differ
+line                    what all engines on the same groups issue, in one order
+job                     the process groups
+ledger                  what an engine has issued: counted, hashed
 differences             says in what ranks differ
 disk_errors             errors of one rank's disk, until all can raise them
 communicator            issues every collective

@@ -25,10 +25,9 @@ from accelz.flat_buffer import HOST
 from accelz.polled_store import exchange
 from zero.communication.differences import first_line, first_setting
 from zero.communication.disk_errors import PostponedDiskErrors
-from zero.communication.failures import Failures
-from zero.communication.job import Split
-from zero.communication.ledger import Entry, Ledger, Traffic
-from zero.communication.watch import Watch
+from zero.communication.failures import Entry, Failures
+from zero.communication.job import Joined, Split
+from zero.communication.ledger import Ledger, Traffic
 from zero.errors import CommunicationError, RankMismatchError
 
 
@@ -57,25 +56,25 @@ class NamedHandle:
 class Communicator:
     """Collectives by unit name.
 
-    group: all ranks of the job. control: a second group of the same ranks, for host memory, whose traffic
-    must not interleave with the data's. After `split`, shards: the ranks that share a copy of the model with
+    key: the engine's prefix in the store. name: the model's class, for messages.
+
+    group: all ranks of the job. After `split`, shards: the ranks that share a copy of the model with
     this one; replicas: the ranks that have the same slices as this one, None if there is one copy.
 
     in_pass: inside something that ends with an agreement of the ranks, such as a forward or backward.
     """
 
-    def __init__(self, accelerator: Accelerator, group: Group, control: Group, key: str) -> None:
+    def __init__(self, accelerator: Accelerator, joined: Joined, key: str, name: str) -> None:
+        joined.begin(key)
         self._collectives = accelerator.collectives
-        self._control = control
-        self.group = self.shards = group
+        self._control = joined.control
+        self.group = self.shards = joined.data
         self.replicas: Group | None = None
-        self.ledger = Ledger()
+        self.ledger = Ledger(joined, name)
         self.in_pass = False
-        self._key = key  # prefix in the store, one per engine
+        self._key = key
         self._shared = 0  # values exchanged through the store
-        self._disk_errors = PostponedDiskErrors(alone=group.size == 1)
-        self._watch = Watch(group, key, self.ledger.log)
-        self._failures = Failures(group, key, self.ledger, self._watch)
+        self._disk_errors = PostponedDiskErrors(alone=self.group.size == 1)
 
     @property
     def traffic(self) -> Traffic:
@@ -84,14 +83,19 @@ class Communicator:
     @property
     def failed(self) -> bool:
         """Whether a collective has failed: nothing can be exchanged any more."""
-        return bool(self._failures.first)
+        return bool(self.ledger.line.failures.first)
+
+    @property
+    def issued(self) -> int:
+        """How many collectives and exchanges there have been since the newest engine was made."""
+        return self.ledger.line.count
 
     def waiting(self, what: str, limit: float) -> AbstractContextManager[None]:
         """Wrap a wait for other ranks in something else than a collective, so that they can be told of it.
 
         what: the call to name. limit: seconds after which it fails.
         """
-        return self._watch.waiting(self.ledger.count, what, limit)
+        return self.ledger.line.watch.waiting(self.issued, what, limit)
 
     def split(self, split: Split) -> None:
         """Gather and reduce slices as `split` says from now on."""
@@ -182,7 +186,7 @@ class Communicator:
             for group in groups.values():
                 self._collectives.check(group)
         except CollectiveError as error:
-            self._failures.aborted(error)
+            self.ledger.line.failures.aborted(error)
 
     def agree(self, flag: bool = False, settings: Callable[[], Mapping[str, Any]] = dict) -> bool:
         """Check that all ranks issued the same collectives so far; return whether any rank passes `flag`.
@@ -194,14 +198,15 @@ class Communicator:
         if self.group.size == 1:
             return flag
         own = settings()
-        mine = [*self.ledger.hashes.values(), crc32(repr(own).encode())]
+        mine = [*self.ledger.hashes, crc32(repr(own).encode())]
         votes = [flag, bool(self._disk_errors.own), *mine, *(-h for h in mine)]
         ballot = torch.tensor(votes, dtype=torch.int64, device=HOST)
         self._exchange("agreement", ballot)
         flagged, failed, *hashes = ballot.tolist()
-        *issued, same_settings = (high == -low for high, low in zip(hashes[:3], hashes[3:], strict=True))
+        highest, lowest = hashes[: len(mine)], hashes[len(mine) :]
+        *issued, same_settings = (high == -low for high, low in zip(highest, lowest, strict=True))
         if not all(issued):
-            self._failures.mismatch()
+            self.ledger.line.failures.mismatch()
         if failed:
             self._disk_errors.share(self.all_gather_object(self._disk_errors.own))
         if not same_settings:
@@ -216,10 +221,10 @@ class Communicator:
         return self._disk_errors.postponing()
 
     @contextmanager
-    def sharing_disk_errors(self) -> Iterator[None]:
-        """Wrap collective work of all ranks, and share their disk errors at its end.
+    def together(self) -> Iterator[None]:
+        """Wrap collective work of all ranks, which `agree` at its end.
 
-        An OffloadError that any rank postpones in the block is raised on every rank when the block ends.
+        Errors of any rank's disk in the block are raised on every rank when it ends.
         """
         before, self.in_pass = self.in_pass, True
         try:
@@ -269,7 +274,7 @@ class Communicator:
         self._shared += 1
         group, key, own = self.group, f"{self._key}/share", json.dumps(value)
         try:
-            with self._watch.waiting(self.ledger.count, "exchange of values"):
+            with self.ledger.line.watch.waiting(self.issued, "exchange of values"):
                 every = exchange(group.store, key, self._shared, group.rank, group.size, own, group.timeout)
         except RuntimeError as error:
             raise CommunicationError(
@@ -281,12 +286,12 @@ class Communicator:
     def _exchange(self, what: str, tensor: Tensor) -> None:
         """All-reduce (max) in host memory, outside of the hashed sequence."""
         self.check()
-        entry = self.ledger.exchange(what)
+        line, entry = self.ledger.line, self.ledger.exchange(what)
         try:
-            with self._watch.waiting(entry.number, entry.text):
+            with line.watch.waiting(entry.number, entry.text):
                 self._collectives.all_reduce(tensor, self._control, "max")
         except CollectiveError as error:
-            self._explain(error, entry, self._control)
+            line.failures.explain(error, entry, "")
 
     def _issue(
         self,
@@ -299,18 +304,19 @@ class Communicator:
         origin: str = "",
     ) -> NamedHandle:
         """Enter and issue a collective. numel: of the whole buffer, equal on all ranks."""
-        self._failures.check()
+        line = self.ledger.line
+        line.failures.check()
         entry = self.ledger.collective(op, unit, numel, dtype, origin)
-        waiting = partial(self._watch.waiting, entry.number, entry.text)
-        explain = partial(self._explain, entry=entry, group=group)
+        waiting = partial(line.watch.waiting, entry.number, entry.text)
+        explain = partial(self._explain, failures=line.failures, entry=entry, group=group)
         try:
             with waiting():  # first uses of a size may wait for the other ranks
                 return NamedHandle(call(), waiting, explain)
         except CollectiveError as error:
             explain(error)
 
-    def _explain(self, error: CollectiveError, entry: Entry, group: Group) -> NoReturn:
-        self._failures.explain(error, entry, self._numbers(group))
+    def _explain(self, error: CollectiveError, failures: Failures, entry: Entry, group: Group) -> NoReturn:
+        failures.explain(error, entry, self._numbers(group))
 
     def _numbers(self, group: Group) -> str:
         """Translate a group's rank numbers to the job's, for errors; "" if they are the same."""

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from accelz.collectives import Group
 from accelz.errors import CollectiveError
-from zero.communication.ledger import Entry, Ledger
 from zero.communication.reports import Failure, Reports
 from zero.communication.watch import Watch
 from zero.errors import CommunicationError, RankMismatchError
 
 
-class Failures:
-    """Failures of one engine's collectives. key: the engine's key in the store.
+@dataclass(frozen=True)
+class Entry:
+    """A collective, or an exchange in host memory. number: from 1. began: on the monotonic clock."""
 
-    first: what failed first; "" while nothing has. Nothing can be exchanged after that.
+    number: int
+    text: str
+    began: float = field(default_factory=time.monotonic)
+
+
+class Failures:
+    """Failures of collectives that were issued in one line. key: the line's prefix in the store.
+
+    log: number and text of the last. several: whether there are several engines in it. first: what failed
+    first; "" while nothing has. Nothing can be exchanged after that.
     """
 
-    def __init__(self, group: Group, key: str, ledger: Ledger, watch: Watch) -> None:
+    def __init__(
+        self, group: Group, key: str, log: Iterable[tuple[int, str]], watch: Watch, several: bool
+    ) -> None:
         self.first = ""
         self._group = group
-        self._ledger = ledger
+        self._log = log
         self._watch = watch
+        self._advice = f"{_ADVICE}. {_ENGINES}" if several else _ADVICE
         self._reports = Reports(group, key)
 
     def check(self) -> None:
@@ -39,11 +53,11 @@ class Failures:
         cause = " ".join(str(error).split()) + among
         self.first = self.first or cause
         failure = Failure(entry.number, entry.text, time.monotonic() - entry.began, cause)
-        log = dict(self._ledger.log)
+        log = dict(self._log)
         reports = self._reports.exchange(log, failure)
         difference = self._reports.difference(log, reports)
         if difference:
-            raise RankMismatchError(f"{difference}. {_ADVICE}") from error
+            raise RankMismatchError(f"{difference}. {self._advice}") from error
         silent = [rank for rank in range(self._group.size) if rank not in reports]
         places = self._watch.places(silent, failure.number)
         raise CommunicationError(self._reports.describe(failure, reports, places)) from error
@@ -53,17 +67,17 @@ class Failures:
         difference = "" if self.first else self._difference()
         self.first = self.first or str(error)
         if difference:  # libraries abort, too, where ranks meet in collectives of different sizes
-            raise RankMismatchError(f"{difference}. {_ADVICE}") from error
+            raise RankMismatchError(f"{difference}. {self._advice}") from error
         raise CommunicationError(f"rank {self._group.rank}: {error}. {_WORTHLESS}") from error
 
     def mismatch(self) -> NoReturn:
         """Raise for ranks whose hashes differ."""
         self.first = "the ranks issued different collectives"
-        raise RankMismatchError(f"{self._difference() or self.first}. {_ADVICE}")
+        raise RankMismatchError(f"{self._difference() or self.first}. {self._advice}")
 
     def _difference(self) -> str:
         """Say where the ranks' collectives diverge; "" if they agree."""
-        log = dict(self._ledger.log)
+        log = dict(self._log)
         return self._reports.difference(log, self._reports.exchange(log))
 
 
@@ -74,4 +88,7 @@ _WORTHLESS = (
 _ADVICE = (
     "Every rank must run the same modules in the same order; a branch that depends on the rank's data is "
     "the usual cause. If a mixture's experts are units, name the block around them with Config(units=...)"
+)
+_ENGINES = (
+    "Engines must take the same turns on all ranks, too, with as many forwards, steps and whole values each"
 )

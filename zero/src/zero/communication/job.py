@@ -15,6 +15,7 @@ from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.errors import CollectiveError
 from accelz.polled_store import exchange
+from zero.communication.line import Line
 from zero.errors import CommunicationError, ConfigError, RankMismatchError
 
 T = TypeVar("T")
@@ -32,15 +33,35 @@ class Split:
     replicas: Group | None
 
 
+@dataclass
+class Joined:
+    """The job, and its groups for engines that have the same timeout.
+
+    data, control: of all ranks; control is for host memory, and its messages do not interleave with data.
+    engines: how many have begun, on these groups. line: what they issue.
+    """
+
+    process_group: object
+    data: Group
+    control: Group
+    line: Line
+    engines: int = 0
+
+    def begin(self, key: str) -> None:
+        """A new engine is about to use the groups. Collective. key: its prefix in the store."""
+        self.engines += 1
+        self.line = Line(self.data, key, self.engines)
+
+
 _LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
 
-_groups: dict[float, tuple[object, Group, Group]] = {}  # timeout -> (the job, for data, for control)
+_groups: dict[float, Joined] = {}  # by timeout
 _joins = itertools.count(1)
 _splits: dict[tuple[float, int], tuple[object, Split]] = {}  # timeout, ranks of a copy -> (the job, groups)
 
 
-def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
-    """Join the job; return a group for data and one of the same ranks for control messages.
+def join(accelerator: Accelerator, timeout: float) -> Joined:
+    """Join the job; return its groups.
 
     The job is given by torchrun's environment or an initialised default process group, and is otherwise one
     rank. Engines with the same timeout (seconds) use the same groups. Every rank must call this. Raises
@@ -49,17 +70,16 @@ def join(accelerator: Accelerator, timeout: float) -> tuple[Group, Group]:
     """
     accelerator.bind(_local_rank())
 
-    def joined() -> tuple[object, Group, Group]:
+    def joined() -> Joined:
         world = accelerator.collectives.init(timeout)
         _check_same(timeout, world)
         job, known = world.process_group, _groups.get(timeout)
-        if known is None or known[0] is not job:
+        if known is None or known.process_group is not job:
             data, control = (_new_group(accelerator, None, timeout) for _ in range(2))
-            known = _groups[timeout] = (job, data, control)
+            known = _groups[timeout] = Joined(job, data, control, Line(data, "zero/0", 0))
         return known
 
-    _, data, control = _explained(joined, timeout)
-    return data, control
+    return _explained(joined, timeout)
 
 
 def _local_rank() -> int:

@@ -1,15 +1,17 @@
-"""What a rank has issued: counted, logged by unit, and hashed for comparison with the other ranks."""
+"""What one engine has issued on this rank: counted, and hashed for comparison with the other ranks."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 from zlib import crc32
 
 import torch
 
-LOG_LENGTH = 256
+from zero.communication.failures import Entry
+from zero.communication.job import Joined
+from zero.communication.line import Line
 
 
 @dataclass
@@ -28,42 +30,41 @@ class Traffic:
         self.bytes.clear()
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A collective or exchange that a rank issues. number: from 1. began: on the monotonic clock."""
-
-    number: int
-    text: str
-    began: float = field(default_factory=time.monotonic)
-
-
 class Ledger:
-    """Collectives, and exchanges in host memory, of one engine on one rank.
+    """The newest engine's entries in the line of all engines. name: the model's class, for messages."""
 
-    log: the number and text of the last LOG_LENGTH. hashes: running hashes of the collectives, of reductions
-    and of everything else separately, since a graph that is partly on the host may run either sooner.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, joined: Joined, name: str) -> None:
         self.traffic = Traffic()
-        self.log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
-        self.hashes = {"reductions": 0, "others": 0}
-        self.count = 0
+        self._joined = joined
+        self._engine = joined.engines
+        self._name = name
+        # Running hashes: of reductions and of everything else separately, since a graph that is partly on the
+        # host may run either sooner.
+        self._hashes: dict[Literal["reductions", "others"], int] = {"reductions": 0, "others": 0}
+
+    @property
+    def line(self) -> Line:
+        return self._joined.line
+
+    @property
+    def hashes(self) -> list[int]:
+        """Numbers that are the same on all ranks if they have issued the same collectives."""
+        return [*self._hashes.values(), *self.line.turns]
 
     def collective(self, op: str, unit: str, numel: int, dtype: torch.dtype, origin: str) -> Entry:
         """Enter a collective. numel: of the whole buffer, equal on all ranks."""
         text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')}){origin}"
+        kind: Literal["reductions", "others"]
         kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
-        self.hashes[kind] = crc32(text.encode(), self.hashes[kind])
+        self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += numel * dtype.itemsize
-        return self._entered(text)
+        return self.line.enter(self._engine, kind, text + self._label)
 
     def exchange(self, what: str) -> Entry:
-        """Enter an exchange, which is outside of the hashed sequence."""
-        return self._entered(f"{what} exchange")
+        """Enter an exchange, which is not hashed."""
+        return self.line.enter(self._engine, "exchanges", f"{what} exchange{self._label}")
 
-    def _entered(self, text: str) -> Entry:
-        self.count += 1
-        self.log.append((self.count, text))
-        return Entry(self.count, text)
+    @property
+    def _label(self) -> str:
+        return f" of engine {self._engine} ({self._name})" if self._joined.engines > 1 else ""

@@ -56,7 +56,7 @@ def compile_calls(
     facts = gather_facts(runtime.handle, units, record_streamer, accumulates)
     backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores))
     persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)
-    around = communicator.sharing_disk_errors if on_disk else nullcontext
+    around = communicator.together if on_disk else nullcontext
     return CompiledModel(module, runtime, backend, persistence, phase, callbacks.begin, around)
 
 

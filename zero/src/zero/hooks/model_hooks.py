@@ -235,7 +235,7 @@ class ModelHooks(Uncopied):
         if not self.phase.in_backward:
             self._communicator.in_pass = self._config.tiers.params == "disk"
             self._record_streamer.return_all_to_host()  # graphs do this themselves
-            self._issued = self._communicator.ledger.count
+            self._issued = self._communicator.issued
         return self._prepare(module, args, kwargs, own_calls=1)
 
     def _leave_forward(self, *_: Any) -> None:
@@ -248,7 +248,7 @@ class ModelHooks(Uncopied):
         """
         if self.phase.in_backward or self.phase.in_graph:
             return
-        gathered = not torch.is_grad_enabled() and self._communicator.ledger.count > self._issued
+        gathered = not torch.is_grad_enabled() and self._communicator.issued > self._issued
         if gathered or self._config.tiers.params == "disk":
             self._communicator.agree()
 

@@ -59,17 +59,17 @@ def initialize(
     budgeted = config.tiers.budget("optimizer") is not None
     moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
 
-    group, control = join(accelerator, config.timeout)
+    joined = join(accelerator, config.timeout)
     check_flat_buffers(accelerator)
-    communicator = Communicator(accelerator, group, control, key=f"zero/{next(_engines)}")
+    communicator = Communicator(accelerator, joined, f"zero/{next(_engines)}", type(model).__name__)
     check_equal(prepared, config, communicator)
-    communicator.split(split(accelerator, group, config.shard_ranks))
+    communicator.split(split(accelerator, joined.data, config.shard_ranks))
     tiers, ranks = config.tiers, communicator.shards.size
     stores = Stores(accelerator, tiers.folder, tiers.compact, streamed=tiers.step == "device")
     placer = Placer(tiers, stores.resolve)
     drafts = draft_units(prepared, config, placer, ranks, moments)
     placer.warn_of_shortfalls()
-    if group.rank == 0:
+    if joined.data.rank == 0:
         warn_of_nothing_to_move(config, accelerator.device)
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)

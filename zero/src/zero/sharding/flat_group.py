@@ -100,12 +100,6 @@ class FlatGroup:
         return self.layout.shards
 
     @property
-    def on_disk(self) -> bool:
-        """Whether any parameters, gradients or optimizer state of the group are on disk."""
-        tiers = (self.placement.params, self.placement.gradients, *(sub.tier for sub in self.subs))
-        return "disk" in tiers
-
-    @property
     def shard(self) -> Values:
         return self.source.shard
 

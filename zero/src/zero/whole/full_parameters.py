@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -71,17 +71,12 @@ class FullParameters(Uncopied):
             raise StateError(f"the model has no parameter {name!r}; see dict(model.named_parameters())")
         return place
 
-    def sharing_disk_errors(self) -> AbstractContextManager[None]:
-        """Wrap whatever gathers or changes values; see `Communicator`."""
-        on_disk = any(group.on_disk for unit in self.units for group in unit.groups)
-        return self.communicator.sharing_disk_errors() if on_disk else nullcontext()
-
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Wrap a change of weights in `sharing_disk_errors`; interrupts the engine after an error."""
+        """Wrap a change of weights by all ranks `together`; interrupts the engine after an error."""
         self.begin_write()
         try:
-            with self.sharing_disk_errors():
+            with self.communicator.together():
                 yield
         except BaseException:
             self.integrity.interrupt()
@@ -90,7 +85,7 @@ class FullParameters(Uncopied):
     def gather(self, unit: ShardedUnit, group: FlatGroup, values: Values) -> Tensor:
         """Return all ranks' slices put together, shape (layout.numel,), on the device.
 
-        Call it in a `sharing_disk_errors` block.
+        Call it in a `Communicator.together` block.
         """
         with group.room_for_whole(values.dtype):
             shard = fetch(values, group.home.data.device, self.communicator)
@@ -103,7 +98,7 @@ class FullParameters(Uncopied):
     def parameter(self, name: str, shard: Values) -> Tensor:
         """Return a copy of one parameter's whole value in fp32, from its group's `shard`."""
         unit, group, index = self.locate(name)
-        with self.sharing_disk_errors(), group.room_for_whole(torch.float32):
+        with self.communicator.together(), group.room_for_whole(torch.float32):
             return view_of(self.gather(unit, group, shard), group, index).to(torch.float32, copy=True)
 
     def spread(
@@ -142,7 +137,7 @@ class FullParameters(Uncopied):
         self.take_in_frozen()
         held: list[ShardedUnit] = []
         try:
-            with self.sharing_disk_errors():
+            with self.communicator.together():
                 for unit in self._units_of(names):
                     held.append(unit)
                     unit.hold_exact()
@@ -177,7 +172,7 @@ class FullParameters(Uncopied):
                     values = group.whole[slot.offset : slot.offset + slot.numel]
                     self.communicator.broadcast(unit.name, values, source)
                 self.assign(group, index, group.whole)
-        with self.sharing_disk_errors():
+        with self.communicator.together():
             for unit in self._units_of(names):
                 unit.renew()
         self.integrity.snapshot_versions()

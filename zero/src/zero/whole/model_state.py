@@ -23,7 +23,7 @@ def read(model: nn.Module, full_parameters: FullParameters, master: bool) -> dic
     master: return fp32 masters where there are any. One group at a time is whole on the device.
     """
     values: dict[nn.Parameter, Tensor] = {}
-    with full_parameters.sharing_disk_errors():
+    with full_parameters.communicator.together():
         for unit, group in ((u, g) for u in full_parameters.units for g in u.groups):
             shard = group.master if master and group.master is not None else group.shard
             full = full_parameters.gather(unit, group, shard)
@@ -67,7 +67,7 @@ def load(
     present = set(full_parameters.communicator.broadcast_object(sorted(given)))
     rest = _shared(full_parameters, packed)
     before_change()
-    with full_parameters.sharing_disk_errors():
+    with full_parameters.communicator.together():
         for unit in full_parameters.units:
             for group in unit.groups:
                 _load_group(full_parameters, unit, group, given, present)

@@ -37,7 +37,7 @@ class OptimizerState:
         unit, group, index = self._full_parameters.locate(name)
         if group not in self._owned or not group.layout.specs[index].numel:
             return {}
-        with self._full_parameters.sharing_disk_errors(), group.room_for_whole(torch.float32):
+        with self._full_parameters.communicator.together(), group.room_for_whole(torch.float32):
             if self._is_whole(group):
                 return self._of_parameter(unit, group, index)
             return {

@@ -1,0 +1,47 @@
+"""What the engines on the same groups issue, one after another: it must be in one order on all ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal, get_args
+from zlib import crc32
+
+from accelz.collectives import Group
+from zero.communication.failures import Entry, Failures
+from zero.communication.watch import Watch
+
+LOG_LENGTH = 256
+Kind = Literal["reductions", "others", "exchanges"]
+
+
+class Line:
+    """The collectives and exchanges since the newest engine on the groups was made.
+
+    Every new engine begins a new line on all ranks, so that one can be made after others have failed.
+
+    group: all ranks of the job. key: prefix in the store. engines: how many there have been, with the newest.
+    count, log: how many entries there were, and number and text of the last LOG_LENGTH.
+    """
+
+    def __init__(self, group: Group, key: str, engines: int) -> None:
+        self.count = 0
+        self.log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
+        self.watch = Watch(group, key, self.log)
+        self.failures = Failures(group, key, self.log, self.watch, several=engines > 1)
+        # The engine that issued last, and a hash of all turns; by kind, since a graph that is partly on the
+        # host may run reductions or others sooner.
+        self._turns: dict[Kind, tuple[int, int]] = dict.fromkeys(get_args(Kind), (0, 0))
+
+    def enter(self, engine: int, kind: Kind, text: str) -> Entry:
+        """Enter what an engine is about to issue. engine: its number."""
+        last, turns = self._turns[kind]
+        if engine != last:
+            self._turns[kind] = engine, crc32(f"{engine}".encode(), turns)
+        self.count += 1
+        self.log.append((self.count, text))
+        return Entry(self.count, text)
+
+    @property
+    def turns(self) -> list[int]:
+        """Hashes of which engine has issued after which, by kind."""
+        return [turns for _, turns in self._turns.values()]
