@@ -678,7 +678,10 @@ def scheduler_body(context: Context) -> dict[str, Any]:
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.param_groups[0]["weight_decay"] = 0.0
     frozen = engine.full_master("blocks.0.up.bias")
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    more = {"params": [nn.Parameter(torch.ones(2))]}
+    with pytest.raises(zero.OptimizerError) as added:
+        optimizer.add_param_group(more)
+    optimizer.param_groups.append({**optimizer.param_groups[0], **more})
     engine.backward(model(features(9, context.rank, model), STRAIGHT).loss)
     try:
         engine.step()
@@ -689,6 +692,7 @@ def scheduler_body(context: Context) -> dict[str, Any]:
     engine.step()
     return {
         "refused": refused,
+        "added": str(added.value),
         "same object": engine.optimizer is optimizer,
         "rates": rates,
         "moved": moved,
@@ -701,6 +705,7 @@ def test_the_optimizer_stays_the_users(cluster: Clusters) -> None:
     for found in cluster(2).run(scheduler_body):
         assert found["same object"]
         assert "different parameters than at zero.initialize" in found["refused"]
+        assert "may be frozen" in found["added"]
         assert found["rates"] == pytest.approx([1.0, 1 / 2, 1 / 3])
         assert found["moved"][0] > 0.9  # Adam's first step is as long as the learning rate
         assert found["calls"] == ["pre", "post", "pre", "post"]

@@ -600,7 +600,7 @@ def mismatch_body(context: Context, path: str) -> list[str]:
     grouped = built(lambda p: [torch.optim.Muon(p[:1]), torch.optim.AdamW([{"params": [q]} for q in p[1:]])])
     late = built(two)
     extended = late.optimizer.optimizers[1]  # type: ignore[attr-defined]
-    extended.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    extended.param_groups.append({**extended.param_groups[0], "params": [nn.Parameter(torch.ones(2))]})
     late.backward(late(torch.ones(2, 8, device=context.accelerator.device)).sum())
     ranks_differ = lambda p: [torch.optim.NAdam(p) if context.rank else torch.optim.RAdam(p)]  # noqa: E731
     momenta = (0.9, 0.0, 0.0) if context.rank else (0.9, 0.9, 0.0)

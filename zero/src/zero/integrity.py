@@ -108,7 +108,7 @@ class Integrity:
         if changed or self._optimizer.absent.changed():
             names = {parameter: name for name, parameter in self._module.named_parameters()}
             which = [names[parameter] for parameter in changed if parameter in names]
-            raise UsageError(_NOT_HEEDED.format(some(which) or "parameters in optimizer.param_groups"))
+            raise UsageError(_NOT_HEEDED.format(some(which) or "that of what is in optimizer.param_groups"))
 
     def show_absent(self, reducer: GradientReducer) -> None:
         """After the last backward of a step, put stand-ins that raise on use where gradients would be.

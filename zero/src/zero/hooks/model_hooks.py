@@ -310,7 +310,7 @@ class ModelHooks(Uncopied):
 _OUTSIDE = (
     "gradients of this model's parameters were computed outside engine.backward(loss). If by "
     "loss.backward(): call engine.backward(loss) instead. If by another engine's backward that goes through "
-    "this model: freeze it during that backward, with model.requires_grad_(False). If by "
+    "this model: freeze it, with model.requires_grad_(False), before the forward that it goes through. If by "
     "torch.autograd.grad: a compiled model cannot tell it apart; remove zero.Config(compile=...)"
 )
 

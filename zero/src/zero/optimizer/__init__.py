@@ -16,7 +16,7 @@ streamed_record, record_streamer
                         records on the host that come to the device for their step
 shadow_record, speculative_steps
                         records stepped while backward goes on
-state_dicts, hyper_parameters
-                        the optimizer's own state dicts, refused; what schedulers change
+refused_calls, hyper_parameters
+                        what the optimizer object no longer does; what schedulers change
 sharded_optimizer       all of it behind the user's optimizer object
 """

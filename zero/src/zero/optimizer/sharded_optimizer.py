@@ -34,8 +34,8 @@ from zero.optimizer.own_step import OwnStep
 from zero.optimizer.owned import OwnedSubGroup, StepCount, Turn
 from zero.optimizer.pieces import own, route_groups
 from zero.optimizer.record_streamer import RecordStreamer
+from zero.optimizer.refused_calls import refuse_calls
 from zero.optimizer.speculative_steps import SpeculativeSteps
-from zero.optimizer.state_dicts import refuse_state_dicts
 from zero.optimizer.stepping import Stepping
 from zero.settings.offload import Tier
 from zero.sharding.flat_group import FlatGroup
@@ -108,7 +108,7 @@ class ShardedOptimizer:
         self.gradient_observer: GradientObserver = self._speculative or self.record_streamer
         for each in {optimizer, *members(optimizer)}:
             each.register_step_pre_hook(self._check_caller)
-            refuse_state_dicts(each)
+            refuse_calls(each)
 
     def step(self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None) -> None:
         """Make one optimizer step. scale: 0-dim factor on the gradients. skip: 0-dim; with 1.0 the step

@@ -1,4 +1,5 @@
-"""The optimizer's own state dicts and copies: refused, because they would hold one rank's slices only."""
+"""What the optimizer object no longer does: its state dicts and copies would hold one rank's slices only, and
+the engine has no shards of parameters that are added."""
 
 from __future__ import annotations
 
@@ -6,15 +7,17 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zero.errors import UsageError
+from zero.errors import OptimizerError, UsageError
 
 
-def refuse_state_dicts(optimizer: Optimizer) -> None:
+def refuse_calls(optimizer: Optimizer) -> None:
     """Make `optimizer.state_dict()` and `load_state_dict()` raise UsageError from now on, before anybody
-    else's hooks on them run, and also `torch.save(optimizer)` and `copy.deepcopy(optimizer)`."""
+    else's hooks on them run; likewise `torch.save(optimizer)` and `copy.deepcopy(optimizer)`. Make
+    `add_param_group()` raise OptimizerError."""
     optimizer.register_state_dict_pre_hook(_refuse_to_save, prepend=True)
     optimizer.register_load_state_dict_pre_hook(_refuse_to_load, prepend=True)
     optimizer.__dict__["__getstate__"] = _refuse_to_copy
+    optimizer.__dict__["add_param_group"] = _refuse_to_add
 
 
 def _refuse_to_save(optimizer: Optimizer) -> None:
@@ -29,6 +32,14 @@ def _refuse_to_copy() -> None:
     raise UsageError(
         "an optimizer that an engine steps cannot be copied or pickled, because it has only this rank's "
         "slices: engine.save_checkpoint saves its whole state"
+    )
+
+
+def _refuse_to_add(param_group: dict[str, Any]) -> None:
+    raise OptimizerError(
+        "optimizer.add_param_group() was called after zero.initialize, but the engine has no shards of what "
+        "it adds: give the optimizer all parameters before that. Those to be trained later may be frozen "
+        "after it, with requires_grad_(False), until then"
     )
 
 
