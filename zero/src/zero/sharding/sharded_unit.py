@@ -373,6 +373,7 @@ class ShardedUnit:
 
     def _bind(self, cast: Cast) -> None:
         if cast != self._bound:
+            self.guard.open()
             for group in self.groups:
                 group.bind(cast)
             self._bound = cast
