@@ -16,12 +16,11 @@ LAST = 3.0  # timeouts to wait for rank 0's word: it may itself be waiting for a
 def start(messages: SaveMessages) -> None:
     """Wait until all ranks have come. Raises, on every rank, what keeps any of them from the save."""
     messages.publish(JOINED, [])
-    problem = messages.collect(JOINED, [0])[0]
-    if messages.rank:
-        problem = problem or messages.collect("start", [0], LAST)[0]
-    else:
-        problem = _first_problem(messages)
-        messages.publish("start", problem)
+    try:
+        problem = _first_problem(messages) if messages.rank == 0 else _word_of_rank_0(messages)
+    except BaseException as error:  # of this rank: it has waited too long, or was interrupted
+        refuse(messages, error)
+        raise
     if problem:
         _leave(messages, problem)
         raise error_of(problem)
@@ -33,17 +32,29 @@ def refuse(messages: SaveMessages, error: BaseException) -> ZeroError:
     own = problem_of(error, PART.format(rank))
     told = [own[0], f"rank {rank}: {own[1]}"] if isinstance(error, ZeroError) else own
     messages.publish(JOINED, told)
+    if rank:
+        messages.publish("file", {"problem": told})  # for a rank 0 that has just found all ranks ready
+    else:
+        messages.publish("start", told)
     if rank or isinstance(error, Exception):  # rank 0 waits, but not when it is interrupted
         _leave(messages, told)
     return error_of(own)
 
 
+def _word_of_rank_0(messages: SaveMessages) -> Problem:
+    problem: Problem = messages.collect(JOINED, [0])[0]
+    return problem or messages.collect("start", [0], LAST)[0]
+
+
 def _first_problem(messages: SaveMessages) -> Problem:
+    """On rank 0: learn what keeps any rank from the save, and tell the others."""
     try:
         said = messages.collect(JOINED, messages.ranks)
+        problem: Problem = next((each for _, each in sorted(said.items()) if each), [])
     except CommunicationError as error:
-        return problem_of(error, "")
-    return next((problem for _, problem in sorted(said.items()) if problem), [])
+        problem = problem_of(error, "")
+    messages.publish("start", problem)
+    return problem
 
 
 def _leave(messages: SaveMessages, problem: Problem) -> None:
