@@ -338,6 +338,9 @@ def test_reduce_gradients() -> None:
         "reduce_grad_1 = zero.reduce_grad(mm_2, 7, 1, True)",  # as it was computed
         "return None, mm_1, None",
     ]
+    graph = graph_of(backward, "tangent", "x", "a")
+    assert reduce_gradients(graph, (A, None, C)) == 2
+    assert "reduce_grad_1 = zero.reduce_grad(_to_copy_2, 7, 2, True)" in shown(graph)  # resident: in fp32
     with pytest.raises(RuntimeError, match="3 outputs for 2 inputs"):
         reduce_gradients(graph, (A, None))
 

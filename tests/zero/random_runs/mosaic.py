@@ -38,7 +38,8 @@ RECOMPUTE = ("", "", "", "reentrant", "not reentrant")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a model is made of. order: which part is called when; parts may be called twice, or never."""
+    """What a model is made of. order: which part is called when; parts may be called twice, or never. lends:
+    after which place in the order the norm of which part is called once more, past that part."""
 
     width: int
     kinds: tuple[str, ...]
@@ -48,6 +49,7 @@ class Recipe:
     mood: str
     frozen_embedding: bool
     from_root: bool
+    lends: tuple[tuple[int, int], ...]
 
     @classmethod
     def draw(cls, rng: random.Random) -> Recipe:
@@ -67,6 +69,10 @@ class Recipe:
             mood=rng.choice([mood for mood in MOODS if not (dropped and mood == "cuts")]),
             frozen_embedding=rng.random() < 0.25 and not dropped,
             from_root=rng.random() < 0.3,
+            lends=tuple(
+                (rng.randrange(len(kinds)), rng.randrange(len(kinds)))
+                for _ in range(rng.choice((0, 0, 0, 1, 2)))
+            ),
         )
 
     @property
@@ -197,6 +203,8 @@ class Mosaic(nn.Module):
                 x = torch.tanh(self.between(x))
             if part.kind == "aside":
                 aside.append(part.kept)
+            for lender in (lender for after, lender in self.recipe.lends if after == place):
+                x = x + 0.3 * torch.tanh(self.parts[lender].norm(x))
         if self.training:
             self.seen += 1
         logits = self.head(self.norm(x)).float()

@@ -1,8 +1,8 @@
 """Hands each parameter's gradient to the engine as soon as it exists, not as an output of the backward.
 
-Its buffer is reduced while the backward goes on, and no more than a few units' gradients are ever whole. A
-gradient that the graph only casts to fp32 at the end travels as it was computed, as in the eager engine under
-autocast; this holds for all gradients of a unit in this graph, or for none.
+Its buffer is reduced while the backward goes on, and no more than a few units' gradients are ever whole. In
+units that are gathered, a gradient that the graph only casts to fp32 at the end travels as it was computed,
+as in the eager engine under autocast; this holds for all gradients of a unit in this graph, or for none.
 
 Needs: a backward whose outputs are the gradients of the forward's inputs, in their order.
 """
@@ -30,7 +30,8 @@ def reduce_gradients(graph: ShardedGraph, inputs: Sequence[ParameterFacts | None
         for place, parameter in enumerate(inputs)
         if parameter is not None and parameter.trainable and result[place] is not None
     }
-    gradients = _as_computed(result, taken)
+    resident = {number for number, unit in enumerate(graph.facts.units) if unit.resident}
+    gradients = _as_computed(result, taken, wide=resident)
     order = graph.positions()
     last = {taken[p].unit: p for p in sorted(taken, key=lambda p: order[gradients[p]])}
     ends = {node: node for node in gradients.values()}  # if one is of several parameters: after what is there
@@ -45,11 +46,13 @@ def reduce_gradients(graph: ShardedGraph, inputs: Sequence[ParameterFacts | None
     return len(taken)
 
 
-def _as_computed(result: Sequence[fx.Node], taken: dict[int, ParameterFacts]) -> dict[int, fx.Node]:
+def _as_computed(
+    result: Sequence[fx.Node], taken: dict[int, ParameterFacts], wide: set[int]
+) -> dict[int, fx.Node]:
     """The gradients by place; as they were before being widened, if all of the unit's gradients are only
-    widened."""
+    widened. wide: units whose gradients stay as they are, too."""
     narrow = {place: _before_widening(result[place]) for place in taken}
-    wide = {taken[place].unit for place, node in narrow.items() if node is None}
+    wide = wide | {taken[place].unit for place, node in narrow.items() if node is None}
     return {
         place: result[place] if node is None or taken[place].unit in wide else node
         for place, node in narrow.items()
