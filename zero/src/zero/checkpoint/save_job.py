@@ -111,7 +111,7 @@ class Job:
     def _outcome(self, own: Problem) -> Problem:
         """Rank 0's word, if it can be had and this rank's program goes on. own: this rank's problem."""
         if own[:1] == [CommunicationError.__name__]:
-            return own  # rank 0 has not come; if it still does, it finds the problem
+            return own  # rank 0 is gone
         try:
             told: Problem = self.messages.collect("outcome", [0], LAST, give_up=has_failed)[0]
             self.shared = self.shared or not own

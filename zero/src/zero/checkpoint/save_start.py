@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from zero.checkpoint.problems import Problem, error_of, problem_of
 from zero.checkpoint.save_messages import JOINED, SaveMessages
@@ -31,13 +32,14 @@ def refuse(messages: SaveMessages, error: BaseException) -> ZeroError:
     rank = messages.rank
     own = problem_of(error, PART.format(rank))
     told = [own[0], f"rank {rank}: {own[1]}"] if isinstance(error, ZeroError) else own
-    messages.publish(JOINED, told)
-    if rank:
-        messages.publish("file", {"problem": told})  # for a rank 0 that has just found all ranks ready
-    else:
-        messages.publish("start", told)
-    if rank or isinstance(error, Exception):  # rank 0 waits, but not when it is interrupted
-        _leave(messages, told)
+    with suppress(CommunicationError):  # without a store, nobody can be told
+        messages.publish(JOINED, told)
+        if rank:
+            messages.publish("file", {"problem": told})  # for a rank 0 that has just found all ranks ready
+        else:
+            messages.publish("start", told)
+        if rank or isinstance(error, Exception):  # rank 0 waits, but not when it is interrupted
+            _leave(messages, told)
     return error_of(own)
 
 

@@ -87,15 +87,16 @@ class Communicator:
 
     @property
     def issued(self) -> int:
-        """How many collectives and exchanges there have been since the newest engine was made."""
-        return self.ledger.line.count
+        """How many collectives and exchanges there have been so far."""
+        return self.ledger.count
 
     def waiting(self, what: str, limit: float) -> AbstractContextManager[None]:
         """Wrap a wait for other ranks in something else than a collective, so that they can be told of it.
 
         what: the call to name. limit: seconds after which it fails.
         """
-        return self.ledger.line.watch.waiting(self.issued, what, limit)
+        line = self.ledger.line
+        return line.watch.waiting(line.count, what, limit)
 
     def split(self, split: Split) -> None:
         """Gather and reduce slices as `split` says from now on."""
@@ -272,9 +273,9 @@ class Communicator:
             return [json.loads(json.dumps(value))]  # what other world sizes would see
         self.check()
         self._shared += 1
-        group, key, own = self.group, f"{self._key}/share", json.dumps(value)
+        group, key, own, line = self.group, f"{self._key}/share", json.dumps(value), self.ledger.line
         try:
-            with self.ledger.line.watch.waiting(self.issued, "exchange of values"):
+            with line.watch.waiting(line.count, "exchange of values"):
                 every = exchange(group.store, key, self._shared, group.rank, group.size, own, group.timeout)
         except RuntimeError as error:
             raise CommunicationError(

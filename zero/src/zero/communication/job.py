@@ -38,25 +38,26 @@ class Joined:
     """The job, and its groups for engines that have the same timeout.
 
     data, control: of all ranks; control is for host memory, and its messages do not interleave with data.
-    engines: how many have begun, on these groups. line: what they issue.
+    line: what they issue. engine: the number of the newest, among all of the process.
     """
 
     process_group: object
     data: Group
     control: Group
     line: Line
-    engines: int = 0
+    engine: int = 0
 
     def begin(self, key: str) -> None:
         """A new engine is about to use the groups. Collective. key: its prefix in the store."""
-        self.engines += 1
-        self.line = Line(self.data, key, self.engines)
+        self.engine = next(_engines)
+        self.line = Line(self.data, key, several=self.engine > 1)
 
 
 _LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
 
 _groups: dict[float, Joined] = {}  # by timeout
 _joins = itertools.count(1)
+_engines = itertools.count(1)
 _splits: dict[tuple[float, int], tuple[object, Split]] = {}  # timeout, ranks of a copy -> (the job, groups)
 
 
@@ -76,7 +77,7 @@ def join(accelerator: Accelerator, timeout: float) -> Joined:
         job, known = world.process_group, _groups.get(timeout)
         if known is None or known.process_group is not job:
             data, control = (_new_group(accelerator, None, timeout) for _ in range(2))
-            known = _groups[timeout] = Joined(job, data, control, Line(data, "zero/0", 0))
+            known = _groups[timeout] = Joined(job, data, control, Line(data, "zero/joined", several=False))
         return known
 
     return _explained(joined, timeout)

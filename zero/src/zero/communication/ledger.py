@@ -11,7 +11,7 @@ import torch
 
 from zero.communication.failures import Entry
 from zero.communication.job import Joined
-from zero.communication.line import Line
+from zero.communication.line import Kind, Line
 
 
 @dataclass
@@ -36,7 +36,8 @@ class Ledger:
     def __init__(self, joined: Joined, name: str) -> None:
         self.traffic = Traffic()
         self._joined = joined
-        self._engine = joined.engines
+        self.count = 0  # of entries
+        self._engine = joined.engine
         self._name = name
         # Running hashes: of reductions and of everything else separately, since a graph that is partly on the
         # host may run either sooner.
@@ -59,12 +60,13 @@ class Ledger:
         self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += numel * dtype.itemsize
-        return self.line.enter(self._engine, kind, text + self._label)
+        return self._enter(kind, text)
 
     def exchange(self, what: str) -> Entry:
         """Enter an exchange, which is not hashed."""
-        return self.line.enter(self._engine, "exchanges", f"{what} exchange{self._label}")
+        return self._enter("exchanges", f"{what} exchange")
 
-    @property
-    def _label(self) -> str:
-        return f" of engine {self._engine} ({self._name})" if self._joined.engines > 1 else ""
+    def _enter(self, kind: Kind, text: str) -> Entry:
+        self.count += 1
+        label = f" of engine {self._engine} ({self._name})" if self.line.several else ""
+        return self.line.enter(self._engine, kind, text + label)

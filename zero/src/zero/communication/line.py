@@ -19,15 +19,16 @@ class Line:
 
     Every new engine begins a new line on all ranks, so that one can be made after others have failed.
 
-    group: all ranks of the job. key: prefix in the store. engines: how many there have been, with the newest.
+    group: all ranks of the job. key: prefix in the store. several: whether entries name their engine.
     count, log: how many entries there were, and number and text of the last LOG_LENGTH.
     """
 
-    def __init__(self, group: Group, key: str, engines: int) -> None:
+    def __init__(self, group: Group, key: str, several: bool) -> None:
+        self.several = several
         self.count = 0
         self.log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
         self.watch = Watch(group, key, self.log)
-        self.failures = Failures(group, key, self.log, self.watch, several=engines > 1)
+        self.failures = Failures(group, key, self.log, self.watch, several)
         # The engine that issued last, and a hash of all turns; by kind, since a graph that is partly on the
         # host may run reductions or others sooner.
         self._turns: dict[Kind, tuple[int, int]] = dict.fromkeys(get_args(Kind), (0, 0))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zero.hooks import parametrized
 from zero.hooks.progress import Progress
 from zero.hooks.schedule import Schedule
-from zero.hooks.under_way import modules_called
+from zero.hooks.under_way import calls_under_way, modules_called
 from zero.hooks.unit_call import Call, with_producers
 from zero.sharding import autocast
 from zero.sharding.alterations import changed_since
@@ -163,6 +163,8 @@ class UnitHooks(Uncopied):
         self._unit.holds += 1
         if self._depth > 1:
             return inputs
+        if Keep.READ in self._unit.kept and calls_under_way(self._hooked) == 1:
+            self._unit.kept.discard(Keep.READ)  # what it was kept for is over
         cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
         self._acquire(cast)
         self._unit.begin_compute()
