@@ -351,9 +351,9 @@ class Engine:
         state: values of rank 0 for load_checkpoint to return: JSON values, tuples, tensors, and objects with
         state_dict(), such as schedulers. rank_state: the same, but each rank's own. keep_last: afterwards,
         of the checkpoints in the directory that were saved with keep_last, remove all but this many. async_:
-        return once the state has been copied, and write it while training goes on. The copy takes host memory
-        of the state's size, which is kept for the next save. An error in writing is logged, and raised by
-        the next save_checkpoint, load_checkpoint or wait_for_checkpoint.
+        return once all ranks have copied their state, and write it while training goes on. The copy takes
+        host memory of the state's size, which is kept for the next save. An error in writing is logged, and
+        raised by the next save_checkpoint, load_checkpoint or wait_for_checkpoint.
 
         Raises, on every rank, UsageError for what cannot be saved and CheckpointError if writing fails; what
         concerns one rank only names it. Existing checkpoints stay as they were.

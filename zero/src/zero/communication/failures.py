@@ -49,7 +49,10 @@ class Failures:
             )
 
     def explain(self, error: CollectiveError, entry: Entry, among: str) -> NoReturn:
-        """Raise what the ranks' reports say of a collective that failed. among: see `numbers_among`."""
+        """Raise what the ranks' reports say of a collective that failed.
+
+        among: how the group's rank numbers translate to the job's; "" if they are the same.
+        """
         cause = " ".join(str(error).split()) + among
         self.first = self.first or cause
         failure = Failure(entry.number, entry.text, time.monotonic() - entry.began, cause)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
 from zlib import crc32
 
 import torch
@@ -31,17 +30,20 @@ class Traffic:
 
 
 class Ledger:
-    """The newest engine's entries in the line of all engines. name: the model's class, for messages."""
+    """One engine's entries in the line of all engines; made when it is the newest.
+
+    name: the model's class, for messages. count: of entries.
+    """
 
     def __init__(self, joined: Joined, name: str) -> None:
         self.traffic = Traffic()
+        self.count = 0
         self._joined = joined
-        self.count = 0  # of entries
         self._engine = joined.engine
-        self._name = name
+        self._label = f" of engine {joined.engine} ({name})"
         # Running hashes: of reductions and of everything else separately, since a graph that is partly on the
         # host may run either sooner.
-        self._hashes: dict[Literal["reductions", "others"], int] = {"reductions": 0, "others": 0}
+        self._hashes: dict[Kind, int] = {"reductions": 0, "others": 0}
 
     @property
     def line(self) -> Line:
@@ -55,8 +57,7 @@ class Ledger:
     def collective(self, op: str, unit: str, numel: int, dtype: torch.dtype, origin: str) -> Entry:
         """Enter a collective. numel: of the whole buffer, equal on all ranks."""
         text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')}){origin}"
-        kind: Literal["reductions", "others"]
-        kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
+        kind: Kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
         self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += numel * dtype.itemsize
@@ -68,5 +69,5 @@ class Ledger:
 
     def _enter(self, kind: Kind, text: str) -> Entry:
         self.count += 1
-        label = f" of engine {self._engine} ({self._name})" if self.line.several else ""
-        return self.line.enter(self._engine, kind, text + label)
+        line = self.line
+        return line.enter(self._engine, kind, text + self._label if line.several else text)

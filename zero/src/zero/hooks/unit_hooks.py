@@ -32,7 +32,7 @@ from zero.sharding.alterations import changed_since
 from zero.sharding.cast import Cast
 from zero.sharding.guard import UNIT_ATTRIBUTE
 from zero.sharding.phase import Phase
-from zero.sharding.sharded_unit import Keep, ShardedUnit, State
+from zero.sharding.sharded_unit import FOR_PARTS, Keep, ShardedUnit, State
 from zero.sharding.tensors import iter_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.tracer import Tracer
@@ -215,7 +215,7 @@ class UnitHooks(Uncopied):
         A unit that is recomputed during its backward is gathered already, and this use is not part of the
         order that `schedule` learns: ranks that have used nothing of the unit do not recompute it.
         """
-        used = self._unit.calls_in_backward or self._unit.kept - {Keep.LENT, Keep.READ}
+        used = self._unit.calls_in_backward or self._unit.kept - FOR_PARTS
         if used and self._unit.state(cast) is State.GATHERED:
             self._unit.gather(cast)
         else:

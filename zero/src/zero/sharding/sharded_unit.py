@@ -31,6 +31,9 @@ class Keep(Enum):
     READ = "likewise, without gradients; until the next forward of the model or of such a module"
 
 
+FOR_PARTS = frozenset({Keep.LENT, Keep.READ})
+
+
 class State(Enum):
     """What is held in each state, in bytes per rank, for a buffer of B bytes over W ranks.
 
@@ -214,9 +217,10 @@ class ShardedUnit:
         changed = self.guard.end_compute()
         if self.resident or self.held_exact or changed is None:  # None: the gather has failed
             return
-        rebound, names = self.rebind(), list(chain.from_iterable(group.names for group in self.groups))
+        rebound = self.rebind()
         if rebound or changed:
             self.release()
+            names = list(chain.from_iterable(group.names for group in self.groups))
             raise replaced(rebound) if rebound else written(names[changed[0]])
 
     def rebind(self, told: Callable[[FlatGroup, int], bool] = lambda group, index: True) -> list[str]:
@@ -240,14 +244,14 @@ class ShardedUnit:
             group.isolate(self._bound_before_exact[-1])
 
     def gather_to_keep(self, why: Keep) -> None:
-        """Gather the unit for the program to read, until the engine's backward is over. Collective."""
+        """Gather the unit for the program to read; `Keep` says until when. Collective."""
         if not self.resident:
             self.kept.add(why)
             self.gather(self.cast_for(None))
 
     def _bind_again(self) -> None:
-        """Bind what the program reads, in `hold_exact` or while LENT, once no forward computes with it."""
-        if not self.in_forward and (self.held_exact or self.kept & {Keep.LENT, Keep.READ}):
+        """Bind what the program reads, in `hold_exact` or in a part, once no forward computes with it."""
+        if not self.in_forward and (self.held_exact or self.kept & FOR_PARTS):
             readable = self.cast_for(None)
             if readable in self._gathered:
                 self._bind(readable)
