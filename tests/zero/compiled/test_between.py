@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
@@ -238,6 +239,11 @@ def several_steps(engine: zero.Engine) -> list[Tensor]:
     return losses + [engine.full_master(name).cpu() for name, _ in engine.module.named_parameters()]
 
 
+def steady(model: nn.Module) -> Optimizer:
+    """An optimizer that does not magnify the rounding of gradients near zero, as Adam's tiny eps does."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
 def settings_body(context: Context) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
     found = {}
     for name, settings in SETTINGS.items():
@@ -246,7 +252,7 @@ def settings_body(context: Context) -> dict[str, tuple[list[Tensor], list[Tensor
             torch.manual_seed(7)
             model = Transformer(layers=2)
             config = zero.Config(compile=compile, timeout=20, **settings)
-            values.append(several_steps(zero.initialize(model, adamw(model), config)))
+            values.append(several_steps(zero.initialize(model, steady(model), config)))
         found[name] = values[0], values[1]
     return found
 
@@ -255,7 +261,7 @@ def settings_body(context: Context) -> dict[str, tuple[list[Tensor], list[Tensor
 def test_several_forwards_train_alike_with_other_settings(cluster: Clusters, size: int) -> None:
     for found in cluster(size).run(settings_body, limit=200):
         for name, (eager, compiled) in found.items():
-            atol = 3e-2 if name == "sent in bf16" else 1e-5
+            atol = 2e-3 if name == "sent in bf16" else 2e-6
             torch.testing.assert_close(
                 compiled, eager, atol=atol, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
             )
