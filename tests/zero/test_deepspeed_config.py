@@ -132,7 +132,7 @@ def test_tiers() -> None:
         ({"fp16": {"enabled": True, "initial_scale_power": 0}}, r"starts at 2\*\*16"),
         ({"fp16": {"enabled": True, "hysteresis": 3}}, "'fp16.hysteresis': .* halved at every overflow"),
         ({"fp16": {"enabled": True, "consecutive_hysteresis": True}}, "halved at every overflow; remove it"),
-        ({"fp16": {"enabled": True, "min_loss_scale": 128}}, "'fp16.min_loss_scale': .* has no minimum"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 128}}, r"'fp16.min_loss_scale': .* down to 2\*\*-24"),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window = 0"),
         ({"zero_optimization": {"stage": 1.5}}, "is 1.5: expected a whole number"),
         ({"tensorboard": {"enabled": True}}, "'tensorboard.enabled': only reports and changes no values"),

@@ -141,6 +141,28 @@ def test_an_error_in_the_middle_of_a_change(cluster: Clusters, stage: int) -> No
         assert value == ("" if stage == 2 else "1.0")
 
 
+def decorated_body(context: Context, stage: int) -> list[float]:
+    """A block as a decorator of a function that is called more than once."""
+    model = fresh()
+    engine = zero.initialize(model, adamw(model), zero.Config(stage=stage, timeout=10))
+
+    @zero.gathered(model.norm.parameters(), write_rank=0)
+    def fill(value: float) -> None:
+        if context.rank == 0:
+            nn.init.constant_(model.norm.weight, value)
+
+    found = []
+    for value in (2.0, 3.0):
+        fill(value)
+        found.append(engine.full_master("norm.weight").max().item())
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_block_over_an_iterator_decorates_many_calls(cluster: Clusters, stage: int) -> None:
+    assert cluster(2).run(decorated_body, stage=stage) == [[2.0, 3.0]] * 2
+
+
 class Initialised(nn.Module):
     """Constructors as people write them: custom initialisation after the defaults, values read in between."""
 
@@ -605,6 +627,13 @@ def broken_off_body(context: Context, path: str) -> tuple[str, str]:
             said.append("nothing raised")
         except zero.UsageError as error:
             said.append(str(error))
+        for read in (engine.full_master, engine.full_gradient, engine.full_optimizer_state):
+            try:
+                read("weight")
+            except zero.UsageError as error:
+                assert str(error) == said[-1]
+            else:
+                assert said[-1] == "nothing raised"
     return said[0], said[1]
 
 

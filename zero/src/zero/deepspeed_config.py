@@ -94,7 +94,7 @@ HINTS = {
     "fp16.initial_scale_power": "the loss scale starts at 2**16; remove it",
     "fp16.hysteresis": "the loss scale is halved at every overflow, as with 1; remove it",
     "fp16.consecutive_hysteresis": "the loss scale is halved at every overflow; remove it",
-    "fp16.min_loss_scale": "the loss scale has no minimum; remove it",
+    "fp16.min_loss_scale": "the loss scale goes down to 2**-24; remove it",
 }
 DTYPES = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}

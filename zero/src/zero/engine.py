@@ -304,8 +304,10 @@ class Engine:
     def full_master(self, name: str) -> Tensor:
         """Return the whole fp32 master of parameter `name`, in the parameter's shape, on every rank.
 
-        A frozen parameter has no master: its own value is returned, in fp32.
+        A frozen parameter has no master: its own value is returned, in fp32. Raises UsageError after an
+        optimizer step or a load that was interrupted.
         """
+        self._integrity.check_complete()
         _, group, _ = self._full_parameters.locate(name)
         self._full_parameters.take_in_frozen()
         return self._full_parameters.parameter(name, group.widest)
@@ -315,6 +317,7 @@ class Engine:
 
         Call it between backward() and step(). None if no rank has a gradient.
         """
+        self._integrity.check_complete()
         _, group, index = self._full_parameters.locate(name)
         if self._micro_steps and not self.is_boundary:
             if self._reducer.local:
@@ -331,7 +334,11 @@ class Engine:
             return value if factor is None else value.mul_(factor)
 
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
-        """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), fp32."""
+        """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), fp32.
+
+        Raises UsageError after an optimizer step or a load that was interrupted.
+        """
+        self._integrity.check_complete()
         return self._optimizer_state.of(name)
 
     def save_checkpoint(
