@@ -1,4 +1,4 @@
-"""What a rank says that cannot join the job."""
+"""What a rank says that cannot join the job, and what becomes of the next attempt."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import zero
+from accelz.conformance.cluster import Clusters, Context
 from accelz.errors import CollectiveError
+from tests.zero.models import features
+from tests.zero.training import adamw
 from zero.communication.job import join
 
 
@@ -52,3 +56,52 @@ def test_an_empty_local_rank_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_ranks_are_suspected_only_after_a_long_wait(seconds: float, told: str) -> None:
     with pytest.raises(zero.CommunicationError, match=told):
         join(failing_after(seconds), 0.2)
+
+
+def attempts_body(context: Context) -> list[str]:
+    """A rank makes a mistake at which the others wait in vain; then all ranks do it right."""
+    said = []
+    for attempt in range(3):
+        context.accelerator.collectives.barrier(context.group)
+        model = nn.Linear(4, 4)
+        config = zero.Config(timeout=3.0)
+        wrong = nn.Identity() if attempt == 0 and context.rank == 1 else model
+        try:
+            engine = zero.initialize(wrong, adamw(model), config)
+            engine.backward(engine(features(attempt, context.rank, model, width=4)).square().mean())
+            said.append(f"stepped {engine.step()}")
+        except zero.ZeroError as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_a_rank_that_does_not_join_spoils_one_attempt(cluster: Clusters) -> None:
+    waited, mistaken = cluster(2).run(attempts_body)
+    assert waited == ["CommunicationError", "stepped True", "stepped True"]
+    assert mistaken == ["ModelError", "stepped True", "stepped True"]
+
+
+def alone_body(context: Context) -> tuple[str, bool, bool]:
+    """A rank asks for a whole value by itself; then all ranks ask for another one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=3.0))
+
+    def step() -> bool:
+        engine.backward(engine(features(0, context.rank, model, width=4)).square().mean())
+        return engine.step()
+
+    step()
+    said = ""
+    if context.rank == 0:
+        with pytest.raises(zero.CommunicationError) as raised:
+            engine.full_optimizer_state("0.weight")
+        said = str(raised.value)
+    context.accelerator.collectives.barrier(context.group)
+    shape = engine.full_optimizer_state("1.bias")["exp_avg"].shape
+    return said, shape == (4,), step()
+
+
+def test_a_rank_that_asked_alone_is_not_taken_for_an_answer(cluster: Clusters) -> None:
+    found = cluster(2).run(alone_body)
+    assert "did not get the other ranks' state" in found[0][0]
+    assert [rest for _, *rest in found] == [[True, True]] * 2

@@ -29,6 +29,7 @@ from accelz import direct_exchange
 from accelz.collectives import Collectives, Group
 from accelz.direct_exchange import as_bytes, is_small
 from accelz.errors import CollectiveError
+from accelz.exchange import unused_key
 from accelz.polled_store import PolledStore
 
 SPARE_DESCRIPTORS = 16
@@ -163,15 +164,6 @@ class GlooLanes(Collectives):
                 self._lanes[process_group] = Lanes(store, group.rank, group.size, group.timeout)
             lanes = self._lanes[process_group]
         return lanes.lane(operation, nbytes)
-
-
-def unused_key(group: Group, purpose: str) -> str:
-    """Return a prefix in the group's store that nothing has used yet, whether for another object of this
-    process or in an earlier job. Every rank must call this, equally often and in the same order.
-    """
-    name = f"{purpose}/{group.process_group.group_name}"
-    turn = group.store.add(f"{name}/asked by {group.rank}", 1)
-    return f"{name}/{turn}"
 
 
 @cache

@@ -36,18 +36,6 @@ def wait_for(
         time.sleep(min(max(SHORTEST, PAUSE * waited), LONGEST, timeout - waited))
 
 
-def exchange(
-    store: Store, key: str, turn: int, rank: int, size: int, value: str, timeout: float
-) -> list[str]:
-    """Return every rank's value, by rank, once all have made the same call; raises DistStoreError after
-    `timeout` seconds. turn: 1 at the first call with this key, and one more at each."""
-    before, keys = ([f"{key}/{n}/rank {r}" for r in range(size)] for n in (turn - 1, turn))
-    store.set(keys[rank], value)
-    wait_for(store, keys, timeout)
-    store.delete_key(before[rank])  # all ranks have read it; keeps the store small
-    return [store.get(each).decode() for each in keys]
-
-
 class PolledStore(Store):
     """Another store for a library that waits for keys: it polls. Keep it as long as the library has it."""
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz.collectives import Group
+from accelz.exchange import Exchange, unused_key
 from accelz.flat_buffer import FlatBuffer, StorageSwap
-from accelz.gloo_lanes import unused_key
 from accelz.polled_store import wait_for
 from accelz_cpu.hosts import Hosts, find_hosts
 
@@ -58,7 +58,7 @@ class CommonMemory(StorageSwap):
         common = FlatBuffer(data, buffer.parameters, buffer.slots, common=True)
         own = _slice(data, meeting.hosts)
         own.copy_(_slice(buffer.data, meeting.hosts))
-        meeting.exchange("filled", "")
+        meeting.exchange("")
         common.bind()
         buffer.release()
         return common
@@ -81,41 +81,34 @@ class _Meeting:
     """
 
     def __init__(self, group: Group) -> None:
-        prefix = unused_key(group, "accelz_cpu/common")
-        self.hosts = find_hosts(group, prefix)
+        self._exchange = Exchange(group, "accelz_cpu/common")
+        self.hosts = find_hosts(group, self._exchange)
         self.rank = self.hosts.place
         self.size = len(self.hosts.here)
         self.turn = 0
-        self._store = PrefixStore(prefix, group.store)
-        self._place, self._ranks = group.rank, range(group.size)
+        self._store = PrefixStore(unused_key(group, "accelz_cpu/common memory"), group.store)
         self._timeout = group.timeout
         self._said: list[str] = []  # keys of this rank's words that are not deleted yet
 
     def tell(self, what: str, word: str) -> None:
         """Say a word to the ranks of this node."""
-        self._say(self._key(what), word)
-
-    def hear(self, what: str) -> str:
-        """Wait for a word from this node's ranks; raises RuntimeError after the group's timeout."""
-        return self._hear([self._key(what)])[0]
-
-    def exchange(self, what: str, word: str) -> list[str]:
-        """Return every rank's word, by rank of the group. Ranks that call it have read all words before."""
-        before, self._said = self._said, []
-        keys = [f"{self.turn}/{what}/{rank}" for rank in self._ranks]
-        self._say(keys[self._place], word)
-        words = self._hear(keys)
-        for key in before:
-            self._store.delete_key(key)
-        return words
-
-    def _say(self, key: str, word: str) -> None:
+        key = self._key(what)
         self._said.append(key)
         self._store.set(key, word)
 
-    def _hear(self, keys: list[str]) -> list[str]:
-        wait_for(self._store, keys, self._timeout)
-        return [str(self._store.get(key).decode()) for key in keys]
+    def hear(self, what: str) -> str:
+        """Wait for a word from this node's ranks; raises RuntimeError after the group's timeout."""
+        key = self._key(what)
+        wait_for(self._store, [key], self._timeout)
+        return str(self._store.get(key).decode())
+
+    def exchange(self, word: str) -> list[str]:
+        """Return every rank's word, by rank of the group. Ranks that call it have read all words before."""
+        words = self._exchange(word)
+        for key in self._said:
+            self._store.delete_key(key)
+        self._said.clear()
+        return words
 
     def _key(self, what: str) -> str:
         return f"{self.turn}/{self.hosts.index}/{what}"
@@ -126,7 +119,7 @@ def _map_together(nbytes: int, meeting: _Meeting) -> mmap.mmap | None:
     if not meeting.hosts.even or meeting.size == 1:
         return None  # gathers would bypass the node's memory, or there is no rank to share it with
     memory, problem = (_offer if meeting.rank == 0 else _accept)(nbytes, meeting)
-    problems = [p for p in meeting.exchange("mapped", problem) if p]
+    problems = [p for p in meeting.exchange(problem) if p]
     if not problems:
         return memory
     if meeting.rank == meeting.hosts.index == 0 and not all(p == APART for p in problems):

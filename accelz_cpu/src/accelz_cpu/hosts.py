@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
-
 from accelz.collectives import Group
-from accelz.polled_store import wait_for
+from accelz.exchange import Exchange
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
@@ -58,23 +56,11 @@ def host() -> list[Any]:
     return [platform.node(), boot, processes, os.getuid()]
 
 
-def find_hosts(group: Group, key: str) -> Hosts:
-    """Find the hosts of the group's ranks. Every rank of the group must call this. key: as in `exchange`."""
-    names = [json.dumps(name) for name in exchange(group, f"{key}/hosts", host())]
+def find_hosts(group: Group, exchange: Exchange) -> Hosts:
+    """Find the hosts of the group's ranks. Every rank of the group must call this. exchange: of the group."""
+    names = [json.dumps(name) for name in exchange(host())]
     by_host: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         by_host.setdefault(name, []).append(rank)
     index, place = list(by_host).index(names[group.rank]), by_host[names[group.rank]].index(group.rank)
     return Hosts(tuple(map(tuple, by_host.values())), index, place)
-
-
-def exchange(group: Group, key: str, value: Any) -> list[Any]:
-    """Exchange JSON values, and return every rank's by rank. key: one that is used only once in the job.
-
-    Raises RuntimeError if a rank does not answer within the group's timeout.
-    """
-    store = PrefixStore(key, group.store)
-    names = [str(rank) for rank in range(group.size)]
-    store.set(names[group.rank], json.dumps(value))
-    wait_for(store, names, group.timeout)
-    return [json.loads(store.get(name)) for name in names]

@@ -15,46 +15,48 @@ from typing import Any
 from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz.collectives import Group
+from accelz.exchange import Exchange, unused_key
 from accelz.gloo_lanes import Lanes
 from accelz_cpu.channel import Channel
 from accelz_cpu.hierarchy import Hierarchy, TwoLevels
-from accelz_cpu.hosts import Hosts, exchange, find_hosts
+from accelz_cpu.hosts import Hosts, find_hosts
 from accelz_cpu.transport import Transport
 
 _SEQUENCES = ("movements", "reductions")
 
 
-def open_transport(library: CDLL, group: Group, key: str) -> Transport | None:
+def open_transport(library: CDLL, group: Group) -> Transport | None:
     """Connect all ranks of `group`, or return None on all of them if they have to use gloo.
 
-    key: different for each group of the job. Raises RuntimeError if a rank does not answer in time. Rank 0
-    warns if ranks of the same host have to use gloo.
+    Raises RuntimeError if a rank does not answer in time. Rank 0 warns if ranks of the same host have to use
+    gloo.
     """
-    hosts = find_hosts(group, key)
+    exchange = Exchange(group, "accelz_cpu/transport")
+    hosts = find_hosts(group, exchange)
     if not hosts.even:
         counts = ", ".join(str(len(ranks)) for ranks in hosts.ranks)
         _warn(group, f"the hosts have {counts} ranks; start the same number on each")
     if not hosts.even or len(hosts.here) == 1 < group.size:
         return None
     several = len(hosts.ranks) > 1
-    channels = _connect_host(library, group, hosts, key, len(_SEQUENCES) if several else 1)
+    channels = _connect_host(library, group, hosts, exchange, len(_SEQUENCES) if several else 1)
     if not channels or not several:
         return channels[0] if channels else None
     levels = [
-        TwoLevels(library, hosts, channel, _links(group, hosts, f"{key}/{name}"))
+        TwoLevels(library, hosts, channel, _links(group, hosts, name))
         for channel, name in zip(channels, _SEQUENCES, strict=True)
     ]
     return Hierarchy(*levels)
 
 
-def _connect_host(library: CDLL, group: Group, hosts: Hosts, key: str, count: int) -> list[Channel]:
+def _connect_host(library: CDLL, group: Group, hosts: Hosts, exchange: Exchange, count: int) -> list[Channel]:
     """Open `count` channels between the ranks of each host, or none on any rank."""
     channels, problem = _create(library, hosts, count)
     mine = {"process": os.getpid(), "descriptors": [c.descriptor() for c in channels], "problem": problem}
-    cards = exchange(group, f"{key}/cards", mine)
+    cards = exchange(mine)
     if not any(card["problem"] for card in cards):
         problem = _connect(channels, [cards[rank] for rank in hosts.here])
-    problems = exchange(group, f"{key}/problems", problem)
+    problems = exchange(problem)
     if not any(problems):
         return channels
     for channel in channels:
@@ -81,8 +83,9 @@ def _connect(channels: list[Channel], cards: list[dict[str, Any]]) -> str:
     return ""
 
 
-def _links(group: Group, hosts: Hosts, key: str) -> Lanes:
+def _links(group: Group, hosts: Hosts, name: str) -> Lanes:
     """Open gloo lanes between the ranks that have this rank's place on their hosts."""
+    key = unused_key(group, f"accelz_cpu/{name}")
     store = PrefixStore(f"{key}/{hosts.place}", group.store)
     return Lanes(store, hosts.index, len(hosts.ranks), group.timeout)
 

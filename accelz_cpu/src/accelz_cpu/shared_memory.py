@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelz.collectives import Group
-from accelz.gloo_lanes import GlooLanes, unused_key
+from accelz.gloo_lanes import GlooLanes
 from accelz_cpu.channel import MAX, MIN, SUM, Channel
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.native import DTYPES
@@ -54,8 +54,7 @@ class SharedMemoryCollectives(GlooLanes):
     def _open(self, group: Group) -> None:
         if not self._transports:
             atexit.register(self._close_transports)  # others may not have read the last collective yet
-        key = unused_key(group, "accelz_cpu/transport")
-        self._transports[group.process_group] = open_transport(self._library, group, key)
+        self._transports[group.process_group] = open_transport(self._library, group)
 
     def destroy(self) -> None:
         self._close_transports()

@@ -29,8 +29,6 @@ from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
 from zero.tiers.values import lasting
 
-_engines = itertools.count()
-
 
 class Checkpoints:
     """Saves and loads an engine's state. storage: the file system, which tests replace."""
@@ -38,7 +36,6 @@ class Checkpoints:
     def __init__(self, engine: EngineParts) -> None:
         self.storage: Storage = DISK
         self._engine = engine
-        self._key = f"zero/checkpoints{next(_engines)}"  # key prefix in the store, equal on all ranks
         self._saves = itertools.count(1)
         self._arena: Tensor | None = None  # host memory that background saves copy the state to
         self._background: BackgroundSave | None = None
@@ -61,7 +58,7 @@ class Checkpoints:
             check()  # at once, as other ranks may not be there to be told
         communicator = self._engine.communicator
         watched: Waiting = partial(communicator.waiting, f"save_checkpoint({str(path)!r})")
-        messages = SaveMessages(communicator.group, f"{self._key}/save{next(self._saves)}", watched)
+        messages = SaveMessages(communicator.group, f"{communicator.key}/save{next(self._saves)}", watched)
         try:
             self.wait()
             check()

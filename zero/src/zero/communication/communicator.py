@@ -21,12 +21,12 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group, Handle, ReduceOp
 from accelz.errors import CollectiveError
+from accelz.exchange import Exchange, unused_key
 from accelz.flat_buffer import HOST
-from accelz.polled_store import exchange
 from zero.communication.differences import first_line, first_setting
 from zero.communication.disk_errors import PostponedDiskErrors
 from zero.communication.failures import Entry, Failures
-from zero.communication.job import Joined, Split
+from zero.communication.job import JobGroups, Split
 from zero.communication.ledger import Ledger, Traffic
 from zero.errors import CommunicationError, RankMismatchError
 
@@ -56,7 +56,8 @@ class NamedHandle:
 class Communicator:
     """Collectives by unit name.
 
-    key: the engine's prefix in the store. name: the model's class, for messages.
+    groups: as joined for this engine, the newest. name: the model's class, for messages. key: prefix for the
+    engine's own keys in the store.
 
     group: all ranks of the job. After `split`, shards: the ranks that share a copy of the model with
     this one; replicas: the ranks that have the same slices as this one, None if there is one copy.
@@ -64,16 +65,15 @@ class Communicator:
     in_pass: inside something that ends with an agreement of the ranks, such as a forward or backward.
     """
 
-    def __init__(self, accelerator: Accelerator, joined: Joined, key: str, name: str) -> None:
-        joined.begin(key)
+    def __init__(self, accelerator: Accelerator, groups: JobGroups, name: str) -> None:
         self._collectives = accelerator.collectives
-        self._control = joined.control
-        self.group = self.shards = joined.data
+        self._control = groups.control
+        self.group = self.shards = groups.data
         self.replicas: Group | None = None
-        self.ledger = Ledger(joined, name)
+        self.ledger = Ledger(groups, name)
         self.in_pass = False
-        self._key = key
-        self._shared = 0  # values exchanged through the store
+        self.key = unused_key(self.group, "zero/engine")
+        self._values = Exchange(self.group, "zero/values")
         self._disk_errors = PostponedDiskErrors(alone=self.group.size == 1)
 
     @property
@@ -272,17 +272,15 @@ class Communicator:
         if self.group.size == 1:
             return [json.loads(json.dumps(value))]  # what other world sizes would see
         self.check()
-        self._shared += 1
-        group, key, own, line = self.group, f"{self._key}/share", json.dumps(value), self.ledger.line
+        line = self.ledger.line
         try:
             with line.watch.waiting(line.count, "exchange of values"):
-                every = exchange(group.store, key, self._shared, group.rank, group.size, own, group.timeout)
+                return self._values(value)
         except RuntimeError as error:
             raise CommunicationError(
                 f"rank {self.group.rank} did not get the other ranks' state: {error}. All ranks must make "
                 "the same calls: look at the output of the others first"
             ) from error
-        return [json.loads(each) for each in every]
 
     def _exchange(self, what: str, tensor: Tensor) -> None:
         """All-reduce (max) in host memory, outside of the hashed sequence."""

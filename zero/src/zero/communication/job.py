@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from torch.distributed import DistStoreError
@@ -14,7 +13,7 @@ from torch.distributed import DistStoreError
 from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.errors import CollectiveError
-from accelz.polled_store import exchange
+from accelz.exchange import Exchange
 from zero.communication.line import Line
 from zero.errors import CommunicationError, ConfigError, RankMismatchError
 
@@ -34,34 +33,39 @@ class Split:
 
 
 @dataclass
-class Joined:
-    """The job, and its groups for engines that have the same timeout.
+class JobGroups:
+    """The job's groups for engines that have the same timeout.
 
     data, control: of all ranks; control is for host memory, and its messages do not interleave with data.
-    line: what they issue. engine: the number of the newest, among all of the process.
+    splits: by the ranks of a copy of the model. line: what the engines issue, since the newest was made.
     """
 
-    process_group: object
     data: Group
     control: Group
-    line: Line
-    engine: int = 0
+    splits: dict[int, Split] = field(default_factory=dict)
+    line: Line = field(init=False)
 
-    def begin(self, key: str) -> None:
-        """A new engine is about to use the groups. Collective. key: its prefix in the store."""
-        self.engine = next(_engines)
-        self.line = Line(self.data, key, several=self.engine > 1)
+
+class _Job:
+    """What this process knows of the job that it has joined.
+
+    world: the group of all its ranks. same: where they compare what all must pass. groups: by timeout.
+    engines: how many have been made.
+    """
+
+    def __init__(self, world: Group) -> None:
+        self.process_group = world.process_group
+        self.same = Exchange(world, "zero/joining")
+        self.groups: dict[float, JobGroups] = {}
+        self.engines = 0
 
 
 _LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
 
-_groups: dict[float, Joined] = {}  # by timeout
-_joins = itertools.count(1)
-_engines = itertools.count(1)
-_splits: dict[tuple[float, int], tuple[object, Split]] = {}  # timeout, ranks of a copy -> (the job, groups)
+_job: _Job | None = None
 
 
-def join(accelerator: Accelerator, timeout: float) -> Joined:
+def join(accelerator: Accelerator, timeout: float) -> JobGroups:
     """Join the job; return its groups.
 
     The job is given by torchrun's environment or an initialised default process group, and is otherwise one
@@ -71,14 +75,19 @@ def join(accelerator: Accelerator, timeout: float) -> Joined:
     """
     accelerator.bind(_local_rank())
 
-    def joined() -> Joined:
+    def joined() -> JobGroups:
+        global _job
         world = accelerator.collectives.init(timeout)
-        _check_same(timeout, world)
-        job, known = world.process_group, _groups.get(timeout)
-        if known is None or known.process_group is not job:
+        if _job is None or _job.process_group is not world.process_group:
+            _job = _Job(world)
+        _check_same(_job, timeout)
+        if timeout not in _job.groups:
             data, control = (_new_group(accelerator, None, timeout) for _ in range(2))
-            known = _groups[timeout] = Joined(job, data, control, Line(data, "zero/joined", several=False))
-        return known
+            _job.groups[timeout] = JobGroups(data, control)
+        groups = _job.groups[timeout]
+        _job.engines += 1
+        groups.line = Line(groups.data, _job.engines)
+        return groups
 
     return _explained(joined, timeout)
 
@@ -93,31 +102,27 @@ def _local_rank() -> int:
     return int(text)
 
 
-def _check_same(timeout: float, world: Group) -> None:
+def _check_same(job: _Job, timeout: float) -> None:
     """Raise RankMismatchError if ranks have different timeouts: they would look for different groups."""
-    if world.size == 1:
-        return
-    own = repr(timeout)
-    every = exchange(world.store, "zero/joining", next(_joins), world.rank, world.size, own, timeout)
+    every = job.same(timeout, timeout)
     if len(set(every)) > 1:
         told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(every))
         raise RankMismatchError(f"Config(timeout=...) must be the same on all ranks; it is {told}")
 
 
-def split(accelerator: Accelerator, group: Group, shard_ranks: int | None) -> Split:
+def split(accelerator: Accelerator, groups: JobGroups, shard_ranks: int | None) -> Split:
     """Divide the job into copies of the model of `shard_ranks` consecutive ranks each (None: one copy).
 
-    group: from `join`. Every rank must call this, with the same number. Raises what `ranks_of_replica`
-    raises, and CommunicationError.
+    Every rank must call this, with the same number. Raises what `ranks_of_replica` raises, and
+    CommunicationError.
     """
+    group = groups.data
     each = ranks_of_replica(shard_ranks, group.size)
     if each == group.size:
         return Split(group, None)
-    job, key = accelerator.collectives.init(group.timeout).process_group, (group.timeout, each)
-    if key not in _splits or _splits[key][0] is not job:
-        made = _explained(lambda: _cut(accelerator, group, each), group.timeout)
-        _splits[key] = (job, made)
-    return _splits[key][1]
+    if each not in groups.splits:
+        groups.splits[each] = _explained(lambda: _cut(accelerator, group, each), group.timeout)
+    return groups.splits[each]
 
 
 def ranks_of_replica(shard_ranks: int | None, ranks: int) -> int:

@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 
 from zero.communication.failures import Entry
-from zero.communication.job import Joined
+from zero.communication.job import JobGroups
 from zero.communication.line import Kind, Line
 
 
@@ -35,19 +35,19 @@ class Ledger:
     name: the model's class, for messages. count: of entries.
     """
 
-    def __init__(self, joined: Joined, name: str) -> None:
+    def __init__(self, groups: JobGroups, name: str) -> None:
         self.traffic = Traffic()
         self.count = 0
-        self._joined = joined
-        self._engine = joined.engine
-        self._label = f" of engine {joined.engine} ({name})"
+        self._groups = groups
+        self._engine = groups.line.engine
+        self._label = f" of engine {self._engine} ({name})"
         # Running hashes: of reductions and of everything else separately, since a graph that is partly on the
         # host may run either sooner.
         self._hashes: dict[Kind, int] = {"reductions": 0, "others": 0}
 
     @property
     def line(self) -> Line:
-        return self._joined.line
+        return self._groups.line
 
     @property
     def hashes(self) -> list[int]:
@@ -70,4 +70,4 @@ class Ledger:
     def _enter(self, kind: Kind, text: str) -> Entry:
         self.count += 1
         line = self.line
-        return line.enter(self._engine, kind, text + self._label if line.several else text)
+        return line.enter(self._engine, kind, text + self._label if line.engine > 1 else text)

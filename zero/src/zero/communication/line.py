@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from zlib import crc32
 
 from accelz.collectives import Group
+from accelz.exchange import unused_key
 from zero.communication.failures import Entry, Failures
 from zero.communication.watch import Watch
 
@@ -19,16 +20,17 @@ class Line:
 
     Every new engine begins a new line on all ranks, so that one can be made after others have failed.
 
-    group: all ranks of the job. key: prefix in the store. several: whether entries name their engine.
-    count, log: how many entries there were, and number and text of the last LOG_LENGTH.
+    group: all ranks of the job. engine: the number of the newest, from 1. count, log: how many entries there
+    were, and number and text of the last LOG_LENGTH.
     """
 
-    def __init__(self, group: Group, key: str, several: bool) -> None:
-        self.several = several
+    def __init__(self, group: Group, engine: int) -> None:
+        key = unused_key(group, "zero/line")
+        self.engine = engine
         self.count = 0
         self.log: deque[tuple[int, str]] = deque(maxlen=LOG_LENGTH)
         self.watch = Watch(group, key, self.log)
-        self.failures = Failures(group, key, self.log, self.watch, several)
+        self.failures = Failures(group, key, self.log, self.watch, several=engine > 1)
         # The engine that issued last, and a hash of all turns; by kind, since a graph that is partly on the
         # host may run reductions or others sooner.
         self._turns: dict[Kind, tuple[int, int]] = dict.fromkeys(get_args(Kind), (0, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,8 +25,6 @@ from zero.tiers.placement import Placer
 from zero.tiers.room import OutOfMemoryError, room_for
 from zero.tiers.stores import Stores
 from zero.whole.full_parameters import spread_buffer
-
-_engines = itertools.count()
 
 
 def initialize(
@@ -59,17 +56,17 @@ def initialize(
     budgeted = config.tiers.budget("optimizer") is not None
     moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
 
-    joined = join(accelerator, config.timeout)
+    groups = join(accelerator, config.timeout)
+    communicator = Communicator(accelerator, groups, type(model).__name__)
     check_flat_buffers(accelerator)
-    communicator = Communicator(accelerator, joined, f"zero/{next(_engines)}", type(model).__name__)
     check_equal(prepared, config, communicator)
-    communicator.split(split(accelerator, joined.data, config.shard_ranks))
+    communicator.split(split(accelerator, groups, config.shard_ranks))
     tiers, ranks = config.tiers, communicator.shards.size
     stores = Stores(accelerator, tiers.folder, tiers.compact, streamed=tiers.step == "device")
     placer = Placer(tiers, stores.resolve)
     drafts = draft_units(prepared, config, placer, ranks, moments)
     placer.warn_of_shortfalls()
-    if joined.data.rank == 0:
+    if communicator.group.rank == 0:
         warn_of_nothing_to_move(config, accelerator.device)
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)

@@ -1,0 +1,54 @@
+"""What the ranks of a group tell each other through its store, which works even while collectives hang."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from accelz.collectives import Group
+from accelz.polled_store import wait_for
+
+
+def unused_key(group: Group, purpose: str) -> str:
+    """Return a prefix in the group's store that nothing has used yet, whether for another object of this
+    process or in an earlier job. Every rank must call this, equally often and in the same order.
+    """
+    name = f"{purpose}/{group.process_group.group_name}"
+    turn = group.store.add(f"{name}/asked by {group.rank}", 1)
+    return f"{name}/{turn}"
+
+
+class Exchange:
+    """Where the ranks of a group say one value each, again and again.
+
+    purpose: as in `unused_key`, whose rule holds for making one. A value is deleted once every rank has read
+    it, so that the store does not grow, and when its rank gives up waiting: whoever comes later then waits
+    for a new one instead of taking it for an answer.
+    """
+
+    def __init__(self, group: Group, purpose: str) -> None:
+        self._store = PrefixStore(unused_key(group, purpose), group.store)
+        self._rank, self._ranks = group.rank, range(group.size)
+        self._timeout = group.timeout
+        self._turn = 1
+
+    def __call__(self, value: Any, timeout: float | None = None) -> list[Any]:
+        """Return every rank's JSON value, by rank, once all have made the same call.
+
+        Raises DistStoreError after `timeout` seconds (by default the group's). A call that raises does not
+        count.
+        """
+        keys = [f"{self._turn}/{rank}" for rank in self._ranks]
+        self._store.set(keys[self._rank], json.dumps(value))
+        try:
+            wait_for(self._store, keys, self._timeout if timeout is None else timeout)
+        except BaseException:
+            with suppress(RuntimeError):  # the store's host is gone
+                self._store.delete_key(keys[self._rank])
+            raise
+        self._store.delete_key(f"{self._turn - 1}/{self._rank}")  # all ranks have read it
+        self._turn += 1
+        return [json.loads(self._store.get(key)) for key in keys]
