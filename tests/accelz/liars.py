@@ -727,8 +727,8 @@ class WaitRaises(Collectives):
 
 
 class GroupsAreLists(Collectives):
-    def new_group(self, ranks: Any, timeout: float) -> Any:
-        return [super().new_group(ranks, timeout)]
+    def new_group(self, ranks: Any, timeout: float, members_only: bool = False) -> Any:
+        return [super().new_group(ranks, timeout, members_only)]
 
 
 class BuffersKept(Collectives):

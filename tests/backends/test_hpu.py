@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.discovery import installed
-from accelz.errors import BackendError, BackendUnavailableError
+from accelz.errors import BackendError, BackendUnavailableError, CollectiveError
 from accelz.flat_buffer import Slot
 from accelz.kernels import Kernels
 
@@ -284,6 +284,8 @@ def test_collectives_pass_only_arguments_that_the_bridge_takes() -> None:
         collectives.all_reduce(total, group)
         assert total.tolist() == [1, 1, 1]
     assert collectives.spec == "cpu:gloo,hpu:hccl"
+    with pytest.raises(CollectiveError, match="the bridge makes groups only where every rank"):
+        collectives.new_group([0], 10.0, members_only=True)
     collectives.destroy()
 
 

@@ -75,12 +75,13 @@ def train_zero(
     config: zero.Config,
     optimizer: Callable[[nn.Module], Optimizer] = adamw,
     steps: int = 10,
+    process_group: Any = None,
 ) -> Run:
     """Train `model` (which is used up) for `steps` micro-batches."""
-    engine = zero.initialize(model, optimizer(model), config)
+    engine = zero.initialize(model, optimizer(model), config, process_group)
     run = Run()
     for step in range(steps):
-        value = loss(model, step, context.rank)
+        value = loss(model, step, engine.rank)
         engine.backward(value)
         if engine.step() and engine.grad_norm is not None:
             run.norms.append(float(engine.grad_norm))

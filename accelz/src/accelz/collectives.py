@@ -21,6 +21,7 @@ from torch.distributed import Store
 
 from accelz import direct_exchange
 from accelz.errors import CollectiveError
+from accelz.exchange import Exchange
 from accelz.launch_environment import place_of_this_process
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -116,7 +117,7 @@ class Collectives:
             _translated(lambda: self._init_process_group(limit, place))
         world = dist.group.WORLD
         assert world is not None
-        return self._wrap(world, timeout)
+        return self.group_of(world, timeout)
 
     def _init_process_group(self, limit: timedelta, place: dict[str, Any]) -> None:
         try:
@@ -127,16 +128,24 @@ class Collectives:
                 "library with torch.distributed.Backend.register_backend first"
             ) from error
 
-    def new_group(self, ranks: Sequence[int] | None, timeout: float) -> Group | None:
+    def new_group(
+        self, ranks: Sequence[int] | None, timeout: float, members_only: bool = False
+    ) -> Group | None:
         """Create another group of the job's `ranks` (None: all). Every rank of the job must call this.
 
-        Returns None on ranks that are not members. timeout in seconds.
+        Returns None on ranks that are not members. timeout in seconds. members_only: the group's ranks call
+        this, and no others need to; raises CollectiveError where the library cannot do that.
         """
         members = None if ranks is None else list(ranks)
-        made = _translated(
-            lambda: dist.new_group(members, timeout=timedelta(seconds=timeout), backend=self._group_spec())
-        )
-        return None if made is dist.GroupMember.NON_GROUP_MEMBER else self._wrap(made, timeout)
+        if members is not None and members_only:
+            _translated(lambda: _even_out_groups(members, timeout))
+        made = _translated(lambda: self._make_group(members, timedelta(seconds=timeout), members_only))
+        return None if made is dist.GroupMember.NON_GROUP_MEMBER else self.group_of(made, timeout)
+
+    def _make_group(self, ranks: list[int] | None, timeout: timedelta, members_only: bool) -> Any:
+        """Make one of torch's groups."""
+        local: dict[str, Any] = {"use_local_synchronization": True} if members_only else {}
+        return dist.new_group(ranks, timeout=timeout, backend=self._group_spec(), **local)
 
     def all_gather(self, output: Tensor, shard: Tensor, group: Group, async_op: bool = False) -> Handle:
         """Concatenate every rank's `shard` (n elements) into `output` (n × size elements), in rank order.
@@ -201,6 +210,11 @@ class Collectives:
         issued before. The default does nothing, for libraries whose `wait` raises.
         """
 
+    def group_of(self, process_group: dist.ProcessGroup, timeout: float) -> Group:
+        """Return a process group of torch.distributed as a group; this rank is in it. timeout in seconds."""
+        store = dist.distributed_c10d._get_default_store()
+        return Group(process_group.rank(), process_group.size(), timeout, store, process_group)
+
     def barrier(self, group: Group) -> None:
         """Return once every rank of the group has called this."""
         token = torch.zeros(1, device="cpu")  # the same on every device, and it blocks the host
@@ -248,9 +262,21 @@ class Collectives:
         work = dist.broadcast(tensor, group=group.process_group, group_src=source, async_op=True)
         return cast(dist.Work, work)
 
-    def _wrap(self, process_group: dist.ProcessGroup, timeout: float) -> Group:
-        store = dist.distributed_c10d._get_default_store()
-        return Group(process_group.rank(), process_group.size(), timeout, store, process_group)
+
+def _even_out_groups(members: list[int], timeout: float) -> None:
+    """Bring the ranks of a new group to equally many groups.
+
+    Where members alone make a group, torch derives its name from their number: ranks with other numbers
+    would not meet. Those with fewer get some of themselves alone.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    among = Group(members.index(rank), len(members), timeout, store, world)
+    mine = len(dist.distributed_c10d._world.pg_names)
+    most = max(Exchange(among, f"accelz/groups of {members}")(mine))
+    for _ in range(most - mine):
+        dist.new_group([rank], backend="gloo", use_local_synchronization=True)
 
 
 def _handle(start: Callable[[], dist.Work], keep: tuple[Tensor, ...], async_op: bool) -> Handle:

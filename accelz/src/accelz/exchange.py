@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from accelz.collectives import Group
 from accelz.polled_store import wait_for
+
+if TYPE_CHECKING:
+    from accelz.collectives import Group
 
 
 def unused_key(group: Group, purpose: str) -> str:

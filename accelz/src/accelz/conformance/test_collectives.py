@@ -149,6 +149,13 @@ class CollectivesContract:
         """Groups over all ranks and over some: members communicate, the others get None."""
         cluster(size).run(groups_body)
 
+    @about("Collectives.new_group", "Group")
+    @over_sizes
+    def test_groups_that_members_make(self, cluster: Clustered, size: int) -> None:
+        """With members_only, ranks outside a group do not call; it may raise CollectiveError instead."""
+        if not all(cluster(size).run(member_groups_body)):
+            pytest.skip("the library makes groups only where every rank of the job makes them")
+
     @about("Collectives.init", "Group")
     @over_sizes
     def test_the_group_knows_its_place(self, cluster: Clustered, size: int) -> None:
@@ -454,6 +461,23 @@ def groups_body(context: Context) -> None:
         assert group is not None
         _check_group(context, calls, group, members)
     calls.barrier(context.group)
+
+
+def member_groups_body(context: Context) -> bool:
+    """Groups that their members alone make, side by side and overlapping, so that ranks are in different
+    numbers of groups. Returns whether the library can do that.
+    """
+    calls, size = _collectives(context), context.size
+    parts = [0], range(size // 2), range(size // 2, size), sorted({0, size - 1})
+    for members in [list(ranks) for ranks in parts if context.rank in ranks]:
+        try:
+            group = calls.new_group(members, 10.0, members_only=True)
+        except CollectiveError:
+            return False
+        assert group is not None
+        _check_group(context, calls, group, members)
+    calls.barrier(context.group)
+    return True
 
 
 def _check_group(context: Context, calls: Collectives, group: Group, members: list[int]) -> None:

@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
 
-from torch.distributed import DistStoreError
+import torch.distributed
+from torch.distributed import DistStoreError, ProcessGroup
 
 from accelz.accelerator import Accelerator
-from accelz.collectives import Group
+from accelz.collectives import Collectives, Group
 from accelz.errors import CollectiveError
 from accelz.exchange import Exchange
 from zero.communication.line import Line
@@ -34,62 +36,87 @@ class Split:
 
 @dataclass
 class JobGroups:
-    """The job's groups for engines that have the same timeout.
+    """The groups of a job's engines that have the same timeout.
 
     data, control: of all ranks; control is for host memory, and its messages do not interleave with data.
     splits: by the ranks of a copy of the model. line: what the engines issue, since the newest was made.
     """
 
+    job: Job
     data: Group
     control: Group
     splits: dict[int, Split] = field(default_factory=dict)
     line: Line = field(init=False)
 
 
-class _Job:
-    """What this process knows of the job that it has joined.
+class Job:
+    """The ranks that train together: all that were started, or those of one process group.
 
-    world: the group of all its ranks. same: where they compare what all must pass. groups: by timeout.
-    engines: how many have been made.
+    ranks: their numbers among all that were started; None for all of them. groups: by timeout. engines: how
+    many have been made.
     """
 
-    def __init__(self, world: Group) -> None:
-        self.process_group = world.process_group
-        self.same = Exchange(world, "zero/joining")
+    def __init__(self, collectives: Collectives, members: Group, ranks: Sequence[int] | None) -> None:
         self.groups: dict[float, JobGroups] = {}
         self.engines = 0
+        self._collectives = collectives
+        self._ranks = ranks
+        self._rank = members.rank
+        self._exchange = Exchange(members, "zero/joining")
+
+    def check_same(self, timeout: float) -> None:
+        """Raise RankMismatchError if ranks have different timeouts: they would look for different groups."""
+        every = self._exchange(timeout, timeout)
+        if len(set(every)) > 1:
+            told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(every))
+            raise RankMismatchError(f"Config(timeout=...) must be the same on all ranks; it is {told}")
+
+    def new_group(self, timeout: float) -> Group:
+        """Make another group of all the job's ranks, which must all call this."""
+        return cast(Group, self._collectives.new_group(self._ranks, timeout, self._ranks is not None))
+
+    def part(self, parts: Sequence[Sequence[int]], timeout: float) -> Group:
+        """Divide the job into groups; return this rank's. All of its ranks must call this."""
+        if self._ranks is None:
+            made = [self._collectives.new_group(ranks, timeout) for ranks in parts]
+            return next(group for group in made if group is not None)
+        mine = next(part for part in parts if self._rank in part)
+        ranks = [self._ranks[rank] for rank in mine]
+        return cast(Group, self._collectives.new_group(ranks, timeout, members_only=True))
 
 
 _LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
 
-_job: _Job | None = None
+_jobs: WeakKeyDictionary[ProcessGroup, Job] = WeakKeyDictionary()
 
 
-def join(accelerator: Accelerator, timeout: float) -> JobGroups:
-    """Join the job; return its groups.
+def join(accelerator: Accelerator, timeout: float, process_group: ProcessGroup | None = None) -> JobGroups:
+    """Join the job; return the groups for a new engine.
 
-    The job is given by torchrun's environment or an initialised default process group, and is otherwise one
-    rank. Engines with the same timeout (seconds) use the same groups. Every rank must call this. Raises
-    CommunicationError if some do not or the environment gives no place in a job, and RankMismatchError if
-    timeouts differ.
+    process_group: its ranks are the job. By default that is given by torchrun's environment or an initialised
+    default process group, and is otherwise one rank. Engines with the same timeout (seconds) use the same
+    groups. Every rank of the job must call this. Raises CommunicationError if some do not or the environment
+    gives no place in a job, and RankMismatchError if timeouts differ.
     """
     accelerator.bind(_local_rank())
+    return _explained(lambda: _join(accelerator.collectives, timeout, process_group), timeout)
 
-    def joined() -> JobGroups:
-        global _job
-        world = accelerator.collectives.init(timeout)
-        if _job is None or _job.process_group is not world.process_group:
-            _job = _Job(world)
-        _check_same(_job, timeout)
-        if timeout not in _job.groups:
-            data, control = (_new_group(accelerator, None, timeout) for _ in range(2))
-            _job.groups[timeout] = JobGroups(data, control)
-        groups = _job.groups[timeout]
-        _job.engines += 1
-        groups.line = Line(groups.data, _job.engines)
-        return groups
 
-    return _explained(joined, timeout)
+def _join(collectives: Collectives, timeout: float, process_group: ProcessGroup | None) -> JobGroups:
+    members, ranks = collectives.init(timeout), None
+    if process_group not in (None, members.process_group):
+        ranks = torch.distributed.get_process_group_ranks(process_group)
+        members = collectives.group_of(process_group, timeout)
+    if members.process_group not in _jobs:
+        _jobs[members.process_group] = Job(collectives, members, ranks)
+    job = _jobs[members.process_group]
+    job.check_same(timeout)
+    if timeout not in job.groups:
+        job.groups[timeout] = JobGroups(job, job.new_group(timeout), job.new_group(timeout))
+    groups = job.groups[timeout]
+    job.engines += 1
+    groups.line = Line(groups.data, job.engines)
+    return groups
 
 
 def _local_rank() -> int:
@@ -102,15 +129,7 @@ def _local_rank() -> int:
     return int(text)
 
 
-def _check_same(job: _Job, timeout: float) -> None:
-    """Raise RankMismatchError if ranks have different timeouts: they would look for different groups."""
-    every = job.same(timeout, timeout)
-    if len(set(every)) > 1:
-        told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(every))
-        raise RankMismatchError(f"Config(timeout=...) must be the same on all ranks; it is {told}")
-
-
-def split(accelerator: Accelerator, groups: JobGroups, shard_ranks: int | None) -> Split:
+def split(groups: JobGroups, shard_ranks: int | None) -> Split:
     """Divide the job into copies of the model of `shard_ranks` consecutive ranks each (None: one copy).
 
     Every rank must call this, with the same number. Raises what `ranks_of_replica` raises, and
@@ -121,7 +140,7 @@ def split(accelerator: Accelerator, groups: JobGroups, shard_ranks: int | None) 
     if each == group.size:
         return Split(group, None)
     if each not in groups.splits:
-        groups.splits[each] = _explained(lambda: _cut(accelerator, group, each), group.timeout)
+        groups.splits[each] = _explained(lambda: _cut(groups.job, group, each), group.timeout)
     return groups.splits[each]
 
 
@@ -139,16 +158,10 @@ def ranks_of_replica(shard_ranks: int | None, ranks: int) -> int:
     return each
 
 
-def _cut(accelerator: Accelerator, group: Group, each: int) -> Split:
+def _cut(job: Job, group: Group, each: int) -> Split:
     ranks = range(group.size)
-    shards = [_new_group(accelerator, ranks[start : start + each], group.timeout) for start in ranks[::each]]
-    copies = [_new_group(accelerator, ranks[place::each], group.timeout) for place in range(each)]
-    return Split(shards[group.rank // each], copies[group.rank % each])
-
-
-def _new_group(accelerator: Accelerator, ranks: Sequence[int] | None, timeout: float) -> Group:
-    """Make a group of these ranks. All ranks of the job must call this; only these ranks may use it."""
-    return cast(Group, accelerator.collectives.new_group(ranks, timeout))
+    shards = job.part([ranks[start : start + each] for start in ranks[::each]], group.timeout)
+    return Split(shards, job.part([ranks[place::each] for place in range(each)], group.timeout))
 
 
 def _explained(call: Callable[[], T], timeout: float) -> T:

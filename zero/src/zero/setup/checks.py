@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -51,6 +52,19 @@ def check_model(model: nn.Module, shapes_only: bool = False) -> None:
     _check_overlaps(named)
     for name, buffer in () if shapes_only else model.named_buffers():
         _check_buffer(name, buffer)
+
+
+def check_process_group(group: object) -> None:
+    """Raise ConfigError unless `group` is None or a process group that this rank is in."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "this rank is not in the process_group: only the group's ranks call zero.initialize with it"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"process_group must be a group of torch.distributed, got {type(group).__name__}; of a device "
+            'mesh, pass one dimension: mesh.get_group("dp")'
+        )
 
 
 def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 import accelz
@@ -16,7 +17,14 @@ from zero.engine import Engine
 from zero.optimizer.state_size import moments_of
 from zero.pretrained import keep_promises
 from zero.setup.build import build_units
-from zero.setup.checks import check_dtypes, check_equal, check_flat_buffers, check_model, check_movable
+from zero.setup.checks import (
+    check_dtypes,
+    check_equal,
+    check_flat_buffers,
+    check_model,
+    check_movable,
+    check_process_group,
+)
 from zero.setup.drafts import draft_units, reserve_disk
 from zero.setup.offload_fit import warn_of_nothing_to_move
 from zero.setup.preparation import prepare, settings
@@ -28,7 +36,10 @@ from zero.whole.full_parameters import spread_buffer
 
 
 def initialize(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Config | None = None
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    config: Config | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Engine:
     """Shard `model` and `optimizer` over the ranks of the job and return the engine that trains them.
 
@@ -41,6 +52,9 @@ def initialize(
     optimizer: one optimizer, or a list of them for different parameters, such as Muon for matrices and AdamW
         for the rest. For a model that is entirely frozen, only to be read, it has nothing to step and keeps
         no state.
+    process_group: train on the ranks of this group of torch.distributed, such as one dimension of a device
+        mesh; only they make this call. The engine knows no other ranks: wherever it speaks of the job or of
+        every rank, that is this group, and rank numbers are those in it.
 
     Raises, before anything is changed: ConfigError, ModelError or OptimizerError; RankMismatchError if ranks
     have different models, optimizers or settings; OffloadError if a rank finds no space on its disk. After
@@ -48,6 +62,7 @@ def initialize(
     and optimizer must be built anew.
     """
     config = settings(config)
+    check_process_group(process_group)
     check_model(model)
     accelerator = accelz.current()
     check_dtypes(model, config, accelerator)
@@ -56,11 +71,11 @@ def initialize(
     budgeted = config.tiers.budget("optimizer") is not None
     moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
 
-    groups = join(accelerator, config.timeout)
+    groups = join(accelerator, config.timeout, process_group)
     communicator = Communicator(accelerator, groups, type(model).__name__)
     check_flat_buffers(accelerator)
     check_equal(prepared, config, communicator)
-    communicator.split(split(accelerator, groups, config.shard_ranks))
+    communicator.split(split(groups, config.shard_ranks))
     tiers, ranks = config.tiers, communicator.shards.size
     stores = Stores(accelerator, tiers.folder, tiers.compact, streamed=tiers.step == "device")
     placer = Placer(tiers, stores.resolve)
