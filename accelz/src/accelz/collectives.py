@@ -47,6 +47,12 @@ class Group:
     store: Store
     process_group: dist.ProcessGroup
 
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup, timeout: float) -> Group:
+        """A process group of torch.distributed, which this rank is in."""
+        store = dist.distributed_c10d._get_default_store()
+        return cls(process_group.rank(), process_group.size(), timeout, store, process_group)
+
 
 class Handle(ABC):
     """A collective in progress."""
@@ -117,7 +123,7 @@ class Collectives:
             _translated(lambda: self._init_process_group(limit, place))
         world = dist.group.WORLD
         assert world is not None
-        return self.group_of(world, timeout)
+        return Group.of(world, timeout)
 
     def _init_process_group(self, limit: timedelta, place: dict[str, Any]) -> None:
         try:
@@ -140,7 +146,7 @@ class Collectives:
         if members is not None and members_only:
             _translated(lambda: _even_out_groups(members, timeout))
         made = _translated(lambda: self._make_group(members, timedelta(seconds=timeout), members_only))
-        return None if made is dist.GroupMember.NON_GROUP_MEMBER else self.group_of(made, timeout)
+        return None if made is dist.GroupMember.NON_GROUP_MEMBER else Group.of(made, timeout)
 
     def _make_group(self, ranks: list[int] | None, timeout: timedelta, members_only: bool) -> Any:
         """Make one of torch's groups."""
@@ -209,11 +215,6 @@ class Collectives:
         the collective is over. Called after `streams.synchronize()`, this method knows of every collective
         issued before. The default does nothing, for libraries whose `wait` raises.
         """
-
-    def group_of(self, process_group: dist.ProcessGroup, timeout: float) -> Group:
-        """Return a process group of torch.distributed as a group; this rank is in it. timeout in seconds."""
-        store = dist.distributed_c10d._get_default_store()
-        return Group(process_group.rank(), process_group.size(), timeout, store, process_group)
 
     def barrier(self, group: Group) -> None:
         """Return once every rank of the group has called this."""

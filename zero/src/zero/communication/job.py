@@ -106,7 +106,7 @@ def _join(collectives: Collectives, timeout: float, process_group: ProcessGroup 
     members, ranks = collectives.init(timeout), None
     if process_group not in (None, members.process_group):
         ranks = torch.distributed.get_process_group_ranks(process_group)
-        members = collectives.group_of(process_group, timeout)
+        members = Group.of(process_group, timeout)
     if members.process_group not in _jobs:
         _jobs[members.process_group] = Job(collectives, members, ranks)
     job = _jobs[members.process_group]
