@@ -38,7 +38,7 @@ def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 )
 @pytest.mark.usefixtures("environment")
 def test_a_process_alone_is_a_job_of_one_rank() -> None:
-    place = place_of_this_process()
+    place = place_of_this_process(10.0)
     assert (place["rank"], place["world_size"]) == (0, 1)
     assert isinstance(place["store"], HashStore)
 
@@ -50,7 +50,7 @@ def test_a_process_alone_is_a_job_of_one_rank() -> None:
 )
 @pytest.mark.usefixtures("environment")
 def test_torch_reads_the_variables_of_torchrun() -> None:
-    assert place_of_this_process() == {}
+    assert place_of_this_process(10.0) == {}
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ class Collectives:
         if not dist.is_initialized():
             limit = timedelta(seconds=timeout)
             place = (
-                place_of_this_process()
+                _translated(lambda: place_of_this_process(timeout))
                 if store is None
                 else {"rank": rank, "world_size": world_size, "store": store}
             )
