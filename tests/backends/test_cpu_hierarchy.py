@@ -61,7 +61,7 @@ class SeveralHosts:
 
 
 def pretend_body(context: Context, layout: str) -> None:
-    hosts.host = lambda: [layout[context.rank]]  # type: ignore[assignment]
+    hosts.machine = lambda: [layout[context.rank]]  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,3 +107,29 @@ def test_a_rank_that_asked_alone_is_not_taken_for_an_answer(cluster: Clusters) -
     found = cluster(2).run(alone_body)
     assert "did not get the other ranks' state" in found[0][0]
     assert [rest for _, *rest in found] == [[True, True]] * 2
+
+
+def ended_body(context: Context, path: str, call: str) -> str:
+    """A rank's process ends, and the other one makes a call that waits in the store."""
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    engine = zero.initialize(model, adamw(model), zero.Config(timeout=15))
+    engine.save_checkpoint(path)
+    if context.rank:
+        os._exit(0)
+    began = time.monotonic()
+    calls = {
+        "load": lambda: engine.load_checkpoint(path),
+        "read": lambda: engine.full_optimizer_state("weight"),
+        "initialize": lambda: zero.initialize(other, adamw(other), zero.Config(timeout=15)),
+    }
+    with pytest.raises(zero.CommunicationError, match=r"rank 1 \(process \d+\) ended"):
+        calls[call]()
+    assert time.monotonic() - began < 10
+    return "told"
+
+
+@pytest.mark.parametrize("call", ["load", "read", "initialize"])
+def test_a_rank_that_has_ended_is_not_waited_for(cluster: Clusters, tmp_path: Path, call: str) -> None:
+    first, second = cluster(2).outcomes(ended_body, path=str(tmp_path / "one"), call=call)
+    assert second.status == "died"
+    assert first.value == "told", first.error

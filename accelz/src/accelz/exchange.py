@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from accelz.peers import Peers
 from accelz.polled_store import wait_for
 
 if TYPE_CHECKING:
@@ -28,25 +30,28 @@ class Exchange:
 
     purpose: as in `unused_key`, whose rule holds for making one. A value is deleted once every rank has read
     it, so that the store does not grow, and when its rank gives up waiting: whoever comes later then waits
-    for a new one instead of taking it for an answer.
+    for a new one instead of taking it for an answer. peers: the ranks' processes, not to wait for those that
+    have ended.
     """
 
-    def __init__(self, group: Group, purpose: str) -> None:
+    def __init__(self, group: Group, purpose: str, peers: Peers | None = None) -> None:
         self._store = PrefixStore(unused_key(group, purpose), group.store)
         self._rank, self._ranks = group.rank, range(group.size)
         self._timeout = group.timeout
+        self.peers = peers or Peers()
         self._turn = 1
 
     def __call__(self, value: Any, timeout: float | None = None) -> list[Any]:
         """Return every rank's JSON value, by rank, once all have made the same call.
 
-        Raises DistStoreError after `timeout` seconds (by default the group's). A call that raises does not
-        count.
+        Raises DistStoreError after `timeout` seconds (by default the group's), or once a rank is known to
+        have ended. A call that raises does not count.
         """
         keys = [f"{self._turn}/{rank}" for rank in self._ranks]
+        ended = partial(self.peers.ended, self._store, dict(enumerate(keys)))
         self._store.set(keys[self._rank], json.dumps(value))
         try:
-            wait_for(self._store, keys, self._timeout if timeout is None else timeout)
+            wait_for(self._store, keys, self._timeout if timeout is None else timeout, give_up=ended)
         except BaseException:
             with suppress(RuntimeError):  # the store's host is gone
                 self._store.delete_key(keys[self._rank])

@@ -23,15 +23,19 @@ PAUSE = 0.02
 
 
 def wait_for(
-    store: Store, keys: Sequence[str], timeout: float, give_up: Callable[[], bool] = lambda: False
+    store: Store, keys: Sequence[str], timeout: float, give_up: Callable[[], str] = lambda: ""
 ) -> None:
-    """Return when all keys are set; raises DistStoreError after `timeout` seconds, or once `give_up()`."""
+    """Return when all keys are set.
+
+    Raises DistStoreError after `timeout` seconds, or once `give_up()` returns a reason for it.
+    """
     begun = time.monotonic()
     while not store.check(list(keys)):
         waited = time.monotonic() - begun
-        if waited > timeout or give_up():
+        reason = give_up()
+        if waited > timeout or reason:
             missing = ", ".join(key for key in keys if not store.check([key]))
-            how = f"timed out after {timeout:g} s" if waited > timeout else f"gave up after {waited:.1f} s"
+            how = f"gave up after {waited:.1f} s: {reason}," if reason else f"timed out after {timeout:g} s"
             raise dist.DistStoreError(f"{how} waiting for keys that other ranks have not set: {missing}")
         time.sleep(min(max(SHORTEST, PAUSE * waited), LONGEST, timeout - waited))
 

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from accelz.collectives import Group
 from accelz.exchange import Exchange
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_PROCESSES = Path("/proc/self/ns/pid")
+from accelz.machine import machine
 
 
 @dataclass(frozen=True)
@@ -49,16 +43,9 @@ class Hosts:
         return index, self.ranks[index].index(rank)
 
 
-def host() -> list[Any]:
-    """A value that is equal on two ranks if and only if they can open each other's shared memory."""
-    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
-    processes = os.readlink(_PROCESSES) if _PROCESSES.exists() else ""
-    return [platform.node(), boot, processes, os.getuid()]
-
-
 def find_hosts(group: Group, exchange: Exchange) -> Hosts:
     """Find the hosts of the group's ranks. Every rank of the group must call this. exchange: of the group."""
-    names = [json.dumps(name) for name in exchange(host())]
+    names = [json.dumps(name) for name in exchange(machine())]
     by_host: dict[str, list[int]] = {}
     for rank, name in enumerate(names):
         by_host.setdefault(name, []).append(rank)

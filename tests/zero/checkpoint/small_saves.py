@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from accelz import current
 from accelz.collectives import Group
+from accelz.peers import Peers
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import Part
@@ -37,7 +38,7 @@ def save(
         group = Group(number, RANKS, timeout, store, cast(Any, None))
         parts = [p for p in _parts(steps) if p[0] == number]
         job = Job(
-            SaveMessages(group, "test"),
+            SaveMessages(group, "test", Peers()),
             storage,
             current(),
             Publication(storage, path, keep_last),

@@ -70,6 +70,7 @@ def killed_run(device: str, runs: Path, generator: random.Random) -> list[Any]:
     cluster = Cluster(device, 2)
     cluster.start()
     began = _under_way(runs)
+    pids = [process.pid for process, _ in cluster._workers]
 
     def kill() -> None:
         while _under_way(runs) == began:
@@ -78,9 +79,10 @@ def killed_run(device: str, runs: Path, generator: random.Random) -> list[Any]:
         ranks = [0, 1]
         generator.shuffle(ranks)
         for rank in ranks:
-            pid = cluster._workers[rank][0].pid
+            pid = pids[rank]
             assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended after the other one
+                os.kill(pid, signal.SIGKILL)
             time.sleep(generator.choice([0, ALONE]))
 
     killer = threading.Thread(target=kill)

@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from accelz import current
 from accelz.collectives import Group
+from accelz.peers import Peers
 from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.publication import Publication
@@ -29,7 +30,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2) -> None:
 
     def rank(number: int) -> None:
         parts = [part for name, value in tensors.items() for part in _part(name, value, number, ranks)]
-        messages = SaveMessages(Group(number, ranks, 60.0, store, cast(Any, None)), "synthetic")
+        messages = SaveMessages(Group(number, ranks, 60.0, store, cast(Any, None)), "synthetic", Peers())
         job = Job(messages, DISK, current(), Publication(DISK, path, None), RankState(parts=parts))
         job.described = _described(tensors, ranks)
         try:

@@ -58,7 +58,8 @@ class Checkpoints:
             check()  # at once, as other ranks may not be there to be told
         communicator = self._engine.communicator
         watched: Waiting = partial(communicator.waiting, f"save_checkpoint({str(path)!r})")
-        messages = SaveMessages(communicator.group, f"{communicator.key}/save{next(self._saves)}", watched)
+        key = f"{communicator.key}/save{next(self._saves)}"
+        messages = SaveMessages(communicator.group, key, communicator.peers, watched)
         try:
             self.wait()
             check()

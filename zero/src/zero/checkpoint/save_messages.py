@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed import DistStoreError
 
 from accelz.collectives import Group
+from accelz.peers import Peers
 from accelz.polled_store import wait_for
 from zero.checkpoint.program_end import has_failed
 from zero.errors import CommunicationError
@@ -33,10 +34,11 @@ Waiting = Callable[[float], AbstractContextManager[Any]]
 class SaveMessages:
     """The messages of one save. key: the prefix of its keys in the store, the same on every rank.
 
-    waiting: wraps every wait.
+    peers: the ranks' processes. waiting: wraps every wait.
     """
 
-    def __init__(self, group: Group, key: str, waiting: Waiting = nullcontext) -> None:
+    def __init__(self, group: Group, key: str, peers: Peers, waiting: Waiting = nullcontext) -> None:
+        self._peers = peers
         self.waiting = waiting
         self.rank = group.rank
         self.ranks = range(group.size)
@@ -58,8 +60,9 @@ class SaveMessages:
     ) -> dict[int, Any]:
         """What these ranks have published on a topic, by rank. patience: how many timeouts to wait.
 
-        Raises CommunicationError if a rank has published nothing by then, or once `give_up()`: by default,
-        when this rank's program has failed and one of the ranks has not joined for JOIN_SECONDS.
+        Raises CommunicationError if a rank has published nothing by then or is known to have ended, or once
+        `give_up()`: by default, when this rank's program has failed and one of the ranks has not joined for
+        JOIN_SECONDS.
         """
         names = {rank: self._name(topic, rank) for rank in ranks}
         joined = [self._name(JOINED, rank) for rank in names]
@@ -69,13 +72,18 @@ class SaveMessages:
             late = time.monotonic() - began > JOIN_SECONDS
             return late and has_failed() and not self._store.check(joined)
 
+        def why_not() -> str:
+            gone = self._peers.ended(self._store, names)
+            return gone or ("this rank's program has failed" if (give_up or nobody_comes)() else "")
+
         with self._answering(topic), self.waiting(seconds):
             try:
-                wait_for(self._store, list(names.values()), seconds, give_up or nobody_comes)
+                wait_for(self._store, list(names.values()), seconds, why_not)
             except DistStoreError as error:  # not all have come by then
                 missing = [rank for rank, name in names.items() if not self._store.check([name])]
                 waited = min(time.monotonic() - began, seconds)
-                raise self._not_there(topic, missing, waited) from error
+                gone = self._peers.ended(self._store, names)
+                raise self._not_there(topic, missing, waited, gone) from error
             return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
 
     def forget(self, topic: str, ranks: Iterable[int]) -> None:
@@ -100,13 +108,13 @@ class SaveMessages:
                 f"others: the job's store does not respond ({error}). Look at their output first"
             ) from error
 
-    def _not_there(self, topic: str, missing: Iterable[int], seconds: float) -> CommunicationError:
+    def _not_there(self, topic: str, missing: Iterable[int], seconds: float, gone: str) -> CommunicationError:
         names = ", ".join(map(str, missing))
-        how = ", whose program has failed, gave up" if has_failed() else " timed out"
+        how = ", whose program has failed, gave up" if has_failed() else " gave up" if gone else " timed out"
+        why = gone or "every rank must call save_checkpoint"
         return CommunicationError(
             f"while saving a checkpoint, rank {self.rank}{how} after {seconds:.0f} s waiting for "
-            f"{topic!r} from rank(s) {names or 'none'}: every rank must call save_checkpoint; look at the "
-            "output of those ranks first"
+            f"{topic!r} from rank(s) {names or 'none'}: {why}; look at the output of those ranks first"
         )
 
 

@@ -57,7 +57,7 @@ class Communicator:
     """Collectives by unit name.
 
     groups: as joined for this engine, the newest. name: the model's class, for messages. key: prefix for the
-    engine's own keys in the store.
+    engine's own keys in the store. peers: the ranks' processes.
 
     group: all ranks of the job. After `split`, shards: the ranks that share a copy of the model with
     this one; replicas: the ranks that have the same slices as this one, None if there is one copy.
@@ -73,7 +73,8 @@ class Communicator:
         self.ledger = Ledger(groups, name)
         self.in_pass = False
         self.key = unused_key(self.group, "zero/engine")
-        self._values = Exchange(self.group, "zero/values")
+        self.peers = groups.job.peers
+        self._values = Exchange(self.group, "zero/values", self.peers)
         self._disk_errors = PostponedDiskErrors(alone=self.group.size == 1)
 
     @property

@@ -16,6 +16,7 @@ from accelz.accelerator import Accelerator
 from accelz.collectives import Collectives, Group
 from accelz.errors import CollectiveError
 from accelz.exchange import Exchange
+from accelz.peers import Peers, card
 from zero.communication.line import Line
 from zero.errors import CommunicationError, ConfigError, RankMismatchError
 
@@ -52,8 +53,8 @@ class JobGroups:
 class Job:
     """The ranks that train together: all that were started, or those of one process group.
 
-    ranks: their numbers among all that were started; None for all of them. groups: by timeout. engines: how
-    many have been made.
+    ranks: their numbers among all that were started; None for all of them. peers: their processes. groups: by
+    timeout. engines: how many have been made.
     """
 
     def __init__(self, collectives: Collectives, members: Group, ranks: Sequence[int] | None) -> None:
@@ -62,11 +63,16 @@ class Job:
         self._collectives = collectives
         self._ranks = ranks
         self._rank = members.rank
+        self.peers = Peers()
         self._exchange = Exchange(members, "zero/joining")
 
-    def check_same(self, timeout: float) -> None:
-        """Raise RankMismatchError if ranks have different timeouts: they would look for different groups."""
-        every = self._exchange(timeout, timeout)
+    def meet(self, timeout: float) -> None:
+        """Wait for all ranks, for at most `timeout` seconds.
+
+        Raises RankMismatchError if their timeouts differ, as they would look for different groups.
+        """
+        every, cards = zip(*self._exchange([timeout, card()], timeout), strict=True)
+        self.peers = self._exchange.peers = Peers(cards)
         if len(set(every)) > 1:
             told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(every))
             raise RankMismatchError(f"Config(timeout=...) must be the same on all ranks; it is {told}")
@@ -110,7 +116,7 @@ def _join(collectives: Collectives, timeout: float, process_group: ProcessGroup 
     if members.process_group not in _jobs:
         _jobs[members.process_group] = Job(collectives, members, ranks)
     job = _jobs[members.process_group]
-    job.check_same(timeout)
+    job.meet(timeout)
     if timeout not in job.groups:
         job.groups[timeout] = JobGroups(job, job.new_group(timeout), job.new_group(timeout))
     groups = job.groups[timeout]

@@ -1,0 +1,44 @@
+"""Whether the processes of other ranks are still there, as far as they are on this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+from torch.distributed import Store
+
+from accelz.machine import machine
+
+
+def card() -> list[Any]:
+    """Return what this process tells the others of itself, a JSON value."""
+    return [machine(), os.getpid()]
+
+
+class Peers:
+    """The processes of all ranks of a group. cards: by rank; those of other machines say nothing."""
+
+    def __init__(self, cards: Sequence[Any] = ()) -> None:
+        here = machine()
+        self._processes = {rank: process for rank, (where, process) in enumerate(cards) if where == here}
+
+    def ended(self, store: Store, keys: Mapping[int, str]) -> str:
+        """Say which ranks have ended without having set their key; "" if there are none. keys: by rank."""
+        gone = [rank for rank in keys if rank in self._processes and _has_ended(self._processes[rank])]
+        named = [
+            f"rank {rank} (process {self._processes[rank]})" for rank in gone if not store.check([keys[rank]])
+        ]
+        return f"{', '.join(named)} ended" if named else ""
+
+
+def _has_ended(process: int) -> bool:
+    try:
+        return bool(
+            psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+        )  # its parent has not noticed yet
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
