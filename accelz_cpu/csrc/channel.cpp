@@ -287,7 +287,7 @@ Peer *Channel::find_gone(int stream, uint64_t number) const {
 
 std::runtime_error Channel::gone_error(const Call &call, uint64_t number, const Peer &peer) const {
     return std::runtime_error(text("rank ", peer.mailbox().rank, " (process ", peer.process(),
-                                   ") ended before the other ranks had its part of ", place(call.stream(), number), ", ",
+                                   ") ended without giving its part of ", place(call.stream(), number), ", ",
                                    call.words(size_), "; its last was ", place(call.stream(), peer.posted(call.stream()))));
 }
 

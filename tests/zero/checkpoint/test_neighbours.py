@@ -85,6 +85,18 @@ def test_latest_of_another_program(tmp_path: Path, kind: str) -> None:
             find(tmp_path)
 
 
+def test_a_latest_that_somebody_has_edited(tmp_path: Path) -> None:
+    """It is told what there is, and the next save puts it right."""
+    for name in ("a", "b"):
+        save_small(tmp_path / name)
+    (tmp_path / "latest").write_text("a\n")
+    with pytest.raises(zero.CorruptCheckpointError, match=r"by its own name; available: a, b"):
+        find(tmp_path)
+    assert find(tmp_path / "a") == tmp_path / "a"
+    save_small(tmp_path / "c")
+    assert find(tmp_path) == tmp_path / "c"
+
+
 @pytest.mark.parametrize(
     ("file", "hint"),
     [

@@ -70,8 +70,12 @@ def read_latest(parent: Path, storage: Storage) -> Latest:
 
 
 def names_another(parent: Path, latest: bytes, storage: Storage) -> bool:
-    """Whether `latest` holds nothing but the name of an entry of the directory, as DeepSpeed's does."""
-    return latest.decode(errors="replace").strip() in storage.names(parent)
+    """Whether `latest` holds nothing but the name of an entry of the directory, as DeepSpeed's does.
+
+    If that is one of our checkpoints, somebody has edited the file.
+    """
+    name = latest.decode(errors="replace").strip()
+    return name in storage.names(parent) and not storage.exists(parent / name / MANIFEST)
 
 
 def complete(parent: Path, storage: Storage = DISK) -> list[str]:
