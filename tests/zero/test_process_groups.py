@@ -38,7 +38,6 @@ def halves_body(context: Context, settings: dict[str, Any]) -> Run:
         (4, {"precision": "bf16", "clip_norm": 0.1}),
         (4, {"stage": 1, "offload": zero.Offload(optimizer="host")}),
         (4, {"stage": 2, "accumulate": "local", "gradient_accumulation_steps": 2}),
-        (4, {"compile": zero.Compile(inner="aot_eager")}),
         (8, {"shard_ranks": 2}),
     ],
     ids=str,

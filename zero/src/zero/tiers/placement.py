@@ -245,16 +245,16 @@ class Placer:
         return "device" if stepped_there else self._resolve("host")
 
     def _host_bytes(self, group: PlacementRequest, params: Tier) -> int:
-        """Return the host bytes of an element's optimizer state, with its `ShadowRecord`; see
-        `shard_serves`."""
+        """Return the host bytes of an element's optimizer state, with its `ShadowRecord`.
+
+        A shard that serves as the master is a parameter's memory.
+        """
         item_bytes = group.item_bytes
         record = (1 + group.moments) * max(item_bytes, 4)
-        if self._streamed and item_bytes >= 4 and params == "device":
-            return record - item_bytes
-        if not self._shadows:
-            return record
-        shard_serves = item_bytes >= 4 and params == "host"
-        return 2 * record + (0 if shard_serves else item_bytes)
+        there = Placement(params=params, streamed=self._streamed)
+        serves = there.shard_serves(item_bytes, self._resolve("host"))
+        shadow = record + (0 if serves else item_bytes) if self._shadows else 0
+        return record - (item_bytes if serves else 0) + shadow
 
 
 def _rounded(numel: int) -> int:
