@@ -379,7 +379,7 @@ def gathered_body(context: Context) -> list[tuple[str, int]]:
     for nth in range(1, len(run.engine.units) + 1):
         with pytest.raises(zero.OutOfMemoryError) as failed, faults.out_of_memory(nth):
             zero.gathered(run.engine.module).__enter__()
-        found.append((str(failed.value), sum(unit.holds for unit in run.engine.units)))
+        found.append((str(failed.value), sum(unit.held for unit in run.engine.units)))
         run.forward()
         run.backward()
         run.step()

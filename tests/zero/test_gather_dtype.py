@@ -406,7 +406,7 @@ def failing_body(context: Context) -> dict[str, bool]:
         with _raising(model.blocks[1].up), pytest.raises(RuntimeError, match="planted"):
             engine(batch)
         found["shown"] = torch.equal(model.head.weight.detach().cpu(), exact.head.weight.detach())
-    found["over"] = not any(unit.holds for unit in engine.units)
+    found["over"] = not any(unit.held for unit in engine.units)
     engine.zero_grad()
     engine.backward(engine(batch)["loss"])
     found["goes on"] = engine.step()

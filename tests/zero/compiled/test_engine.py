@@ -149,7 +149,7 @@ def exceptions_body(context: Context) -> dict[str, Any]:
         with pytest.raises(ArithmeticError):
             engine.backward(engine(x))
         FAULTS.clear()
-        held += [unit.name for unit in engine.units if unit.holds]
+        held += [unit.name for unit in engine.units if unit.held]
         after = engine(x).item()
     with pytest.raises(RuntimeError):
         engine(torch.ones(2, WIDTH + 1, device=x.device))

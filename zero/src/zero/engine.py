@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,9 @@ from zero.communication.ledger import Traffic
 from zero.config import Config
 from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
+from zero.gradients.group_gradients import GradientPolicy
 from zero.gradients.loss_scale import LossScale
+from zero.gradients.reducer import GradientReducer
 from zero.hooks.model_hooks import ModelHooks
 from zero.integrity import Integrity
 from zero.migration_hints import missing
@@ -29,6 +32,7 @@ from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy, asking_to_repeat
 from zero.offload.state_offload import StateOffload
+from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepping import Stepping
 from zero.pretrained import Request, fill_engine
@@ -98,10 +102,13 @@ class Engine:
             )
         )
         own(module, self._full_parameters)
-        self._model_hooks = ModelHooks(
-            module, config, stores, communicator, units, integrity, sharded, tracer
+        policy, settings = GradientPolicy.of(config, communicator.group.size), partial(scheduled, optimizer)
+        self._reducer = reducer = GradientReducer(
+            units, stores, communicator, policy, sharded.gradient_observer, settings
         )
-        self._reducer = reducer = self._model_hooks.reducer
+        self._model_hooks = ModelHooks(
+            module, config, stores, communicator, units, integrity, sharded, reducer, tracer
+        )
         tracer.watch(reducer, sharded)
         stores.may_move(sharded.record_streamer)
         self._placement = StaticPlacementPolicy(stores)

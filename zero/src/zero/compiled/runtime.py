@@ -119,7 +119,7 @@ class Runtime:
         """Whole values of parameters of one unit; it stays gathered until as many `release`."""
         unit = self._slots[numbers[0]][0]
         cast = unit.cast_for(dtype, all=True)
-        unit.holds += 1
+        unit.forwards += 1
         self._held[unit] += 1
         self._count(unit, cast)
         unit.complete(cast)
@@ -132,7 +132,7 @@ class Runtime:
     def release(self, unit: int, keep: bool) -> None:
         """End one `gather`. keep: the bytes may stay, the backward will want them first."""
         held = self.units[unit]
-        held.holds -= 1
+        held.forwards -= 1
         self._held[held] -= 1
         self._mark_use(held)
         if not keep:
@@ -203,7 +203,7 @@ class Runtime:
     def abandon(self) -> None:
         """Let go of everything that a graph held when it failed."""
         for unit, count in self._held.items():
-            unit.holds -= count
+            unit.forwards -= count
             unit.release()
         self._record_streamer.return_all_to_host()
         self.begin()

@@ -59,7 +59,7 @@ class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
     observer: told what becomes of gradients. settings(): see `Communicator.agree`; called at the end of a
-    backward. on_complete(unit): called when every trainable parameter of a unit has its gradient.
+    backward.
     """
 
     def __init__(
@@ -70,14 +70,12 @@ class GradientReducer:
         policy: GradientPolicy,
         observer: GradientObserver,
         settings: Callable[[], Mapping[str, Any]],
-        on_complete: Callable[[ShardedUnit], None],
     ) -> None:
         self._stores = stores
         self._communicator = communicator
         self._policy = policy
         self._observer = observer
         self._settings = settings
-        self._on_complete = on_complete
         self.all: tuple[GroupGradients, ...] = tuple(
             GroupGradients(group, unit, stores, policy)
             for unit in units
@@ -115,22 +113,22 @@ class GradientReducer:
         for gradients in self.all:
             gradients.begin_backward()
 
-    def receive(self, gradients: GroupGradients, index: int, gradient: Tensor, more: bool = False) -> None:
+    def receive(self, gradients: GroupGradients, index: int, gradient: Tensor, more: bool = False) -> bool:
         """Take one parameter's gradient, which autograd has accumulated.
 
-        It may not be the parameter's first: reentrant checkpointing runs a backward inside the backward, and
-        no gradient tells when that one ends. more: another graph has a gradient to be added to this one.
+        Returns whether every trainable parameter of the unit has its gradient now, and had not before. It may
+        not be the parameter's first: reentrant checkpointing runs a backward inside the backward, and no
+        gradient tells when that one ends. more: another graph has a gradient to be added to this one.
         """
         again = index in gradients.fired
         gradients.add(index, gradient)
         if more:
             gradients.fired.discard(index)
         if not gradients.full:
-            return
+            return False
         if self._alone:
             self._close(gradients)
-        if not again and all(g.full for g in self._by_unit[gradients.unit]):
-            self._on_complete(gradients.unit)
+        return not again and all(g.full for g in self._by_unit[gradients.unit])
 
     def close(self, unit: ShardedUnit) -> None:
         """The backward of the unit's calls is over: none of its parameters will get another gradient."""

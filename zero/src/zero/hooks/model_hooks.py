@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from zero.communication.communicator import Communicator
 from zero.config import Config
 from zero.errors import CommunicationError, UsageError
-from zero.gradients.group_gradients import GradientPolicy, GroupGradients
+from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
 from zero.hooks.progress import Progress
 from zero.hooks.schedule import Schedule
@@ -22,7 +21,6 @@ from zero.hooks.under_way import calls_under_way
 from zero.hooks.unit_hooks import UnitHooks
 from zero.integrity import Integrity
 from zero.offload.memory_tracer import MemoryTracer
-from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.phase import Phase
@@ -51,6 +49,7 @@ class ModelHooks(Uncopied):
         units: Sequence[ShardedUnit],
         integrity: Integrity,
         optimizer: ShardedOptimizer,
+        reducer: GradientReducer,
         tracer: MemoryTracer,
     ) -> None:
         self.phase = Phase()
@@ -81,12 +80,8 @@ class ModelHooks(Uncopied):
             )
             for unit in units
         }
-        policy = GradientPolicy.of(config, communicator.group.size)
-        settings, complete = partial(scheduled, optimizer.optimizer), self._gradients_complete
-        self.reducer = GradientReducer(
-            units, stores, communicator, policy, optimizer.gradient_observer, settings, complete
-        )
-        for gradients in self.reducer.all:
+        self.reducer = reducer
+        for gradients in reducer.all:
             for index, parameter in enumerate(gradients.group.parameters):
                 parameter.register_post_accumulate_grad_hook(_receiver(self, gradients, index))
         module.register_forward_pre_hook(self._begin_forward, with_kwargs=True, prepend=True)
@@ -164,7 +159,7 @@ class ModelHooks(Uncopied):
         own_calls: how many module calls on the stack are the caller's own, and do not count.
         """
         self._forget_interrupted(own_calls)
-        return any(unit.holds for unit in self._units)
+        return any(unit.held for unit in self._units)
 
     def check_not_in_use(self, call: str) -> None:
         """Raise UsageError inside a forward or `zero.gathered`, which would continue with old values."""
@@ -178,7 +173,7 @@ class ModelHooks(Uncopied):
 
         They would otherwise keep the values they have, whatever changes the weights.
         """
-        held = any(unit.holds and unit.in_forward for unit in self._units)
+        held = any(unit.forwards for unit in self._units)
         if held and calls_under_way(self._called) <= own_calls:
             self._communicator.in_pass = self.phase.in_backward
             for hooks in self._hooks.values():
@@ -225,7 +220,8 @@ class ModelHooks(Uncopied):
         if not self.phase.in_backward:
             raise UsageError(_OUTSIDE)
         self._hooks[gradients.unit].gradient_arrived()
-        self.reducer.receive(gradients, index, gradient, more)
+        if self.reducer.receive(gradients, index, gradient, more):
+            self._hooks[gradients.unit].gradients_complete()
 
     def _begin_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,9 +276,6 @@ class ModelHooks(Uncopied):
     def _graph_over(self, unit: ShardedUnit) -> None:
         if self.phase.in_backward:
             self.reducer.close_in_graph(unit)
-
-    def _gradients_complete(self, unit: ShardedUnit) -> None:
-        self._hooks[unit].gradients_complete()
 
     def _compile(self, stores: Stores) -> CompiledModel:
         from zero.compiled.compile_calls import Callbacks, compile_calls  # imports the compiler, for seconds

@@ -102,7 +102,7 @@ class UnitHooks(Uncopied):
         """End all forwards under way. Calls that wait for their backward stay."""
         self._depth = 0
         self._call = None
-        self._unit.leave_forward()
+        self._unit.forwards = 0
 
     def forget_progress(self) -> None:
         """Forget calls in backward: none is under way."""
@@ -160,7 +160,7 @@ class UnitHooks(Uncopied):
     def _gather_before(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """Gather the unit; return the inputs for its forward."""
         self._depth += 1
-        self._unit.holds += 1
+        self._unit.forwards += 1
         if self._depth > 1:
             return inputs
         if Keep.READ in self._unit.kept and calls_under_way(self._hooked) == 1:
@@ -226,7 +226,7 @@ class UnitHooks(Uncopied):
         if self._depth == 0:
             return output  # an exception further out has reset it
         self._depth -= 1
-        self._unit.holds -= 1
+        self._unit.forwards -= 1
         if self._depth:
             return output
         self._mark()

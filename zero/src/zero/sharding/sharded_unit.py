@@ -49,8 +49,8 @@ class ShardedUnit:
     """The flat groups that are gathered and released together.
 
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
-    holds: number of users that need the unit gathered now: forwards under way and `zero.gathered` blocks.
-    calls_in_backward: forward calls whose backward has begun and is not over. kept: what else needs it.
+    forwards: number of forwards under way that need the unit gathered. calls_in_backward: forward calls whose
+    backward has begun and is not over. kept: what else needs it.
     computed_in: the cast of the last call that a backward has come to or, until one does, of the last forward
     with gradients. persistent: casts whose buffers `release` keeps until the weights change. changes: how
     often the weights have changed, for backwards to find out that their forward had others.
@@ -70,7 +70,7 @@ class ShardedUnit:
         self.hooked_modules = tuple(hooked_modules)
         self.groups = tuple(groups)
         self.resident = resident
-        self.holds = 0
+        self.forwards = 0
         self.calls_in_backward: set[object] = set()
         self.kept: set[Keep] = set()
         self.computed_in = OWN
@@ -98,17 +98,13 @@ class ShardedUnit:
         return bool(self._bound_before_exact)
 
     @property
-    def in_use(self) -> bool:
-        return bool(self.holds or self.calls_in_backward or self.kept)
+    def held(self) -> bool:
+        """Whether a forward or a `hold_exact` block is under way, which needs the unit gathered."""
+        return bool(self.forwards or self.held_exact)
 
     @property
-    def in_forward(self) -> bool:
-        """Whether a forward holds the unit, not only `hold_exact`."""
-        return self.holds > len(self._bound_before_exact)
-
-    def leave_forward(self) -> None:
-        """Drop the holds of forwards: none is under way any more, even if it did not end them itself."""
-        self.holds = len(self._bound_before_exact)
+    def in_use(self) -> bool:
+        return bool(self.held or self.calls_in_backward or self.kept)
 
     def has_views_among(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether one of `tensors` lies in parameter memory that a release would drop."""
@@ -195,7 +191,7 @@ class ShardedUnit:
         Forwards and backwards under way continue with the new weights, once every rank has written.
         """
         self.begin_compute()
-        under_way = self.in_forward or self.calls_in_backward
+        under_way = self.forwards or self.calls_in_backward
         if under_way or self.kept:
             for cast in tuple(self._pending):
                 self.complete(cast)
@@ -237,7 +233,6 @@ class ShardedUnit:
 
     def hold_exact(self) -> None:
         """Hold the unit, its parameters bound to exact values of this rank's own, until `unhold_exact`."""
-        self.holds += 1
         self._bound_before_exact.append(self._bound)
         self.gather(OWN)
         for group in self.groups:
@@ -251,7 +246,7 @@ class ShardedUnit:
 
     def _bind_again(self) -> None:
         """Bind what the program reads, in `hold_exact` or in a part, once no forward computes with it."""
-        if not self.in_forward and (self.held_exact or self.kept & FOR_PARTS):
+        if not self.forwards and (self.held_exact or self.kept & FOR_PARTS):
             readable = self.cast_for(None)
             if readable in self._gathered:
                 self._bind(readable)
@@ -262,7 +257,6 @@ class ShardedUnit:
         The caller then releases the unit. Returns the names of parameters that were given other memory with
         other values, which are dropped.
         """
-        self.holds -= 1
         before = self._bound_before_exact.pop()
         lost = [] if self.held_exact else self.rebind(told=lambda group, index: group.binding.differs(index))
         if not self.held_exact:
@@ -371,7 +365,7 @@ class ShardedUnit:
 
         For after an exception, or for a forward that never got its backward.
         """
-        self.leave_forward()
+        self.forwards = 0
         self.forget_calls()
         self.release()
 
