@@ -197,9 +197,12 @@ def uneven_batches_body(context: Context, path: str) -> tuple[list[str], str]:
 
 def test_a_rank_that_waits_in_a_save_is_told_to_those_that_train(disposable: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "c")
-    (training, failed), (saving, _) = disposable(2).run(uneven_batches_body, limit=40, path=path)
+    (training, failed), (saving, missed) = disposable(2).run(uneven_batches_body, limit=40, path=path)
     place = f"wait in save_checkpoint('{path}')"
     assert f"rank(s) 1 {place}: every rank must make the same calls" in failed
+    assert "from rank(s) 0: rank(s) 0 wait in collective" in missed
+    assert "all_gather of unit" in missed
+    assert "every rank must call save_checkpoint" in missed
     assert len(training) == len(saving) == 1, (training, saving)
     assert f"rank(s) 1 {place}. It will fail after {TIMEOUT:.0f} s" in training[0]
     assert f"s in save_checkpoint('{path}'): rank(s) 0 wait in collective" in saving[0]

@@ -110,3 +110,27 @@ def test_a_rank_that_has_gone_on_waits_no_longer_where_it_did() -> None:
         there.look()
         assert here.places([1], 7) == {1: "save_checkpoint('b')"}
     assert here.places([1], 7) == {}
+
+
+class Lost(HashStore):
+    """A store whose host may go."""
+
+    gone = False
+
+    def check(self, keys: list[str]) -> bool:
+        if self.gone:
+            raise RuntimeError("Connection reset by peer")
+        return super().check(keys)
+
+
+def test_what_was_read_before_is_told_when_the_store_is_gone() -> None:
+    """Rank 0, which hosts it, gives up in its own wait and ends."""
+    store = Lost()
+    here, there = (Watch(Group(rank, 2, 60.0, store, None), "watch", []) for rank in (1, 0))  # type: ignore[arg-type]
+    with there.waiting(5, "save_checkpoint('a')", limit=0.1):
+        there.patience = 0.0
+        there.look()
+        here.places([0], 6)
+        store.gone = True
+        assert here.places([0], 6) == {0: "save_checkpoint('a')"}
+        assert here.describe([0], 6) == "rank(s) 0 wait in save_checkpoint('a')"

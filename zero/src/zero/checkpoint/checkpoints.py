@@ -59,7 +59,9 @@ class Checkpoints:
         communicator = self._engine.communicator
         watched: Waiting = partial(communicator.waiting, f"save_checkpoint({str(path)!r})")
         key = f"{communicator.key}/save{next(self._saves)}"
-        messages = SaveMessages(communicator.group, key, communicator.peers, watched)
+        messages = SaveMessages(
+            communicator.group, key, communicator.peers, watched, communicator.whereabouts
+        )
         try:
             self.wait()
             check()

@@ -34,11 +34,20 @@ Waiting = Callable[[float], AbstractContextManager[Any]]
 class SaveMessages:
     """The messages of one save. key: the prefix of its keys in the store, the same on every rank.
 
-    peers: the ranks' processes. waiting: wraps every wait.
+    peers: the ranks' processes. waiting: wraps every wait. whereabouts(ranks): says where ranks are that do
+    not answer, "" if it is not known.
     """
 
-    def __init__(self, group: Group, key: str, peers: Peers, waiting: Waiting = nullcontext) -> None:
+    def __init__(
+        self,
+        group: Group,
+        key: str,
+        peers: Peers,
+        waiting: Waiting = nullcontext,
+        whereabouts: Callable[[Iterable[int]], str] = lambda ranks: "",
+    ) -> None:
         self._peers = peers
+        self._whereabouts = whereabouts
         self.waiting = waiting
         self.rank = group.rank
         self.ranks = range(group.size)
@@ -111,7 +120,9 @@ class SaveMessages:
     def _not_there(self, topic: str, missing: Iterable[int], seconds: float, gone: str) -> CommunicationError:
         names = ", ".join(map(str, missing))
         how = ", whose program has failed, gave up" if has_failed() else " gave up" if gone else " timed out"
-        why = gone or "every rank must call save_checkpoint"
+        why = gone or ": ".join(
+            filter(None, (self._whereabouts(missing), "every rank must call save_checkpoint"))
+        )
         return CommunicationError(
             f"while saving a checkpoint, rank {self.rank}{how} after {seconds:.0f} s waiting for "
             f"{topic!r} from rank(s) {names or 'none'}: {why}; look at the output of those ranks first"

@@ -9,7 +9,7 @@ difference, the rank whose collective failed first, or the ranks that did not an
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -98,6 +98,11 @@ class Communicator:
         """
         line = self.ledger.line
         return line.watch.waiting(line.count, what, limit)
+
+    def whereabouts(self, ranks: Iterable[int]) -> str:
+        """Say where ranks wait that are missed now, as far as they have told; "" if they have not."""
+        line = self.ledger.line
+        return line.watch.describe(ranks, line.count)
 
     def split(self, split: Split) -> None:
         """Gather and reduce slices as `split` says from now on."""

@@ -56,6 +56,7 @@ class Watch:
         self._log = log
         self._read_from = range(group.size if group.rank == 0 else 1)
         self._waits: dict[int, _Wait] = {}  # by thread
+        self._seen: dict[int, _Published] = {}  # what was last read of other ranks
         self.patience = min(LONGEST, group.timeout / 4)
         if group.size > 1:
             _watch(self)
@@ -82,14 +83,23 @@ class Watch:
         number: of the collective that they are missed in. A rank that has waited elsewhere before that has
         gone on since.
         """
-        with suppress(RuntimeError, OSError):  # the store's host is gone
-            read = self._read(ranks).items()
-            return {
-                rank: place
-                for rank, (last, place, _) in read
-                if place and not place.startswith(_COLLECTIVE) and last >= number - 1
-            }
-        return {}
+        return {
+            rank: place
+            for rank, place in self._elsewhere(ranks, number).items()
+            if not place.startswith(_COLLECTIVE)
+        }
+
+    def describe(self, ranks: Iterable[int], number: int) -> str:
+        """Say where ranks wait that are missed after collective `number`, as far as they have told."""
+        return "; ".join(elsewhere(self._elsewhere(ranks, number)))
+
+    def _elsewhere(self, ranks: Iterable[int], number: int) -> dict[int, str]:
+        with suppress(
+            RuntimeError, OSError
+        ):  # the store's host is gone: what was read before is all there is
+            self._read(ranks)
+        found = {rank: self._seen[rank] for rank in ranks if rank in self._seen}
+        return {rank: place for rank, (last, place, _) in found.items() if place and last >= number - 1}
 
     def look(self) -> None:
         """Publish and log what has lasted. Called every quarter of `patience`, by another thread."""
@@ -135,6 +145,7 @@ class Watch:
             if self._group.store.check([f"{self._key}/{rank}"]):
                 number, place, log = json.loads(self._group.store.get(f"{self._key}/{rank}"))
                 found[rank] = number, place, {int(n): str(text) for n, text in log}
+        self._seen |= found
         return found
 
     def _tell(self, wait: _Wait, seconds: float, what: str) -> None:
