@@ -47,7 +47,7 @@ class Exchange:
         Raises DistStoreError after `timeout` seconds (by default the group's), or once a rank is known to
         have ended. A call that raises does not count.
         """
-        keys = [f"{self._turn}/{rank}" for rank in self._ranks]
+        keys = [f"{self._turn}/rank {rank}" for rank in self._ranks]
         ended = partial(self.peers.ended, self._store, dict(enumerate(keys)))
         self._store.set(keys[self._rank], json.dumps(value))
         try:
@@ -56,6 +56,6 @@ class Exchange:
             with suppress(RuntimeError):  # the store's host is gone
                 self._store.delete_key(keys[self._rank])
             raise
-        self._store.delete_key(f"{self._turn - 1}/{self._rank}")  # all ranks have read it
+        self._store.delete_key(f"{self._turn - 1}/rank {self._rank}")  # all ranks have read it
         self._turn += 1
         return [json.loads(self._store.get(key)) for key in keys]
