@@ -21,18 +21,22 @@ SHORTEST, LONGEST = 0.0005, 0.25
 PAUSE = 0.02
 """The pause, as a fraction of the time waited so far: short waits end promptly, long ones poll rarely."""
 
+ASKED_AFTER = 0.5
+"""Seconds of waiting after which `give_up` is asked; most waits are shorter."""
+
 
 def wait_for(
     store: Store, keys: Sequence[str], timeout: float, give_up: Callable[[], str] = lambda: ""
 ) -> None:
     """Return when all keys are set.
 
-    Raises DistStoreError after `timeout` seconds, or once `give_up()` returns a reason for it.
+    Raises DistStoreError after `timeout` seconds, or once `give_up()` returns a reason for it, which is asked
+    after ASKED_AFTER seconds.
     """
     begun = time.monotonic()
     while not store.check(list(keys)):
         waited = time.monotonic() - begun
-        reason = give_up()
+        reason = give_up() if waited > ASKED_AFTER else ""
         if waited > timeout or reason:
             missing = ", ".join(key for key in keys if not store.check([key]))
             how = f"gave up after {waited:.1f} s: {reason}," if reason else f"timed out after {timeout:g} s"

@@ -444,7 +444,7 @@ def test_a_dead_rank_is_named(cluster: Clusters, tmp_path: Path, async_: bool) -
     first, second = cluster(2).outcomes(dead_rank_body, runs=str(tmp_path), async_=async_)
     assert second.status == "died"
     assert first.error.startswith(
-        "CommunicationError: while saving a checkpoint, rank 0 gave up after 0 s waiting for 'join' from "
+        "CommunicationError: while saving a checkpoint, rank 0 gave up after 1 s waiting for 'join' from "
         "rank(s) 1: rank 1 (process "
     )
     assert " ended; look at the output of those ranks first" in first.error
