@@ -119,6 +119,39 @@ def test_the_default_group_is_the_job_and_a_mesh_is_no_group(cluster: Clusters) 
         assert refused.startswith("process_group must be a group of torch.distributed, got DeviceMesh; ")
 
 
+def unusual_body(context: Context) -> tuple[str, str, bool]:
+    """Groups in another order, groups that are gone, and names of groups that were used before."""
+    model = fresh()
+    said = []
+    upside_down = dist.new_group([1, 0], sort_ranks=False)
+    pair, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    dist.destroy_process_group(other)
+    for group in (upside_down, other):
+        with pytest.raises(zero.ConfigError) as refused:
+            zero.initialize(model, adamw(model), zero.Config(timeout=20), process_group=group)
+        said.append(str(refused.value))
+    dist.destroy_process_group(upside_down)
+    if context.rank > 1:
+        return said[0], said[1], True
+    stepped = []
+    for timeout in (20, 21, 22):
+        zero.initialize(model := fresh(), adamw(model), zero.Config(timeout=timeout), process_group=pair)
+        for extra in [dist.new_group([context.rank], use_local_synchronization=True) for _ in range(2)]:
+            dist.destroy_process_group(extra)
+        run = train_zero(
+            context, fresh(), language_loss, zero.Config(timeout=timeout + 5), steps=1, process_group=pair
+        )
+        stepped.append(len(run.losses) == 1)
+    return said[0], said[1], all(stepped)
+
+
+def test_groups_in_another_order_and_groups_that_are_gone(cluster: Clusters) -> None:
+    for turned, gone, trained in cluster(3).run(unusual_body)[:2]:
+        assert turned.startswith("the process_group's ranks are [1, 0]: an engine numbers its ranks in asc")
+        assert gone == "the process_group has been destroyed: make another one"
+        assert trained
+
+
 def late_body(context: Context) -> tuple[str, str]:
     """A rank of a group does not come, and later the ranks of another one differ."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]

@@ -23,9 +23,9 @@ _PREFIX = "accelz/attempts"
 
 
 def may_restart() -> bool:
-    """Whether torchrun has started this process and may restart it, keeping its store."""
-    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and most not in ("", "0")
+    """Whether torchrun has started this process: it may restart all processes of a job, when one fails or the
+    number of machines changes, and keeps its store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_of_attempt(rank: int, size: int, timeout: float) -> Store:

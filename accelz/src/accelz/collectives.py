@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -264,20 +265,37 @@ class Collectives:
         return cast(dist.Work, work)
 
 
+_meetings: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Exchange]] = WeakKeyDictionary()
+"""Where the members of groups to be made meet, by the default group and the members."""
+
+
 def _even_out_groups(members: list[int], timeout: float) -> None:
     """Bring the ranks of a new group to equally many groups.
 
     Where members alone make a group, torch derives its name from their number: ranks with other numbers
-    would not meet. Those with fewer get some of themselves alone.
+    would not meet, and a name may be taken if groups were destroyed. Ranks then get some of themselves alone.
     """
-    world = dist.group.WORLD
+    world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    among = Group(members.index(rank), len(members), timeout, store, world)
-    mine = len(dist.distributed_c10d._world.pg_names)
-    most = max(Exchange(among, f"accelz/groups of {members}")(mine))
-    for _ in range(most - mine):
-        dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+    if world.bound_device_id is not None and len(members) < world.size():
+        raise CollectiveError(
+            "the default group is bound to a device, so that its library makes groups only where every rank "
+            "of the job does: call init_process_group without device_id"
+        )
+    meetings = _meetings.setdefault(world, {})
+    if tuple(members) not in meetings:
+        store = dist.distributed_c10d._get_default_store()
+        among = Group(members.index(rank), len(members), timeout, store, world)
+        meetings[tuple(members)] = Exchange(among, f"accelz/groups of {members}")
+    while True:
+        names = dist.distributed_c10d._world.pg_names.values()
+        taken = dist.distributed_c10d._process_group_name(members, use_hashed_name=True) in names
+        counts, conflicts = zip(*meetings[tuple(members)]([len(names), taken], timeout), strict=True)
+        wanted = max(counts) + any(conflicts)
+        if min(counts) == wanted:
+            return
+        for _ in range(wanted - len(names)):
+            dist.new_group([rank], backend="gloo", use_local_synchronization=True)
 
 
 def _handle(start: Callable[[], dist.Work], keep: tuple[Tensor, ...], async_op: bool) -> Handle:

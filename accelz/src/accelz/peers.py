@@ -35,10 +35,19 @@ class Peers:
 
 def _has_ended(process: int) -> bool:
     try:
-        return bool(
-            psutil.Process(process).status() == psutil.STATUS_ZOMBIE
-        )  # its parent has not noticed yet
-    except psutil.NoSuchProcess:
+        os.kill(process, 0)
+    except ProcessLookupError:
         return True
-    except psutil.Error:
+    except PermissionError:
+        return False
+    return _is_zombie(process)
+
+
+def _is_zombie(process: int) -> bool:
+    """Whether a process has ended and its parent has not noticed. /proc may be of other processes than ours,
+    or missing: then nothing is known."""
+    try:
+        ours = os.readlink("/proc/self") == str(os.getpid())
+        return ours and bool(psutil.Process(process).status() == psutil.STATUS_ZOMBIE)
+    except (OSError, psutil.Error):
         return False

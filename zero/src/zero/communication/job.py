@@ -53,15 +53,17 @@ class JobGroups:
 class Job:
     """The ranks that train together: all that were started, or those of one process group.
 
-    ranks: their numbers among all that were started; None for all of them. peers: their processes. groups: by
-    timeout. engines: how many have been made.
+    ranks: their numbers among all that were started, ascending. whole: whether these are all; otherwise the
+    others need not make any calls. peers: the ranks' processes. groups: by timeout. engines: how many have
+    been made.
     """
 
-    def __init__(self, collectives: Collectives, members: Group, ranks: Sequence[int] | None) -> None:
+    def __init__(self, collectives: Collectives, members: Group, ranks: Sequence[int], whole: bool) -> None:
         self.groups: dict[float, JobGroups] = {}
         self.engines = 0
         self._collectives = collectives
         self._ranks = ranks
+        self._whole = whole
         self._rank = members.rank
         self.peers = Peers()
         self._exchange = Exchange(members, "zero/joining")
@@ -79,16 +81,16 @@ class Job:
 
     def new_group(self, timeout: float) -> Group:
         """Make another group of all the job's ranks, which must all call this."""
-        return cast(Group, self._collectives.new_group(self._ranks, timeout, self._ranks is not None))
+        return self.part([range(len(self._ranks))], timeout)
 
     def part(self, parts: Sequence[Sequence[int]], timeout: float) -> Group:
         """Divide the job into groups; return this rank's. All of its ranks must call this."""
-        if self._ranks is None:
-            made = [self._collectives.new_group(ranks, timeout) for ranks in parts]
+        named = [[self._ranks[rank] for rank in part] for part in parts]
+        if self._whole:
+            made = [self._collectives.new_group(ranks, timeout) for ranks in named]
             return next(group for group in made if group is not None)
-        mine = next(part for part in parts if self._rank in part)
-        ranks = [self._ranks[rank] for rank in mine]
-        return cast(Group, self._collectives.new_group(ranks, timeout, members_only=True))
+        mine = next(ranks for ranks in named if self._ranks[self._rank] in ranks)
+        return cast(Group, self._collectives.new_group(mine, timeout, members_only=True))
 
 
 _LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
@@ -109,12 +111,11 @@ def join(accelerator: Accelerator, timeout: float, process_group: ProcessGroup |
 
 
 def _join(collectives: Collectives, timeout: float, process_group: ProcessGroup | None) -> JobGroups:
-    members, ranks = collectives.init(timeout), None
-    if process_group not in (None, members.process_group):
-        ranks = torch.distributed.get_process_group_ranks(process_group)
-        members = Group.of(process_group, timeout)
+    world = collectives.init(timeout)
+    members = world if process_group is None else Group.of(process_group, timeout)
     if members.process_group not in _jobs:
-        _jobs[members.process_group] = Job(collectives, members, ranks)
+        ranks = torch.distributed.get_process_group_ranks(members.process_group)
+        _jobs[members.process_group] = Job(collectives, members, ranks, whole=members.size == world.size)
     job = _jobs[members.process_group]
     job.meet(timeout)
     if timeout not in job.groups:

@@ -65,6 +65,18 @@ def check_process_group(group: object) -> None:
             f"process_group must be a group of torch.distributed, got {type(group).__name__}; of a device "
             'mesh, pass one dimension: mesh.get_group("dp")'
         )
+    if group is not None and list(ranks := _ranks_of(group)) != sorted(ranks):
+        raise ConfigError(
+            f"the process_group's ranks are {ranks}: an engine numbers its ranks in ascending order; make "
+            "the group without sort_ranks=False"
+        )
+
+
+def _ranks_of(group: dist.ProcessGroup) -> list[int]:
+    try:
+        return dist.get_process_group_ranks(group)
+    except KeyError as error:
+        raise ConfigError("the process_group has been destroyed: make another one") from error
 
 
 def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
