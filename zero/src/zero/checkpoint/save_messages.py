@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -74,26 +74,22 @@ class SaveMessages:
         JOIN_SECONDS.
         """
         names = {rank: self._name(topic, rank) for rank in ranks}
-        joined = [self._name(JOINED, rank) for rank in names]
         seconds, began = patience * self._timeout, time.monotonic()
 
-        def nobody_comes() -> bool:
-            late = time.monotonic() - began > JOIN_SECONDS
-            return late and has_failed() and not self._store.check(joined)
-
         def why_not() -> str:
-            gone = self._peers.ended(self._store, names)
-            return gone or ("this rank's program has failed" if (give_up or nobody_comes)() else "")
+            over = give_up() if give_up else self._nobody_comes(names, began)
+            return self._peers.ended(self._store, names) or ("this rank's program has failed" if over else "")
 
         with self._answering(topic), self.waiting(seconds):
             try:
                 wait_for(self._store, list(names.values()), seconds, why_not)
             except DistStoreError as error:  # not all have come by then
-                missing = [rank for rank, name in names.items() if not self._store.check([name])]
-                waited = min(time.monotonic() - began, seconds)
-                gone = self._peers.ended(self._store, names)
-                raise self._not_there(topic, missing, waited, gone) from error
+                raise self._not_there(topic, names, min(time.monotonic() - began, seconds)) from error
             return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
+
+    def _nobody_comes(self, ranks: Iterable[int], began: float) -> bool:
+        late = time.monotonic() - began > JOIN_SECONDS
+        return late and has_failed() and not self._store.check([self._name(JOINED, rank) for rank in ranks])
 
     def forget(self, topic: str, ranks: Iterable[int]) -> None:
         """Remove messages that everybody has read."""
@@ -117,15 +113,16 @@ class SaveMessages:
                 f"others: the job's store does not respond ({error}). Look at their output first"
             ) from error
 
-    def _not_there(self, topic: str, missing: Iterable[int], seconds: float, gone: str) -> CommunicationError:
-        names = ", ".join(map(str, missing))
+    def _not_there(self, topic: str, names: Mapping[int, str], seconds: float) -> CommunicationError:
+        missing = [rank for rank, name in names.items() if not self._store.check([name])]
+        gone = self._peers.ended(self._store, names)
         how = ", whose program has failed, gave up" if has_failed() else " gave up" if gone else " timed out"
-        why = gone or ": ".join(
-            filter(None, (self._whereabouts(missing), "every rank must call save_checkpoint"))
-        )
+        told = [gone] if gone else [self._whereabouts(missing), "every rank must call save_checkpoint"]
+        ranks = ", ".join(map(str, missing)) or "none"
         return CommunicationError(
-            f"while saving a checkpoint, rank {self.rank}{how} after {seconds:.0f} s waiting for "
-            f"{topic!r} from rank(s) {names or 'none'}: {why}; look at the output of those ranks first"
+            f"while saving a checkpoint, rank {self.rank}{how} after {seconds:.0f} s waiting for {topic!r} "
+            f"from rank(s) {ranks}: {': '.join(filter(None, told))}; look at "
+            "the output of those ranks first"
         )
 
 
