@@ -284,7 +284,7 @@ def test_collectives_pass_only_arguments_that_the_bridge_takes() -> None:
         collectives.all_reduce(total, group)
         assert total.tolist() == [1, 1, 1]
     assert collectives.spec == "cpu:gloo,hpu:hccl"
-    with pytest.raises(CollectiveError, match="the bridge makes groups only where every rank"):
+    with pytest.raises(CollectiveError, match="'cpu:gloo,hpu:hccl' makes groups only where every rank"):
         collectives.new_group([0], 10.0, members_only=True)
     collectives.destroy()
 

@@ -93,10 +93,12 @@ class Collectives:
     to its output only: the inputs of all_gather, reduce_scatter and all_to_all are left unchanged.
 
     spec: the torch.distributed backend for each device type, e.g. "cpu:gloo" or "cpu:gloo,cuda:nccl".
+    member_groups: whether a group can be made by its members alone.
     """
 
-    def __init__(self, spec: str = "cpu:gloo") -> None:
+    def __init__(self, spec: str = "cpu:gloo", member_groups: bool = True) -> None:
         self.spec = spec
+        self.member_groups = member_groups
 
     def init(
         self,
@@ -141,8 +143,13 @@ class Collectives:
         """Create another group of the job's `ranks` (None: all). Every rank of the job must call this.
 
         Returns None on ranks that are not members. timeout in seconds. members_only: the group's ranks call
-        this, and no others need to; raises CollectiveError where the library cannot do that.
+        this, and no others need to; raises CollectiveError without `member_groups`.
         """
+        if members_only and not self.member_groups:
+            raise CollectiveError(
+                f"the library of {self.spec!r} makes groups only where every rank of the job makes them: use "
+                "all ranks of the job, or start a job for each group"
+            )
         members = None if ranks is None else list(ranks)
         if members is not None and members_only:
             _translated(lambda: _even_out_groups(members, timeout))

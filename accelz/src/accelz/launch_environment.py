@@ -41,7 +41,7 @@ def place_of_this_process(timeout: float) -> dict[str, Any]:
     rank, size = _value("RANK"), _value("WORLD_SIZE")
     if rank and size:
         _check_place(rank, size)
-        if size != "1" and may_restart():
+        if size != "1" and may_restart() and _value("MASTER_ADDR") and _value("MASTER_PORT"):
             store = store_of_attempt(int(rank), int(size), timeout)
             return {"rank": int(rank), "world_size": int(size), "store": store}
         if size != "1" or _value("MASTER_ADDR"):

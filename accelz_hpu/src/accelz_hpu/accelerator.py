@@ -10,12 +10,12 @@ import torch
 
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
+from accelz.collectives import Collectives
 from accelz.errors import BackendError, BackendUnavailableError
 from accelz.flat_buffer import CopyAndShrink
 from accelz.kernels import Kernels
 from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
 from accelz_hpu.bridge import Bridge, import_bridge
-from accelz_hpu.collectives import HpuCollectives
 from accelz_hpu.flat_buffers import LazyCopyAndShrink
 from accelz_hpu.kernels import OPERATOR, HpuKernels
 from accelz_hpu.memory import HpuMemory
@@ -36,7 +36,9 @@ class HpuAccelerator(TorchAccelerator):
         device = torch.device("hpu", 0)
         super().__init__(
             "hpu",
-            HpuCollectives(),
+            # The bridge's init_process_group and new_group take no device_id, group_desc or
+            # use_local_synchronization. Naming the backend of each device type needs none of the first two.
+            Collectives("cpu:gloo,hpu:hccl", member_groups=False),
             capabilities=_capabilities(bridge.lazy),
             memory=HpuMemory(torch.get_device_module("hpu"), TORCH_DEVICE.pinned_host_memory),
             flat_buffers=LazyCopyAndShrink(device) if bridge.lazy else CopyAndShrink(device),

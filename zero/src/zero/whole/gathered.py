@@ -65,9 +65,8 @@ def gathered(
     which are always whole (stages 0 to 2) raises, the engine refuses to go on, as after an interrupted step.
     A graph of torch.compile breaks here.
     """
-    if isinstance(
-        parameters, Iterator
-    ):  # as from model.parameters(); as a decorator, the block is entered often
+    # As from model.parameters(): as a decorator, the block is entered often.
+    if isinstance(parameters, Iterator):
         parameters = list(parameters)
     return _Block(lambda: _gathered(parameters, write_rank))
 
