@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import accelz
+from accelz.updates import AdamWUpdate
 from benchmarks.job import Job
 from benchmarks.result import Result, ratio, spread
 
@@ -123,11 +124,14 @@ def _accelz_case(elements: int, dtype: torch.dtype) -> Case:
     average, square, count = torch.zeros_like(master), torch.zeros_like(master), torch.zeros(())
     weights = None if dtype is torch.float32 else torch.zeros_like(gradient)
 
+    update = AdamWUpdate(
+        master=master, grad=gradient, exp_avg=average, exp_avg_sq=square, step=count, weights=weights,
+        beta1=BETAS[0], beta2=BETAS[1], **ADAMW,
+    )  # fmt: skip
+
     def step() -> None:
         count.add_(1)
-        kernels.adamw(
-            master, gradient, average, square, count, beta1=BETAS[0], beta2=BETAS[1], weights=weights, **ADAMW
-        )
+        kernels.adamw(update)
 
     return Case(step, 28, master)
 

@@ -29,6 +29,7 @@ from accelz.kernels import Kernels
 from accelz.memory import Memory, MemoryStats
 from accelz.streams import Event, NullEvent, NullStream, NullStreams, Stream
 from accelz.torch_device import TorchEvent, TorchRng, TorchStream, TorchStreams
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
 from accelz_cpu.accelerator import CpuRng, build
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory
@@ -388,9 +389,9 @@ class EventsHang(NullStreams):
 
 
 class StepCounted(CpuKernels):
-    def adamw(self, master: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: Tensor, **options: Any) -> None:
-        super().adamw(master, grad, m, v, step, **options)
-        step += 1
+    def adamw(self, update: AdamWUpdate) -> None:
+        super().adamw(update)
+        update.step.add_(1)
 
 
 class OverflowMissed(CpuKernels):
@@ -411,13 +412,13 @@ class NormIsATuple(CpuKernels):
 
 
 class ScratchKept(CpuKernels):
-    def adamw(self, master: Tensor, grad: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().adamw(master, keep(grad.clone()), *args, **kwargs)
+    def adamw(self, update: AdamWUpdate) -> None:
+        super().adamw(dataclasses.replace(update, grad=keep(update.grad.clone())))
 
 
 class SkipIgnored(CpuKernels):
-    def adamw(self, *args: Any, **kwargs: Any) -> None:
-        super().adamw(*args, **{**kwargs, "skip": None})
+    def adamw(self, update: AdamWUpdate) -> None:
+        super().adamw(dataclasses.replace(update, skip=None))
 
 
 class TailOverrun(CpuKernels):
@@ -436,24 +437,24 @@ class NonfiniteMissed(CpuKernels):
 
 
 class WeightsForgotten(CpuKernels):
-    def adamw(self, *args: Any, **kwargs: Any) -> None:
-        super().adamw(*args, **{**kwargs, "weights": None})
+    def adamw(self, update: AdamWUpdate) -> None:
+        super().adamw(dataclasses.replace(update, weights=None))
 
 
 class BetaForgotten(CpuKernels):
-    def adamw(self, *args: Any, **kwargs: Any) -> None:
-        super().adamw(*args, **{**kwargs, "beta2": 0.999})
+    def adamw(self, update: AdamWUpdate) -> None:
+        super().adamw(dataclasses.replace(update, beta2=0.999))
 
 
 class RateForgotten(CpuKernels):
-    def lion(self, *args: Any, **kwargs: Any) -> None:
-        super().lion(*args, **{**kwargs, "lr": 1e-2})
+    def lion(self, update: LionUpdate) -> None:
+        super().lion(dataclasses.replace(update, lr=1e-2))
 
 
 class HalfWeightsForgotten(CpuKernels):
-    def sgd(self, *args: Any, weights: Tensor | None = None, **kwargs: Any) -> None:
-        half = weights is not None and weights.dtype is torch.float16
-        super().sgd(*args, weights=None if half else weights, **kwargs)
+    def sgd(self, update: SgdUpdate) -> None:
+        half = update.weights is not None and update.weights.dtype is torch.float16
+        super().sgd(dataclasses.replace(update, weights=None) if half else update)
 
 
 class ShortTable(CpuKernels):

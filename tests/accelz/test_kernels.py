@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from accelz.kernels import LIMITS, NAMES, Kernels
+from accelz.updates import AdamWUpdate
 
 N, STEPS = 301, 12
 
@@ -44,12 +45,10 @@ def test_adamw_follows_torchs_optimizer(
         grad = torch.randn(N)
         parameter.grad = grad.clone()
         optimizer.step()
-        kernels.adamw(
-            state["master"],
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            torch.tensor(float(step)),
+        update = AdamWUpdate(
+            **state,
+            grad=grad,
+            step=torch.tensor(float(step)),
             lr=1e-2,
             beta1=0.9,
             beta2=0.95,
@@ -58,6 +57,7 @@ def test_adamw_follows_torchs_optimizer(
             decoupled=kind is torch.optim.AdamW,
             maximize=maximize,
         )
+        kernels.adamw(update)
     assert torch.allclose(state["master"], parameter, rtol=1e-6, atol=1e-7)
     theirs = optimizer.state[parameter]
     assert torch.allclose(state["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=1e-7)
@@ -71,15 +71,7 @@ def test_pieces_change_no_bit() -> None:
         grad = torch.linspace(-1, 1, N).bfloat16()
         weights = torch.zeros(N, dtype=torch.bfloat16)
         options: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-        kernels.adamw(
-            state["master"],
-            grad,
-            state["exp_avg"],
-            state["exp_avg_sq"],
-            torch.tensor(1.0),
-            weights=weights,
-            **options,
-        )
+        kernels.adamw(AdamWUpdate(**state, grad=grad, step=torch.tensor(1.0), weights=weights, **options))
         results.append((state["master"], weights))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])

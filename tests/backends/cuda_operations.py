@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accelz.kernels import Kernels
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from accelz_cuda import kernels
 from accelz_cuda.kernels import Entry
 
@@ -43,25 +45,30 @@ def _adamw(
     scale, skip = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
     weights = None if weights_dtype is None else random(device, numel, weights_dtype)
 
+    update = AdamWUpdate(
+        master=master, grad=grad, exp_avg=average, exp_avg_sq=square, step=step, grad_scale=scale, skip=skip,
+        weights=weights, **ADAM,
+    )  # fmt: skip
+
     def call(served: Kernels) -> tuple[Tensor, ...]:
-        served.adamw(
-            master, grad, average, square, step, grad_scale=scale, skip=skip, weights=weights, **ADAM
-        )
+        served.adamw(update)
         return (master, average, square, *([] if weights is None else [weights]))
 
     return call
 
 
 def _sgd(device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None) -> Call:
-    return _first_order(device, numel, grad, weights, False, "sgd", momentum=0.0)
+    return _first_order(device, numel, grad, weights, "sgd", SgdUpdate)
 
 
 def _momentum(device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None) -> Call:
-    return _first_order(device, numel, grad, weights, True, "sgd", momentum=0.9, nesterov=True)
+    momentum = partial(SgdUpdate, momentum_buffer=random(device, numel, F32), momentum=0.9, nesterov=True)
+    return _first_order(device, numel, grad, weights, "sgd", momentum)
 
 
 def _lion(device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None) -> Call:
-    return _first_order(device, numel, grad, weights, True, "lion", beta1=0.9, beta2=0.99)
+    lion = partial(LionUpdate, exp_avg=random(device, numel, F32), beta1=0.9, beta2=0.99)
+    return _first_order(device, numel, grad, weights, "lion", lion)
 
 
 def _first_order(
@@ -69,20 +76,19 @@ def _first_order(
     numel: int,
     grad_dtype: torch.dtype,
     weights_dtype: torch.dtype | None,
-    has_moment: bool,
     name: str,
-    **options: Any,
+    kind: Callable[..., Update],
 ) -> Call:
     """An optimizer of one moment or none, which counts no steps."""
-    master, values = (random(device, numel, F32) for _ in range(2))
-    moment, grad = values if has_moment else None, random(device, numel, grad_dtype)
     weights = None if weights_dtype is None else random(device, numel, weights_dtype)
-    scale = torch.tensor(0.5, device=device)
+    update = kind(
+        master=random(device, numel, F32), grad=random(device, numel, grad_dtype), lr=0.1, weight_decay=0.1,
+        grad_scale=torch.tensor(0.5, device=device), weights=weights,
+    )  # fmt: skip
 
     def call(served: Kernels) -> tuple[Tensor, ...]:
-        step = getattr(served, name)
-        step(master, grad, moment, lr=0.1, weight_decay=0.1, grad_scale=scale, weights=weights, **options)
-        return tuple(t for t in (master, moment, weights) if t is not None)
+        getattr(served, name)(update)
+        return (update.master, *update.moments, *([] if weights is None else [weights]))
 
     return call
 

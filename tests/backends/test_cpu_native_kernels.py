@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from accelz.kernels import LIMITS, Kernels
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
 from accelz_cpu import native
 from accelz_cpu.native_kernels import NativeKernels
 
@@ -24,10 +25,6 @@ ULP = torch.finfo(torch.float32).eps
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NUMEL = 300_007
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-ONE_MOMENT_OPTIONS: dict[str, dict[str, Any]] = {
-    "sgd": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1},
-    "lion": {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
-}
 
 
 @pytest.fixture(scope="module")
@@ -64,29 +61,29 @@ def state(dtype: torch.dtype = torch.bfloat16, numel: int = NUMEL) -> dict[str, 
 
 
 def step(kernels: Kernels, values: dict[str, Tensor], number: float = 3.0, **options: Any) -> None:
-    inputs = [values[n] for n in ("master", "grad", "exp_avg", "exp_avg_sq")]
-    kernels.adamw(*inputs, torch.tensor(number), weights=values["weights"], **{**OPTIONS, **options})
+    kernels.adamw(AdamWUpdate(**values, step=torch.tensor(number), **{**OPTIONS, **options}))
 
 
-def one_moment(name: str, kernels: Kernels, values: dict[str, Tensor], **options: Any) -> None:
-    """One step of sgd or lion, whose moment is exp_avg unless options say otherwise."""
-    moment = options.pop("momentum_buffer", values["exp_avg"])
-    kernel = getattr(kernels, name)
-    kernel(
-        values["master"],
-        values["grad"],
-        moment,
-        weights=values["weights"],
-        **{**ONE_MOMENT_OPTIONS[name], **options},
-    )
+def sgd(kernels: Kernels, values: dict[str, Tensor], *, buffer: bool, **options: Any) -> None:
+    """buffer: whether there is momentum, whose buffer is exp_avg."""
+    shared = {name: values[name] for name in ("master", "grad", "weights")}
+    moment = values["exp_avg"] if buffer else None
+    settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, **options}
+    kernels.sgd(SgdUpdate(**shared, momentum_buffer=moment, **settings))
+
+
+def lion(kernels: Kernels, values: dict[str, Tensor], **options: Any) -> None:
+    state = {name: values[name] for name in ("master", "grad", "weights", "exp_avg")}
+    settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, **options}
+    kernels.lion(LionUpdate(**state, **settings))
 
 
 STEPS: dict[str, Callable[..., None]] = {
     "adamw": step,
-    "sgd": partial(one_moment, "sgd", momentum_buffer=None),
-    "momentum": partial(one_moment, "sgd"),
-    "nesterov": partial(one_moment, "sgd", nesterov=True),
-    "lion": partial(one_moment, "lion"),
+    "sgd": partial(sgd, buffer=False),
+    "momentum": partial(sgd, buffer=True),
+    "nesterov": partial(sgd, buffer=True, nesterov=True),
+    "lion": lion,
 }
 
 

@@ -15,6 +15,7 @@ from accelz.accelerator import Accelerator
 from accelz.conformance.contract import checked
 from accelz.conformance.test_kernels import KernelContract
 from accelz.conformance.work import long_work
+from accelz.updates import AdamWUpdate
 from accelz_cuda import kernels
 from accelz_cuda.accelerator import build
 from accelz_cuda.cuda_kernels import ANY_ENTRY, CudaKernels
@@ -88,11 +89,13 @@ def test_a_replayed_step_reads_its_scalars_again(gpu: Accelerator) -> None:
     master, grad, average, square = rows[:4]
     step, factor, skip = (torch.tensor(value, device=gpu.device) for value in (1.0, 0.5, 0.0))
 
+    update = AdamWUpdate(
+        master=master, grad=grad, exp_avg=average, exp_avg_sq=square, step=step, grad_scale=factor, skip=skip,
+        lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
+    )  # fmt: skip
+
     def call() -> None:
-        gpu.kernels.adamw(
-            master, grad, average, square, step, grad_scale=factor, skip=skip, lr=1e-2, beta1=0.9, beta2=0.99,
-            eps=1e-8, weight_decay=0.1,
-        )  # fmt: skip
+        gpu.kernels.adamw(update)
 
     call()
     graph = torch.cuda.CUDAGraph()

@@ -18,6 +18,7 @@ from accelz.discovery import installed
 from accelz.errors import BackendError, BackendUnavailableError, CollectiveError
 from accelz.flat_buffer import Slot
 from accelz.kernels import Kernels
+from accelz.updates import AdamWUpdate
 
 from .doubles.bodies import Bodies
 from .doubles.machine import Machine, gaudi, gaudi_environment
@@ -377,8 +378,8 @@ def compare(accelerator: Any, calls: int, dtype: torch.dtype = torch.float32, **
     for step in (1, 2, 3):
         on_device = {k: v.to(accelerator.device) for k, v in scalars.items()}
         now = torch.tensor(float(step), device=accelerator.device)
-        accelerator.kernels.adamw(*ours.values(), now, weights=weights, **hyper, **on_device)
-        Kernels().adamw(*reference.values(), torch.tensor(float(step)), **hyper, **scalars)
+        accelerator.kernels.adamw(AdamWUpdate(**ours, step=now, weights=weights, **hyper, **on_device))
+        Kernels().adamw(AdamWUpdate(**reference, step=torch.tensor(float(step)), **hyper, **scalars))
     for name, want in reference.items():
         torch.testing.assert_close(ours[name].cpu(), want, rtol=2e-6, atol=1e-9, msg=f"{name} {options}")
     torch.testing.assert_close(weights.cpu(), ours["master"].cpu().bfloat16(), rtol=0, atol=0)
@@ -420,7 +421,7 @@ def test_a_skipped_step_changes_nothing_whatever_the_gradient() -> None:
     one = torch.tensor(1.0, device=accelerator.device)
     for step in (0.0, 1.0):  # 0: the first step of all is skipped, and was not counted
         now = torch.tensor(step, device=accelerator.device)
-        accelerator.kernels.adamw(*state.values(), now, **HYPER, skip=one)
+        accelerator.kernels.adamw(AdamWUpdate(**state, step=now, **HYPER, skip=one))
         for name, value in state.items():
             torch.testing.assert_close(value.cpu(), before[name], rtol=0, atol=0, equal_nan=True)
 
@@ -443,7 +444,7 @@ def test_adamw_reads_nothing_back() -> None:
     state = state_of(accelerator)
     one = torch.tensor(1.0, device=accelerator.device)
     with Watch():
-        accelerator.kernels.adamw(*state.values(), one, **HYPER, grad_scale=one, skip=one)
+        accelerator.kernels.adamw(AdamWUpdate(**state, step=one, **HYPER, grad_scale=one, skip=one))
     assert "hpu::optimizer_adamw" in seen
     assert not to_host | (seen & {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::item"})
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from accelz.rng import Rng
     from accelz.selection import current, host_kernels, use
     from accelz.streams import Event, NullStreams, Stream, Streams
+    from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
 
 _HOME = {  # the module of each public name, imported when the name is first used
     "Accelerator": "accelerator",
@@ -65,12 +66,16 @@ _HOME = {  # the module of each public name, imported when the name is first use
     "NullStreams": "streams",
     "Stream": "streams",
     "Streams": "streams",
+    "AdamWUpdate": "updates",
+    "LionUpdate": "updates",
+    "SgdUpdate": "updates",
 }
 
 __all__ = [
     "API_VERSION",
     "Accelerator",
     "AccelzError",
+    "AdamWUpdate",
     "BackendDescriptor",
     "BackendError",
     "BackendNotFoundError",
@@ -86,12 +91,14 @@ __all__ = [
     "Group",
     "Handle",
     "Kernels",
+    "LionUpdate",
     "Memory",
     "MemoryStats",
     "NullStreams",
     "Probe",
     "Rng",
     "SelectionError",
+    "SgdUpdate",
     "Slot",
     "StorageSwap",
     "Stream",

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
+
 
 class Kernels:
     """Operations on one-dimensional tensors of one device, with results in place; none waits for the device.
@@ -23,113 +25,41 @@ class Kernels:
 
     chunk = 1 << 20
 
-    def adamw(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool = True,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        """One Adam step on a flat shard, in one pass over it.
+    def adamw(self, update: AdamWUpdate) -> None:
+        """One Adam step on a flat shard, in one pass over it."""
+        correction1 = _bias_correction(update.beta1, update.step)
+        correction2_sqrt = _bias_correction(update.beta2, update.step).sqrt()
+        step_size = update.lr / correction1
+        for u in update.split(self.chunk):
+            new = u.master.mul(1 - u.lr * u.weight_decay) if u.decoupled else u.master.clone()
+            g = u.gradient()
+            g = g if u.decoupled or not u.weight_decay else g.add(new, alpha=u.weight_decay)
+            m = torch.lerp(u.exp_avg, g, 1 - u.beta1)
+            v = (u.exp_avg_sq * u.beta2).addcmul_(g, g, value=1 - u.beta2)
+            new.sub_(m / (v.sqrt() / correction2_sqrt).add_(u.eps) * step_size)
+            u.write(new, m, v)
 
-        master, exp_avg, exp_avg_sq: (n,) fp32, updated in place (the reference takes fp64 as well). grad:
-        (n,) fp32, bf16 or fp16, read only and never widened as a whole. step: 0-dim fp32, the number of
-        this step, counted from 1.
-        grad_scale: 0-dim fp32 by which the gradient is multiplied (averaging, unscaling, clipping).
-        skip: 0-dim fp32; 1 leaves everything unchanged. weights: (n,) 16-bit copy of master, written (on a
-        skipped step they hold that copy already and need not be written).
-        decoupled: weight decay as in AdamW (Loshchilov & Hutter, 2019); False adds it to the gradient,
-        as in Adam (Kingma & Ba, 2015).
-        """
-        correction1 = _bias_correction(beta1, step)
-        correction2_sqrt = _bias_correction(beta2, step).sqrt()
-        step_size = lr / correction1
-        for part in self._parts(master.numel()):
-            new = master[part].mul(1 - lr * weight_decay) if decoupled else master[part].clone()
-            g = _gradient(grad[part], master, grad_scale, maximize)
-            g = g if decoupled or not weight_decay else g.add(new, alpha=weight_decay)
-            m = torch.lerp(exp_avg[part], g, 1 - beta1)
-            v = (exp_avg_sq[part] * beta2).addcmul_(g, g, value=1 - beta2)
-            new.sub_(m / (v.sqrt() / correction2_sqrt).add_(eps) * step_size)
-            _write([(master[part], new), (exp_avg[part], m), (exp_avg_sq[part], v)], skip)
-            if weights is not None:
-                weights[part].copy_(master[part])
+    def sgd(self, update: SgdUpdate) -> None:
+        """One step of stochastic gradient descent on a flat shard, in one pass over it."""
+        for u in update.split(self.chunk):
+            g = u.gradient()
+            g = g.add(u.master, alpha=u.weight_decay) if u.weight_decay else g
+            moments = []
+            if u.momentum_buffer is not None:
+                moments = [u.momentum_buffer * u.momentum + g]
+                g = g.add(moments[0], alpha=u.momentum) if u.nesterov else moments[0]
+            u.write(u.master.sub(g, alpha=u.lr), *moments)
 
-    def sgd(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        momentum_buffer: Tensor | None,
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        nesterov: bool = False,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        """One step of stochastic gradient descent on a flat shard, in one pass over it.
-
-        momentum_buffer: (n,) fp32, updated in place, zero before the first step; None without momentum.
-        weight_decay is added to the gradient; momentum and nesterov as in torch.optim.SGD (Sutskever et al.,
-        2013) without dampening. The other arguments as in `adamw`.
-        """
-        for part in self._parts(master.numel()):
-            old = master[part]
-            g = _gradient(grad[part], old, grad_scale, maximize)
-            g = g.add(old, alpha=weight_decay) if weight_decay else g
-            results = []
-            if momentum_buffer is not None:
-                buffer = momentum_buffer[part] * momentum + g
-                results.append((momentum_buffer[part], buffer))
-                g = g.add(buffer, alpha=momentum) if nesterov else buffer
-            results.append((old, old.sub(g, alpha=lr)))
-            _write(results, skip)
-            if weights is not None:
-                weights[part].copy_(old)
-
-    def lion(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
+    def lion(self, update: LionUpdate) -> None:
         """One Lion step (Chen et al., 2023, arXiv:2302.06675) on a flat shard, in one pass over it.
 
-        The step goes by lr against the sign of beta1 × exp_avg + (1 - beta1) × gradient; weight decay is
-        decoupled. exp_avg: (n,) fp32, updated in place. The other arguments as in `adamw`.
+        The step goes by lr against the sign of beta1 × exp_avg + (1 - beta1) × gradient.
         """
-        for part in self._parts(master.numel()):
-            old, m = master[part], exp_avg[part]
-            g = _gradient(grad[part], old, grad_scale, maximize)
-            direction = torch.lerp(m, g, 1 - beta1).sign_()
-            new = old.mul(1 - lr * weight_decay).sub_(direction, alpha=lr)
-            _write([(old, new), (m, torch.lerp(m, g, 1 - beta2))], skip)
-            if weights is not None:
-                weights[part].copy_(old)
+        for u in update.split(self.chunk):
+            g = u.gradient()
+            direction = torch.lerp(u.exp_avg, g, 1 - u.beta1).sign_()
+            new = u.master.mul(1 - u.lr * u.weight_decay).sub_(direction, alpha=u.lr)
+            u.write(new, torch.lerp(u.exp_avg, g, 1 - u.beta2))
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         """Compute the sum of squares of all elements, and whether any is NaN or infinite, in one pass.
@@ -241,19 +171,6 @@ def check_blocks(codes: Tensor, scales: Tensor, values: Tensor, block: int) -> N
             f"expected n plain and n quantised values and ceil(n / {block}) scales, all one-dimensional, "
             f"got shapes {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
-
-
-def _gradient(grad: Tensor, master: Tensor, scale: Tensor | None, maximize: bool) -> Tensor:
-    """The gradient to descend along, scaled and signed, in the master's precision."""
-    g = grad.to(master.dtype)
-    g = g if scale is None else g * scale
-    return g.neg() if maximize else g
-
-
-def _write(results: Sequence[tuple[Tensor, Tensor]], skip: Tensor | None) -> None:
-    """Write each new value of the (target, new value) pairs to its target, unless `skip` is 1."""
-    for target, value in results:
-        target.copy_(value if skip is None else torch.where(skip.bool(), target, value))
 
 
 def _bias_correction(beta: float, step: Tensor) -> Tensor:

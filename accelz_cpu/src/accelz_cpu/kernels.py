@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from accelz.kernels import Kernels
+from accelz.updates import AdamWUpdate
 
 FUSED_CHUNK = 1 << 18  # elements whose fp32 gradient (1 MiB) stays in the cache between the cast and the step
 
@@ -15,51 +15,29 @@ class CpuKernels(Kernels):
 
     chunk = 1 << 15
 
-    def adamw(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool = True,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        ready = grad.dtype is torch.float32 and grad_scale is None
-        for part in self._slices(master.numel()):
-            gradient = grad[part]
+    def adamw(self, update: AdamWUpdate) -> None:
+        fused = torch._fused_adamw_ if update.decoupled else torch._fused_adam_
+        ready = update.grad.dtype is torch.float32 and update.grad_scale is None
+        for u in update.split(FUSED_CHUNK):
+            gradient = u.grad
             if not ready:
                 gradient = torch.empty_like(gradient, dtype=torch.float32)
-                super().scale_cast(gradient, grad[part], grad_scale)
+                super().scale_cast(gradient, u.grad, u.grad_scale)
             fused(
-                [master[part]],
+                [u.master],
                 [gradient],
-                [exp_avg[part]],
-                [exp_avg_sq[part]],
+                [u.exp_avg],
+                [u.exp_avg_sq],
                 [],
-                [step],
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=weight_decay,
-                eps=eps,
+                [u.step],
+                lr=u.lr,
+                beta1=u.beta1,
+                beta2=u.beta2,
+                weight_decay=u.weight_decay,
+                eps=u.eps,
                 amsgrad=False,
-                maximize=maximize,
-                found_inf=skip,
+                maximize=u.maximize,
+                found_inf=u.skip,
             )
-            if weights is not None:
-                weights[part].copy_(master[part])
-
-    @staticmethod
-    def _slices(numel: int) -> list[slice]:
-        return [slice(i, min(i + FUSED_CHUNK, numel)) for i in range(0, numel, FUSED_CHUNK)]
+            if u.weights is not None:
+                u.weights.copy_(u.master)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from accelz.kernels import check_blocks
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.native import (
     CODES,
@@ -35,120 +36,32 @@ class NativeKernels(CpuKernels):
     def __init__(self, library: CDLL) -> None:
         self._library = library
 
-    def adamw(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool = True,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        common = _step_arguments(
-            master, grad, (exp_avg, exp_avg_sq), grad_scale, skip, weights, lr, weight_decay, maximize
-        )
-        if common is None or not _one_value(step):
-            super().adamw(
-                master,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-                step,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=weight_decay,
-                decoupled=decoupled,
-                maximize=maximize,
-                grad_scale=grad_scale,
-                skip=skip,
-                weights=weights,
-            )
+    def adamw(self, update: AdamWUpdate) -> None:
+        common = _step_arguments(update)
+        if common is None or not _one_value(update.step):
+            super().adamw(update)
             return
-        pointers = (exp_avg.data_ptr(), exp_avg_sq.data_ptr(), step.data_ptr())
-        arguments = AdamWArguments(common, *pointers, decoupled, beta1, beta2, eps)
+        pointers = (*map(_pointer, update.moments), _pointer(update.step))
+        arguments = AdamWArguments(
+            common, *pointers, update.decoupled, update.beta1, update.beta2, update.eps
+        )
         self._library.accelz_adamw(byref(arguments), torch.get_num_threads())
 
-    def sgd(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        momentum_buffer: Tensor | None,
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        nesterov: bool = False,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        moments = () if momentum_buffer is None else (momentum_buffer,)
-        common = _step_arguments(master, grad, moments, grad_scale, skip, weights, lr, weight_decay, maximize)
+    def sgd(self, update: SgdUpdate) -> None:
+        common = _step_arguments(update)
         if common is None:
-            super().sgd(
-                master,
-                grad,
-                momentum_buffer,
-                lr=lr,
-                momentum=momentum,
-                weight_decay=weight_decay,
-                nesterov=nesterov,
-                maximize=maximize,
-                grad_scale=grad_scale,
-                skip=skip,
-                weights=weights,
-            )
+            super().sgd(update)
             return
-        arguments = SgdArguments(common, _pointer(momentum_buffer), nesterov, momentum)
+        buffer = _pointer(update.momentum_buffer)
+        arguments = SgdArguments(common, buffer, update.nesterov, update.momentum)
         self._library.accelz_sgd(byref(arguments), torch.get_num_threads())
 
-    def lion(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        common = _step_arguments(
-            master, grad, (exp_avg,), grad_scale, skip, weights, lr, weight_decay, maximize
-        )
+    def lion(self, update: LionUpdate) -> None:
+        common = _step_arguments(update)
         if common is None:
-            super().lion(
-                master,
-                grad,
-                exp_avg,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=weight_decay,
-                maximize=maximize,
-                grad_scale=grad_scale,
-                skip=skip,
-                weights=weights,
-            )
+            super().lion(update)
             return
-        arguments = LionArguments(common, exp_avg.data_ptr(), beta1, beta2)
+        arguments = LionArguments(common, _pointer(update.exp_avg), update.beta1, update.beta2)
         self._library.accelz_lion(byref(arguments), torch.get_num_threads())
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -220,29 +133,22 @@ class NativeKernels(CpuKernels):
         )
 
 
-def _step_arguments(
-    master: Tensor,
-    grad: Tensor,
-    moments: tuple[Tensor, ...],
-    grad_scale: Tensor | None,
-    skip: Tensor | None,
-    weights: Tensor | None,
-    lr: float,
-    weight_decay: float,
-    maximize: bool,
-) -> StepArguments | None:
+def _step_arguments(update: Update) -> StepArguments | None:
     """Return what all optimizer steps take, or None if the library does not take these tensors."""
-    wide = all(t.dtype is torch.float32 for t in (master, *moments))
-    if not wide or not _flat(master, grad, *moments, weights) or not _one_value(grad_scale, skip):
+    wide, narrow = (update.master, *update.moments), (update.grad, update.weights)
+    if not all(t.dtype is torch.float32 for t in wide) or not _flat(*wide, *narrow):
         return None
+    if not _one_value(update.grad_scale, update.skip):
+        return None
+    operands = (update.master, *narrow, update.grad_scale, update.skip)
     return StepArguments(
-        *(_pointer(t) for t in (master, grad, weights, grad_scale, skip)),
-        _same_length(master, grad, *moments, weights),
-        DTYPES[grad.dtype],
-        0 if weights is None else DTYPES[weights.dtype],
-        maximize,
-        lr,
-        weight_decay,
+        *map(_pointer, operands),
+        _same_length(*wide, *narrow),
+        DTYPES[update.grad.dtype],
+        0 if update.weights is None else DTYPES[update.weights.dtype],
+        update.maximize,
+        update.lr,
+        update.weight_decay,
     )
 
 

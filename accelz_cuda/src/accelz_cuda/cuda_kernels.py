@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from accelz.kernels import Kernels, check_blocks
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from accelz_cuda import kernels
 from accelz_cuda.kernels import Entry
 from accelz_cuda.kernels.launcher import Launcher
@@ -30,26 +30,6 @@ ANY_ENTRY: dict[str, Entry] = {
 """For each operation, one entry point of the source that implements it."""
 
 
-@dataclass(frozen=True)
-class _Step:
-    """The operands that all optimizers' steps have. number: the step's number, for rules that use it."""
-
-    master: Tensor
-    grad: Tensor
-    moments: tuple[Tensor, ...]
-    number: Tensor | None
-    grad_scale: Tensor | None
-    skip: Tensor | None
-    weights: Tensor | None
-    maximize: bool
-
-    def pointers(self) -> Iterator[int]:
-        """Yield the pointers with which StepArguments begins."""
-        first, second = (*self.moments, None, None)[:2]
-        operands = (self.master, self.grad, first, second, self.weights)
-        return map(_pointer, (*operands, self.number, self.grad_scale, self.skip))
-
-
 class CudaKernels(Kernels):
     """Kernels for contiguous tensors of fp32, bf16, fp16 and, quantised, int8 and float8_e4m3fn.
 
@@ -63,117 +43,28 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: Launcher | None = None) -> None:
         self._launcher = launcher or Launcher()
 
-    def adamw(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool = True,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        shared = _Step(master, grad, (exp_avg, exp_avg_sq), step, grad_scale, skip, weights, maximize)
-        entry = self._entry_for(shared, kernels.ADAMW)
+    def adamw(self, update: AdamWUpdate) -> None:
+        entry = self._entry_for(update, kernels.ADAMW, update.step)
         if entry is None:
-            super().adamw(
-                master,
-                grad,
-                exp_avg,
-                exp_avg_sq,
-                step,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=weight_decay,
-                decoupled=decoupled,
-                maximize=maximize,
-                grad_scale=grad_scale,
-                skip=skip,
-                weights=weights,
-            )
+            super().adamw(update)
             return
+        beta1, beta2 = update.beta1, update.beta2
         betas = (beta1, 1.0 - beta1, _log(beta1), beta2, 1.0 - beta2, _log(beta2))
-        self._launch_step(entry, shared, lr, weight_decay, decoupled, *betas, eps)
+        self._launch_step(entry, update, update.step, update.decoupled, *betas, update.eps)
 
-    def sgd(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        momentum_buffer: Tensor | None,
-        *,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        nesterov: bool = False,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        moments = () if momentum_buffer is None else (momentum_buffer,)
-        shared = _Step(master, grad, moments, None, grad_scale, skip, weights, maximize)
-        entry = self._entry_for(shared, kernels.MOMENTUM if moments else kernels.SGD)
+    def sgd(self, update: SgdUpdate) -> None:
+        entry = self._entry_for(update, kernels.MOMENTUM if update.moments else kernels.SGD)
         if entry is None:
-            super().sgd(
-                master,
-                grad,
-                momentum_buffer,
-                lr=lr,
-                momentum=momentum,
-                weight_decay=weight_decay,
-                nesterov=nesterov,
-                maximize=maximize,
-                grad_scale=grad_scale,
-                skip=skip,
-                weights=weights,
-            )
+            super().sgd(update)
             return
-        self._launch_step(entry, shared, lr, weight_decay, False, momentum, int(nesterov))
+        self._launch_step(entry, update, None, False, update.momentum, int(update.nesterov))
 
-    def lion(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        shared = _Step(master, grad, (exp_avg,), None, grad_scale, skip, weights, maximize)
-        entry = self._entry_for(shared, kernels.LION)
+    def lion(self, update: LionUpdate) -> None:
+        entry = self._entry_for(update, kernels.LION)
         if entry is None:
-            super().lion(
-                master,
-                grad,
-                exp_avg,
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=weight_decay,
-                maximize=maximize,
-                grad_scale=grad_scale,
-                skip=skip,
-                weights=weights,
-            )
+            super().lion(update)
             return
-        self._launch_step(entry, shared, lr, weight_decay, True, 1.0 - beta1, 1.0 - beta2)
+        self._launch_step(entry, update, None, True, 1.0 - update.beta1, 1.0 - update.beta2)
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         filled = [t for t in tensors if t.numel()]
@@ -252,25 +143,33 @@ class CudaKernels(Kernels):
                 return False
         return self._launcher.ready(entry, first.get_device())
 
-    def _entry_for(self, step: _Step, entries: kernels.StepEntries) -> Entry | None:
-        """Return the kernel that can do a step, or None if the reference has to."""
-        entry = entries.get((step.grad.dtype, None if step.weights is None else step.weights.dtype))
+    def _entry_for(
+        self, update: Update, entries: kernels.StepEntries, number: Tensor | None = None
+    ) -> Entry | None:
+        """Return the kernel that can make a step, or None if the reference has to. number: of the step, for
+        rules that use it."""
+        master, weights = update.master, update.weights
+        entry = entries.get((update.grad.dtype, None if weights is None else weights.dtype))
         fits = (
             entry is not None
-            and all(values.dtype is torch.float32 for values in (step.master, *step.moments))
-            and self._serves(entry, step.master, step.grad, *step.moments, step.weights)
-            and _are_scalars_on(step.master.device, step.number, step.grad_scale, step.skip)
+            and all(values.dtype is torch.float32 for values in (master, *update.moments))
+            and self._serves(entry, master, update.grad, *update.moments, weights)
+            and _are_scalars_on(master.device, number, update.grad_scale, update.skip)
         )
         return entry if fits else None
 
     def _launch_step(
-        self, entry: Entry, step: _Step, lr: float, weight_decay: float, decoupled: bool, *own: float
+        self, entry: Entry, update: Update, number: Tensor | None, decoupled: bool, *own: float
     ) -> None:
         """Launch a step. own: the rule's own arguments, which follow the common ones."""
-        decay, l2 = (1.0 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
-        sign = -1.0 if step.maximize else 1.0
-        arguments = entry.arguments.pack(*step.pointers(), step.master.numel(), lr, sign, decay, l2, *own)
-        self._launch(entry, step.master, entry.blocks(step.master.numel()), arguments)
+        first, second = (*update.moments, None, None)[:2]
+        operands = (update.master, update.grad, first, second, update.weights)
+        pointers = map(_pointer, (*operands, number, update.grad_scale, update.skip))
+        l2 = 0.0 if decoupled else update.weight_decay
+        decay = 1.0 - update.lr * update.weight_decay if decoupled else 1.0
+        sign, numel = -1.0 if update.maximize else 1.0, update.master.numel()
+        arguments = entry.arguments.pack(*pointers, numel, update.lr, sign, decay, l2, *own)
+        self._launch(entry, update.master, entry.blocks(numel), arguments)
 
     def _serves_in_norm(self, tensor: Tensor, first: Tensor) -> bool:
         return (

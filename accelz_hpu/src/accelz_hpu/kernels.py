@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from accelz.kernels import Kernels
+from accelz.updates import AdamWUpdate
 
 OPERATOR = "optimizer_adamw"
 
@@ -36,44 +37,19 @@ class HpuKernels(Kernels):
         self._operator = operator
         self._lazy = lazy
 
-    def adamw(
-        self,
-        master: Tensor,
-        grad: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        step: Tensor,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        decoupled: bool = True,
-        maximize: bool = False,
-        grad_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-        weights: Tensor | None = None,
-    ) -> None:
-        if maximize or (weight_decay and not decoupled):
-            super().adamw(
-                master, grad, exp_avg, exp_avg_sq, step, lr=lr, beta1=beta1, beta2=beta2, eps=eps,
-                weight_decay=weight_decay, decoupled=decoupled, maximize=maximize, grad_scale=grad_scale,
-                skip=skip, weights=weights,
-            )  # fmt: skip
+    def adamw(self, update: AdamWUpdate) -> None:
+        if update.maximize or (update.weight_decay and not update.decoupled):
+            super().adamw(update)
             return
-        c2 = _bias_correction(beta2, step).sqrt()
-        neg_step = (c2 / _bias_correction(beta1, step) * -lr).reshape(1)
-        gradient_factor = 1 / c2 if grad_scale is None else grad_scale / c2
-        hyper = (neg_step, beta1, beta2, eps, *self._decay(1 - lr * weight_decay, neg_step))
-        for part in self._parts(master.numel()):
-            g = grad[part].float() * gradient_factor
-            w, m, v = master[part].clone(), exp_avg[part] / c2, exp_avg_sq[part] / (c2 * c2)
-            self._operator([g], [w], [m], [v], *hyper)
-            for old, value in ((master, w), (exp_avg, m * c2), (exp_avg_sq, v * (c2 * c2))):
-                old[part].copy_(value if skip is None else torch.where(skip.bool(), old[part], value))
-            if weights is not None:
-                weights[part].copy_(master[part])
+        c2 = _bias_correction(update.beta2, update.step).sqrt()
+        neg_step = (c2 / _bias_correction(update.beta1, update.step) * -update.lr).reshape(1)
+        gradient_factor = 1 / c2 if update.grad_scale is None else update.grad_scale / c2
+        decay = self._decay(1 - update.lr * update.weight_decay, neg_step)
+        for u in update.split(self.chunk):
+            g = u.grad.float() * gradient_factor
+            w, m, v = u.master.clone(), u.exp_avg / c2, u.exp_avg_sq / (c2 * c2)
+            self._operator([g], [w], [m], [v], neg_step, u.beta1, u.beta2, u.eps, *decay)
+            u.write(w, m * c2, v * (c2 * c2))
 
     def _decay(self, factor: float, like: Tensor) -> tuple[float] | tuple[Tensor, bool]:
         """The factor on the weights as the mode's operator takes it."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from accelz.updates import AdamWUpdate
 from tests.zero.models import Stack, features
 from tests.zero.offload.test_tiers import adagrad, lion, momentum
 from tests.zero.test_hot_path import freed_body
@@ -429,8 +430,8 @@ def during_body(context: Context) -> dict[str, Any]:
     seen, made = [], threading.Event()
     sound = kernels.adamw
 
-    def adamw_watched(*arguments: Any, **options: Any) -> None:
-        sound(*arguments, **options)
+    def adamw_watched(update: AdamWUpdate) -> None:
+        sound(update)
         seen.append((threading.current_thread().name, engine._model_hooks.phase.in_backward))
         made.set()
 
@@ -499,10 +500,10 @@ def broken_body(context: Context) -> dict[str, Any]:
     kernels, joined = engine._stores.kernels(torch.device("cpu")), []
     sound, join, broken = kernels.adamw, engine._stores.join, engine._reducer.all[0].group.layout.shard_numel
 
-    def adamw_broken(master: Tensor, *arguments: Any, **options: Any) -> None:
-        if master.untyped_storage().nbytes() >= 4 * broken:
+    def adamw_broken(update: AdamWUpdate) -> None:
+        if update.master.untyped_storage().nbytes() >= 4 * broken:
             raise RuntimeError("a kernel that fails")
-        sound(master, *arguments, **options)
+        sound(update)
 
     kernels.adamw = adamw_broken  # type: ignore[method-assign]
     engine._stores.join = lambda: joined.append(join())  # type: ignore[method-assign, func-returns-value]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
 
 COPY = "copy"
 BLOCK = 256
@@ -82,15 +83,14 @@ def _adamw_case(accelerator: Accelerator, master: Tensor, grad: Tensor, weights:
     step = torch.full((), 3.0, device=master.device)
     factor = torch.full((), 0.5, device=master.device)
 
-    def call() -> None:
-        accelerator.kernels.adamw(
-            master, grad, average, square, step, grad_scale=factor, weights=weights, **ADAMW
-        )
-
+    update = AdamWUpdate(
+        master=master, grad=grad, exp_avg=average, exp_avg_sq=square, step=step, grad_scale=factor,
+        weights=weights, **ADAMW,
+    )  # fmt: skip
     name = f"{_name(grad.dtype)} gradient" + (
         f", {_name(weights.dtype)} weights" if weights is not None else ""
     )
-    return Case("adamw", name, 28, call)
+    return Case("adamw", name, 28, partial(accelerator.kernels.adamw, update))
 
 
 def _one_moment_cases(
@@ -99,10 +99,11 @@ def _one_moment_cases(
     """The optimizers with one moment: they read and write the moment and the master."""
     moment, kernels = torch.zeros_like(master), accelerator.kernels
     name = f"{_name(grad.dtype)} gradient, {_name(weights.dtype)} weights"
-    momentum = partial(kernels.sgd, master, grad, moment, weights=weights, lr=1e-3, momentum=0.9)
-    yield Case("sgd", f"{name}, momentum", 20, partial(momentum, weight_decay=0.1))
-    lion = partial(kernels.lion, master, grad, moment, weights=weights, lr=1e-4, beta1=0.9, beta2=0.99)
-    yield Case("lion", name, 20, partial(lion, weight_decay=0.1))
+    shared: dict[str, Any] = {"master": master, "grad": grad, "weights": weights, "weight_decay": 0.1}
+    momentum = SgdUpdate(**shared, momentum_buffer=moment, lr=1e-3, momentum=0.9)
+    yield Case("sgd", f"{name}, momentum", 20, partial(kernels.sgd, momentum))
+    lion = LionUpdate(**shared, exp_avg=moment, lr=1e-4, beta1=0.9, beta2=0.99)
+    yield Case("lion", name, 20, partial(kernels.lion, lion))
 
 
 def _quantise_cases(

@@ -16,6 +16,7 @@ from accelz.conformance.contract import expect, expect_close, expect_raises
 from accelz.conformance.marks import about, needs, over_dtypes
 from accelz.conformance.work import long_work
 from accelz.kernels import LIMITS, NAMES, SMALLEST_SCALE, Kernels
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
 
 SIZES = (0, 1, 3, 17, 1023, 70_001)
 OFFSETS = (0, 1, 3)
@@ -71,9 +72,14 @@ class AdamCase:
     beta2: float = 0.999
     eps: float = 1e-8
 
-    def options(self) -> dict[str, Any]:
+    def update(
+        self, master: Tensor, grad: Tensor, *moments: Tensor, **operands: Tensor | None
+    ) -> AdamWUpdate:
         names = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled", "maximize")
-        return {name: getattr(self, name) for name in names}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        average, square = moments
+        settings |= operands
+        return AdamWUpdate(master=master, grad=grad, exp_avg=average, exp_avg_sq=square, **settings)
 
     def inputs(self) -> dict[str, Tensor]:
         """Host tensors: master, grad, exp_avg, exp_avg_sq."""
@@ -147,9 +153,12 @@ class SgdCase:
     maximize: bool = False
     lr: float = 1e-2
 
-    def options(self) -> dict[str, Any]:
+    def update(self, master: Tensor, grad: Tensor, moment: Tensor, **operands: Tensor | None) -> SgdUpdate:
         names = ("lr", "momentum", "weight_decay", "nesterov", "maximize")
-        return {name: getattr(self, name) for name in names}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        settings |= operands
+        buffer = moment if self.buffer else None
+        return SgdUpdate(master=master, grad=grad, momentum_buffer=buffer, **settings)
 
     def step(self, w: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and momentum after the step, as in the paper."""
@@ -174,9 +183,11 @@ class LionCase:
     maximize: bool = False
     lr: float = 1e-2
 
-    def options(self) -> dict[str, Any]:
+    def update(self, master: Tensor, grad: Tensor, moment: Tensor, **operands: Tensor | None) -> LionUpdate:
         names = ("lr", "beta1", "beta2", "weight_decay", "maximize")
-        return {name: getattr(self, name) for name in names}
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        settings |= operands
+        return LionUpdate(master=master, grad=grad, exp_avg=moment, **settings)
 
     def step(self, w: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and momentum after the step, as in the paper."""
@@ -203,13 +214,13 @@ MOMENTUM_CASES: dict[str, SgdCase | LionCase] = {
 
 SCALAR_CALLS: dict[str, Callable[..., object]] = {
     "adamw": lambda kernels, t, step, scale, skip: kernels.adamw(
-        *t, step, **AdamCase().options(), grad_scale=scale, skip=skip
+        AdamCase().update(*t, step=step, grad_scale=scale, skip=skip)
     ),
     "sgd": lambda kernels, t, step, scale, skip: kernels.sgd(
-        *t[:3], **SgdCase().options(), grad_scale=scale, skip=skip
+        SgdCase().update(*t[:3], grad_scale=scale, skip=skip)
     ),
     "lion": lambda kernels, t, step, scale, skip: kernels.lion(
-        *t[:3], **LionCase().options(), grad_scale=scale, skip=skip
+        LionCase().update(*t[:3], grad_scale=scale, skip=skip)
     ),
     "scale_cast": lambda kernels, t, step, scale, skip: kernels.scale_cast(*t[:2], scale),
 }
@@ -238,17 +249,14 @@ class KernelContract:
         inputs = case.inputs()
         placed = {name: Guarded(value, case.offset, device) for name, value in inputs.items()}
         weights = _weights(case, device)
-        accelerator.kernels.adamw(
-            placed["master"].view,
-            placed["grad"].view,
-            placed["exp_avg"].view,
-            placed["exp_avg_sq"].view,
-            _scalar(case.step, device),
+        update = case.update(
+            *(guarded.view for guarded in placed.values()),
+            step=_scalar(case.step, device),
             grad_scale=None if case.grad_scale is None else _scalar(case.grad_scale, device),
             skip=None if case.skip is None else _scalar(case.skip, device),
             weights=None if weights is None else weights.view,
-            **case.options(),
         )
+        accelerator.kernels.adamw(update)
         accelerator.streams.synchronize()
         for name, want in case.reference().items():
             _expect_state(placed[name].view, want, where, name, case)
@@ -275,14 +283,9 @@ class KernelContract:
             grad = torch.sin(torch.arange(257.0) * step)
             master.grad = grad.double()
             optimizer.step()
-            accelerator.kernels.adamw(
-                state["master"],
-                grad.to(accelerator.device),
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                _scalar(step, accelerator.device),
-                **case.options(),
-            )
+            state["grad"] = grad.to(accelerator.device)
+            update = case.update(*state.values(), step=_scalar(step, accelerator.device))
+            accelerator.kernels.adamw(update)
         expect_close(state["master"], master, "Kernels.adamw", "30 steps", rtol=1e-5, atol=1e-6)
 
     @about("Kernels.sgd", "Kernels.lion")
@@ -310,15 +313,13 @@ class KernelContract:
         host = {"master": rows[0], "grad": rows[1].to(case.grad_dtype), "momentum": rows[2]}
         placed = {name: Guarded(value, case.offset, device) for name, value in host.items()}
         weights = Guarded(rows[0].to(dtype), case.offset, device)
-        getattr(accelerator.kernels, method)(
-            placed["master"].view,
-            placed["grad"].view,
-            placed["momentum"].view if case.buffer else None,
+        update = case.update(
+            *(guarded.view for guarded in placed.values()),
             grad_scale=None if scale is None else _scalar(scale, device),
             skip=None if skip is None else _scalar(skip, device),
             weights=weights.view,
-            **case.options(),
         )
+        getattr(accelerator.kernels, method)(update)
         accelerator.streams.synchronize()
         w, g, m = (value.double() for value in host.values())
         want = (w, m) if skip else case.step(w, g * (1.0 if scale is None else scale), m)
@@ -649,11 +650,11 @@ def written_by(name: str, kernels: Kernels, values: Tensor) -> Tensor:
         return _written_in_blocks(name, kernels, values)
     output = torch.zeros_like(values)
     if name == "adamw":
-        kernels.adamw(output, values, values.clone(), values.clone(), one, **AdamCase().options())
+        kernels.adamw(AdamCase().update(output, values, values.clone(), values.clone(), step=one))
     elif name == "sgd":
-        kernels.sgd(output, values, values.clone(), **SgdCase().options())
+        kernels.sgd(SgdCase().update(output, values, values.clone()))
     elif name == "lion":
-        kernels.lion(output, values, values.clone(), **LionCase().options())
+        kernels.lion(LionCase().update(output, values, values.clone()))
     elif name == "scale_cast":
         kernels.scale_cast(output, values, one)
     else:

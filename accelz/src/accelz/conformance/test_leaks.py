@@ -26,6 +26,7 @@ from accelz.conformance.test_collectives import CALLS, pair_size
 from accelz.conformance.test_rng import saved_state
 from accelz.flat_buffer import FlatBuffer, Slot
 from accelz.kernels import Kernels
+from accelz.updates import AdamWUpdate
 
 MIB = 1 << 20
 NBYTES = 2 * MIB
@@ -230,8 +231,11 @@ class TestLeaks(LeakContract):
 def _adamw(kernels: Kernels, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     step = torch.ones((), device=master.device)
     kernels.adamw(
-        master, grad, exp_avg, exp_avg_sq, step, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1
-    )
+        AdamWUpdate(
+            master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=step,
+            lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1,
+        )
+    )  # fmt: skip
 
 
 KERNEL_CALLS: dict[str, Callable[..., object]] = {

@@ -74,16 +74,19 @@ class GroupStep:
             self._count(steps, factors.skip)
         kernel = self.rule.function(kernels, state.master.dtype)
         for call in self.calls:
-            kernel(
-                state.master[call.window],
-                gradient[call.window],
-                *(moment[call.window] for moment in state.moments),
-                *([steps[call.first]] if self.rule.counts else []),
-                **call.options,
+            window = call.window
+            moments = zip(self.rule.moments, state.moments, strict=True)
+            update = self.rule.update(
+                master=state.master[window],
+                grad=gradient[window],
                 grad_scale=factors.scale,
                 skip=factors.skip,
-                weights=None if narrow is None else narrow[call.window],
+                weights=None if narrow is None else narrow[window],
+                **{name: moment[window] for name, moment in moments},
+                **({"step": steps[call.first]} if self.rule.counts else {}),
+                **call.options,
             )
+            kernel(update)
 
     def _count(self, steps: Tensor, skip: Tensor | None) -> None:
         increment = 1 if skip is None else 1 - skip

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from accelz.kernels import Kernels
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
 from zero.errors import OptimizerError
 from zero.optimizer.lion import Lion
 
@@ -21,23 +23,22 @@ KernelOptions = Mapping[str, Any]
 class Rule:
     """How a kernel steps one kind of optimizer.
 
-    kernel: name of the operation, called as kernel(master, gradient, *moments, [step], **options). moments:
-    state of one value per element, zero at first, by its names in the optimizer's own state. counts: whether
-    that state has a "step". options: makes the kernel's options out of a param group's.
+    kernel: name of the operation. update: what it takes. moments: state of one value per element, zero at
+    first, by its names in the optimizer's own state and in the update. counts: whether that state has a
+    "step". options: makes the update's own settings out of a param group's.
     """
 
     kernel: str
+    update: Callable[..., Update]
     moments: tuple[str, ...]
     counts: bool
     options: Callable[[KernelOptions], dict[str, Any]]
 
-    def function(self, kernels: Kernels, dtype: torch.dtype) -> Callable[..., None]:
+    def function(self, kernels: Kernels, dtype: torch.dtype) -> Callable[[Update], None]:
         """The backend's kernel; for fp64 masters, which no kernel has to support, the torch reference."""
-        function: Callable[..., None] = getattr(kernels, self.kernel)
         if dtype is torch.float32:
-            return function
-        reference: Callable[..., None] = getattr(Kernels, self.kernel)
-        return lambda *args, **options: reference(kernels, *args, **options)
+            return cast("Callable[[Update], None]", getattr(kernels, self.kernel))
+        return partial(getattr(Kernels, self.kernel), kernels)
 
 
 def rule_for(optimizer: Optimizer) -> Rule | None:
@@ -76,7 +77,7 @@ def _momentum(group: KernelOptions) -> dict[str, Any]:
 
 def _plain(group: KernelOptions) -> dict[str, Any]:
     _refuse_late(group, "momentum", "dampening")
-    return {"momentum_buffer": None, "momentum": 0.0}
+    return {}
 
 
 def _refuse_late(group: KernelOptions, *names: str) -> None:
@@ -95,7 +96,7 @@ def _betas(group: KernelOptions) -> dict[str, Any]:
     return {"beta1": float(beta1), "beta2": float(beta2)}
 
 
-ADAM = Rule("adamw", ("exp_avg", "exp_avg_sq"), True, _adam)
-MOMENTUM = Rule("sgd", ("momentum_buffer",), False, _momentum)
-SGD = Rule("sgd", (), False, _plain)
-LION = Rule("lion", ("exp_avg",), False, _betas)
+ADAM = Rule("adamw", AdamWUpdate, ("exp_avg", "exp_avg_sq"), True, _adam)
+MOMENTUM = Rule("sgd", SgdUpdate, ("momentum_buffer",), False, _momentum)
+SGD = Rule("sgd", SgdUpdate, (), False, _plain)
+LION = Rule("lion", LionUpdate, ("exp_avg",), False, _betas)
