@@ -81,6 +81,7 @@ def _run(options: argparse.Namespace, deadline: float) -> list[Outcome]:
             options.ranks,
             tuple(options.tests),
             options.k,
+            options.workers,
             deadline,
         )
         about = report.context(options.device, _hardware(plan), library)
@@ -120,6 +121,12 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=float, default=math.inf, help="time limit for everything, in seconds")
     parser.add_argument(
         "--tests", nargs="+", default=[], help="for the step engine: files or folders of tests"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="for the step engine: processes that run tests side by side, by pytest-xdist (1)",
     )
     parser.add_argument("-k", default="", help="for the step engine: an expression for pytest's -k")
     parser.add_argument(

@@ -21,7 +21,8 @@ class Plan:
 
     out: the folder for results. scratch: a folder for temporary files. quick: run a small part of everything,
     to see that it works. ranks: how many may share the device. tests, only: which of the engine's tests, as
-    pytest's paths and `-k`. deadline: of the whole run, by time.monotonic().
+    pytest's paths and `-k`. workers: how many processes run the engine's tests side by side. deadline: of the
+    whole run, by time.monotonic().
     """
 
     device: str
@@ -32,6 +33,7 @@ class Plan:
     ranks: int = 2
     tests: tuple[str, ...] = ()
     only: str = ""
+    workers: int = 1
     deadline: float = math.inf
 
     def run(self, name: str, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:

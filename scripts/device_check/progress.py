@@ -22,7 +22,8 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
-    config.pluginmanager.register(_Writer(config.getoption("test_log")))
+    if not hasattr(config, "workerinput"):  # one of xdist's workers, which report to the process that writes
+        config.pluginmanager.register(_Writer(config.getoption("test_log")))
 
 
 class _Writer:
@@ -55,13 +56,13 @@ class _Writer:
 class Progress:
     """What a test log says.
 
-    counts: of tests passed, failed and skipped. failures: the test and the text of each. unfinished: the test
-    that was running at the end of the file, or "". summary: the conformance kit's own, or None.
+    counts: of tests passed, failed and skipped. failures: the test and the text of each. unfinished: tests
+    that were running at the end of the file. summary: the conformance kit's own, or None.
     """
 
     counts: dict[str, int]
     failures: list[dict[str, str]]
-    unfinished: str
+    unfinished: list[str]
     summary: dict[str, Any] | None
 
     def said(self) -> str:
@@ -72,13 +73,14 @@ def read(path: Path) -> Progress:
     """Read what has been written so far; nothing if there is no file."""
     events = [_event(line) for line in path.read_text().splitlines()] if path.exists() else []
     results: dict[str, dict[str, Any]] = {}
-    running, summary = "", None
+    running: dict[str, None] = {}
+    summary = None
     for event in events:
         if event["event"] == "start":
-            running = event["test"]
+            running[event["test"]] = None
         elif event["event"] == "result":
             results[event["test"]] = event
-            running = "" if running == event["test"] else running
+            running.pop(event["test"], None)
         elif event["event"] == "summary":
             summary = event
     outcomes = [result["outcome"] for result in results.values()]
@@ -88,7 +90,7 @@ def read(path: Path) -> Progress:
         for test, result in results.items()
         if result["outcome"] == "failed"
     ]
-    return Progress(counts, failures, running, summary)
+    return Progress(counts, failures, list(running), summary)
 
 
 def _event(line: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from scripts.device_check.outcome import Outcome
 
 LIBRARIES = (
-    "torch", "triton", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "cuda-core", "cuda-bindings",
+    "torch", "triton", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "cuda-bindings",
 )  # fmt: skip
 NAME = "device-check"
 

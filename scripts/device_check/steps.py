@@ -133,10 +133,13 @@ def engine(plan: Plan) -> Outcome:
     paths = list(plan.tests or ENGINE_TESTS)
     options = ["--device", plan.device, "--max-ranks", str(plan.ranks)]
     options += [f"--ignore={path}" for path in WITHOUT_A_DEVICE if path not in paths]
+    options += (
+        ["-p", "xdist.plugin", "-n", str(plan.workers), "--dist", "worksteal"] if plan.workers > 1 else []
+    )
     only = plan.only or ("test_traffic" if plan.quick else "")
     outcome = _pytest(plan, "engine", LONGEST, paths, *options, *(["-k", only] if only else []))
-    outcome.part = " ".join([*plan.tests, plan.only]).strip()
-    outcome.summary += f"; up to {plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
+    most = f"up to {plan.ranks} rank{'s' if plan.ranks > 1 else ''}"
+    outcome.part = " ".join(filter(None, [*plan.tests, plan.only, most]))
     return outcome
 
 
@@ -215,7 +218,7 @@ def _run_tests(plan: Plan, name: str, limit: float, log: Path, *arguments: str) 
     if not stopped and not any(found.counts.values()):
         return Outcome(name, False, f"no test ran; see {LOG}")
     ended = stopped or (f"pytest ended with {code}" if code not in (0, 1) else "")
-    inside = f" in {found.unfinished}" if ended and found.unfinished else ""
+    inside = f" in {', '.join(found.unfinished)}" if ended and found.unfinished else ""
     detail: dict[str, Any] = {"counts": found.counts, "failures": found.failures}
     kit = found.summary or {}
     detail |= {"ended": ended + inside}

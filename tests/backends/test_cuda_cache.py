@@ -27,7 +27,7 @@ def test_the_name_changes_with_all_that_the_cubin_depends_on(monkeypatch: pytest
     ]
     assert names[0] == cache_name("norm", "sm_90", NVRTC)
     with monkeypatch.context() as patch:
-        patch.setitem(compiler.OPTIONS, "fma", True)
+        patch.setattr(compiler, "OPTIONS", (*compiler.OPTIONS, "--fmad=true"))
         names.append(cache_name("norm", "sm_90", NVRTC))
     with monkeypatch.context() as patch:
         patch.setattr(kernels, "source_text", lambda source: "another source")

@@ -41,7 +41,7 @@ def memory_use(log: str) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("source", kernels.SOURCES)
 def test_a_source_compiles_into_registers(source: str, arch: str) -> None:
-    cubin, log = compiler.toolchain().compile(source, arch, ["-v"])
+    cubin, log = compiler.toolchain().compile(source, arch, "--ptxas-options=-v")
     assert cubin[:4] == b"\x7fELF"
     assert "warning" not in log, log
     use = memory_use(log)
@@ -55,7 +55,7 @@ def test_every_source_is_listed() -> None:
 
 @pytest.mark.parametrize(("text", "what"), [(INDEXED, "stack frame"), (CROWDED, "spill stores")])
 def test_the_check_sees_local_memory(text: str, what: str) -> None:
-    _, log = compiler.toolchain().compile_text(text, "sm_90", "local.cu", ["-v"])
+    _, log = compiler.toolchain().compile_text(text, "sm_90", "local.cu", "--ptxas-options=-v")
     (numbers,) = memory_use(log).values()
     assert numbers[what] > 0
 

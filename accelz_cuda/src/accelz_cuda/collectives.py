@@ -23,13 +23,18 @@ is computed from then on is worthless, as `NcclCollectives.check` reports. By de
 process before the engine can say which rank did not reach which unit; or it tells all ranks to dump what they
 did and waits a minute for that, after which the monitor ends them."""
 
+FAVOURED = {"TORCH_NCCL_HIGH_PRIORITY": "1"}
+"""NCCL's blocks are few, and everything that waits for them waits for the last one to find room."""
+
 ON_ONE_MACHINE = {
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
     "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "1",
 }
-"""Ranks that share a GPU reach each other over the loopback interface, whatever other networks exist."""
+"""Ranks that share a GPU reach each other over the loopback interface, whatever other networks exist. They
+take turns on the GPU, which a kernel that waits for another rank's holds up; so one of few blocks waits."""
 
 
 class NcclCollectives(Collectives):
@@ -49,7 +54,7 @@ class NcclCollectives(Collectives):
         world_size: int | None = None,
         store: Store | None = None,
     ) -> Group:
-        _set_defaults(AFTER_A_TIMEOUT)
+        _set_defaults(AFTER_A_TIMEOUT | FAVOURED)
         if self._shared_device:
             _set_defaults(ON_ONE_MACHINE)
             # Overwritten, because ranks inherit this variable from a parent process that was itself a rank.

@@ -1,7 +1,7 @@
-"""Compiles CUDA C++ to cubins at first use, by NVRTC through cuda.core, and keeps them on disk.
+"""Compiles CUDA C++ to cubins at first use, by NVRTC, and keeps them on disk.
 
-cuda.core finds NVRTC in the wheel nvidia-cuda-nvrtc, which torch's CUDA builds depend on, or in an installed
-CUDA toolkit. The sources include no headers of the toolkit, so none have to be found.
+cuda.bindings finds NVRTC in the wheel nvidia-cuda-nvrtc, which torch's CUDA builds depend on, or in an
+installed CUDA toolkit. The sources include no headers of the toolkit, so none have to be found.
 """
 
 from __future__ import annotations
@@ -9,27 +9,23 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
-import io
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelz_cuda import kernels
 
-OPTIONS: dict[str, Any] = {
-    "std": "c++17",
-    # No contraction, so that an element gets the same bits in a vector as alone, whatever the alignment.
-    "fma": False,
-}
+# No contraction, so that an element gets the same bits in a vector as alone, whatever the alignment.
+OPTIONS = ("--std=c++17", "--fmad=false")
 _DIGEST_BYTES = 32
 
 
 class CompilerMissingError(RuntimeError):
-    """cuda.core or NVRTC is not installed or cannot be loaded."""
+    """cuda.bindings or NVRTC is not installed or cannot be loaded."""
 
 
 class CompilationError(RuntimeError):
@@ -38,47 +34,55 @@ class CompilationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """cuda.core and the NVRTC behind it. version: NVRTC's major and minor version."""
+    """NVRTC. bindings: the module cuda.bindings.nvrtc. version: NVRTC's major and minor version."""
 
-    core: Any
+    bindings: Any
     version: tuple[int, int]
 
-    def compile(self, source: str, arch: str, ptxas_options: list[str] | None = None) -> tuple[bytes, str]:
+    def compile(self, source: str, arch: str, *options: str) -> tuple[bytes, str]:
         """Compile `source` (a name in kernels.SOURCES) for `arch`, such as "sm_90"; return cubin and log.
 
-        Raises CompilationError.
+        options: further options of NVRTC. Raises CompilationError.
         """
-        return self.compile_text(kernels.source_text(source), arch, f"{source}.cu", ptxas_options)
+        return self.compile_text(kernels.source_text(source), arch, f"{source}.cu", *options)
 
-    def compile_text(
-        self, text: str, arch: str, name: str, ptxas_options: list[str] | None = None
-    ) -> tuple[bytes, str]:
+    def compile_text(self, text: str, arch: str, name: str, *options: str) -> tuple[bytes, str]:
         """Like `compile`, for CUDA C++ from elsewhere, which may include the headers here."""
-        log = io.StringIO()
+        every = (*OPTIONS, f"--gpu-architecture={arch}", f"--include-path={kernels.FOLDER}", *options)
+        program = self._asked("nvrtcCreateProgram", text.encode(), name.encode(), 0, [], [])
         try:
-            options = self.core.ProgramOptions(
-                name=name, arch=arch, include_path=str(kernels.FOLDER), ptxas_options=ptxas_options, **OPTIONS
-            )
-            code = self.core.Program(text, "c++", options).compile("cubin", logs=log)
-        except Exception as error:
-            raise CompilationError(f"{name} does not compile for {arch}: {error}") from error
-        return bytes(code.code), log.getvalue()
+            status, *_ = self.bindings.nvrtcCompileProgram(program, len(every), _encoded(every))
+            log = self._output(program, "ProgramLog").rstrip(b"\0\n").decode(errors="replace")
+            if int(status):
+                raise CompilationError(f"{name} does not compile for {arch}: {status!r}\n{log}")
+            return self._output(program, "CUBIN"), log
+        finally:
+            self.bindings.nvrtcDestroyProgram(program)
+
+    def _output(self, program: Any, what: str) -> bytes:
+        buffer = bytearray(self._asked(f"nvrtcGet{what}Size", program))
+        self._asked(f"nvrtcGet{what}", program, buffer)
+        return bytes(buffer)
+
+    def _asked(self, function: str, *arguments: Any) -> Any:
+        """Call a function of NVRTC, and return what it gives besides its status. Raises CompilationError."""
+        status, *given = getattr(self.bindings, function)(*arguments)
+        if int(status):
+            raise CompilationError(f"{function} answers {status!r}")
+        return given[0] if given else None
 
 
 @functools.cache
 def toolchain() -> Toolchain:
     """Return this environment's compiler. Raises CompilerMissingError."""
     try:
-        core = importlib.import_module("cuda.core")
-        if not hasattr(core, "Program"):  # before cuda-core 0.5
-            core = importlib.import_module("cuda.core.experimental")
-        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-        status, major, minor = nvrtc.nvrtcVersion()
+        bindings = importlib.import_module("cuda.bindings.nvrtc")
+        status, major, minor = bindings.nvrtcVersion()
         if int(status):
             raise RuntimeError(f"NVRTC answers {status!r}")
     except Exception as error:  # import errors of several kinds, and whatever the loaders raise
         raise CompilerMissingError(f"{type(error).__name__}: {error}") from error
-    return Toolchain(core, (major, minor))
+    return Toolchain(bindings, (major, minor))
 
 
 def cubin(source: str, arch: str, cache: CubinCache) -> bytes:
@@ -93,7 +97,7 @@ def cubin(source: str, arch: str, cache: CubinCache) -> bytes:
 
 def cache_name(source: str, arch: str, version: tuple[int, int]) -> str:
     """A file name that changes with everything the cubin depends on."""
-    parts = [source, arch, repr(version), repr(sorted(OPTIONS.items())), kernels.source_text(source)]
+    parts = [source, arch, repr(version), repr(OPTIONS), kernels.source_text(source)]
     parts += [text for header in kernels.header_texts().items() for text in header]
     digest = hashlib.sha256()
     for part in parts:
@@ -163,3 +167,7 @@ class CubinCache:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _encoded(options: Sequence[str]) -> list[bytes]:
+    return [option.encode() for option in options]

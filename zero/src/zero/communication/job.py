@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed
 from torch.distributed import DistStoreError, ProcessGroup
 
 from accelz.accelerator import Accelerator
-from accelz.collectives import Collectives, Group
+from accelz.collectives import Group
 from accelz.errors import CollectiveError
 from accelz.exchange import Exchange
 from accelz.peers import Peers, card
@@ -58,10 +59,10 @@ class Job:
     been made.
     """
 
-    def __init__(self, collectives: Collectives, members: Group, ranks: Sequence[int], whole: bool) -> None:
+    def __init__(self, accelerator: Accelerator, members: Group, ranks: Sequence[int], whole: bool) -> None:
         self.groups: dict[float, JobGroups] = {}
         self.engines = 0
-        self._collectives = collectives
+        self._accelerator = accelerator
         self._ranks = ranks
         self._whole = whole
         self._rank = members.rank
@@ -85,12 +86,26 @@ class Job:
 
     def part(self, parts: Sequence[Sequence[int]], timeout: float) -> Group:
         """Divide the job into groups; return this rank's. All of its ranks must call this."""
+        collectives = self._accelerator.collectives
         named = [[self._ranks[rank] for rank in part] for part in parts]
         if self._whole:
-            made = [self._collectives.new_group(ranks, timeout) for ranks in named]
+            made = [collectives.new_group(ranks, timeout) for ranks in named]
             return next(group for group in made if group is not None)
         mine = next(ranks for ranks in named if self._ranks[self._rank] in ranks)
-        return cast(Group, self._collectives.new_group(mine, timeout, members_only=True))
+        return cast(Group, collectives.new_group(mine, timeout, members_only=True))
+
+    def connect(self, group: Group) -> Group:
+        """Make the first collective of a group for device tensors while its ranks are known to be there.
+
+        Libraries connect in a group's first collective. NCCL has no time limit there, so a rank that failed
+        before it would leave the others waiting for good.
+        """
+        if group.size > 1:
+            token = torch.zeros(1, device=self._accelerator.device)
+            self._accelerator.collectives.all_reduce(token, group).wait()
+            self._accelerator.streams.synchronize()
+            self._accelerator.collectives.check(group)
+        return group
 
 
 _LONG = 0.9  # timeouts; libraries' own clocks may end a wait a little early
@@ -107,19 +122,20 @@ def join(accelerator: Accelerator, timeout: float, process_group: ProcessGroup |
     gives no place in a job, and RankMismatchError if timeouts differ.
     """
     accelerator.bind(_local_rank())
-    return _explained(lambda: _join(accelerator.collectives, timeout, process_group), timeout)
+    return _explained(lambda: _join(accelerator, timeout, process_group), timeout)
 
 
-def _join(collectives: Collectives, timeout: float, process_group: ProcessGroup | None) -> JobGroups:
-    world = collectives.init(timeout)
+def _join(accelerator: Accelerator, timeout: float, process_group: ProcessGroup | None) -> JobGroups:
+    world = accelerator.collectives.init(timeout)
     members = world if process_group is None else Group.of(process_group, timeout)
     if members.process_group not in _jobs:
         ranks = torch.distributed.get_process_group_ranks(members.process_group)
-        _jobs[members.process_group] = Job(collectives, members, ranks, whole=members.size == world.size)
+        _jobs[members.process_group] = Job(accelerator, members, ranks, whole=members.size == world.size)
     job = _jobs[members.process_group]
     job.meet(timeout)
     if timeout not in job.groups:
-        job.groups[timeout] = JobGroups(job, job.new_group(timeout), job.new_group(timeout))
+        data, control = job.connect(job.new_group(timeout)), job.new_group(timeout)
+        job.groups[timeout] = JobGroups(job, data, control)
     groups = job.groups[timeout]
     job.engines += 1
     groups.line = Line(groups.data, job.engines)
@@ -168,7 +184,8 @@ def ranks_of_replica(shard_ranks: int | None, ranks: int) -> int:
 def _cut(job: Job, group: Group, each: int) -> Split:
     ranks = range(group.size)
     shards = job.part([ranks[start : start + each] for start in ranks[::each]], group.timeout)
-    return Split(shards, job.part([ranks[place::each] for place in range(each)], group.timeout))
+    replicas = job.part([ranks[place::each] for place in range(each)], group.timeout)
+    return Split(job.connect(shards), job.connect(replicas))
 
 
 def _explained(call: Callable[[], T], timeout: float) -> T:
