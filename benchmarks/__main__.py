@@ -331,6 +331,7 @@ def _report(runs: Sequence[Callable[[], Result]], outputs: Outputs) -> None:
             report.show(console, results[-1:])
     except (JobError, LinkError) as error:
         failure = error
+    context["machine"]["accelerators"] = machine.accelerators()
     if results:
         _write(context, results, outputs)
     if failure is not None:

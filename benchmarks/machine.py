@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
+import torch
 
-DISTRIBUTIONS = ("torch", "accelz-zero", "accelz", "accelz-cpu", "deepspeed")
+DISTRIBUTIONS = (
+    "torch", "triton", "nvidia-nccl-cu13", "accelz-zero", "accelz", "accelz-cpu", "deepspeed",
+)  # fmt: skip
 
 
 def describe() -> dict[str, Any]:
@@ -33,6 +36,15 @@ def describe() -> dict[str, Any]:
             **{name: found for name in DISTRIBUTIONS if (found := _version(name))},
         },
     }
+
+
+def accelerators() -> str:
+    """The accelerator's own name, or "" if torch knows of none. Takes memory there: ask after measuring."""
+    if not torch.accelerator.is_available():
+        return ""
+    kind = torch.accelerator.current_accelerator()
+    name_of = getattr(torch.get_device_module(kind), "get_device_name", lambda _: str(kind))
+    return f"{torch.accelerator.device_count()} x {name_of(0)}"
 
 
 def _cpu() -> str:

@@ -165,20 +165,16 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 
 template <class T>
-T __ldcs(const T* from) {
-  return host::aligned(from);
-}
-template <class T>
 T __ldg(const T* from) {
   return host::aligned(from);
 }
 template <class T>
-void __stcs(T* to, T value) {
-  const_cast<T&>(host::aligned(to)) = value;
+T load_vector(const void* from) {
+  return host::aligned(static_cast<const T*>(from));
 }
 template <class T>
 void store_vector(void* to, T value) {
-  __stcs(static_cast<T*>(to), value);
+  const_cast<T&>(host::aligned(static_cast<T*>(to))) = value;
 }
 
 inline float __uint_as_float(unsigned bits) {

@@ -412,7 +412,7 @@ def test_a_damaged_checkpoint_is_named_on_every_rank_and_never_used(
     file = cut / "rank-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     for found in cluster(2).run(damaged_body, good=str(good), bad=str(bad)):
-        assert "bad/rank-00001.safetensors is damaged: the checksum of 'optimizer/" in found["flipped"]
+        assert "bad/rank-00001.safetensors is damaged: the checksum of '" in found["flipped"]
         assert "bad-cut/rank-00001.safetensors has" in found["cut"]
         assert found["cut: unchanged"]
         assert "interrupted" in found["train"]

@@ -80,7 +80,7 @@ def _steps(name: str, source: str, own: str) -> StepEntries:
             f"{name}_{NAMES[grad]}_{NAMES[weights] if weights else 'none'}",
             source,
             arguments,
-            THREADS * 2 * 4,
+            THREADS * 4,
         )
         for grad in FLOATS
         for weights in (None, BF16, F16)

@@ -39,7 +39,7 @@ static constexpr int kRoom = Rule::kMoments > 0 ? Rule::kMoments : 1;
 template <class Rule, class G, class W>
 struct Step {
   static constexpr int kWidth = kWidthFor<f32>;
-  static constexpr int kPacks = 2;
+  static constexpr int kPacks = 1;  // more threads read before they write, rather than more per thread
   static constexpr int kMoments = Rule::kMoments;
   using Wide = Pack<f32, kWidth>;
   struct Loaded {
@@ -105,9 +105,9 @@ struct Step {
 #pragma unroll
       for (int j = 0; j < kMoments; ++j) m[j][k] = mine[j];
     }
-    Wide::from(w).stream(on.master + i);
+    Wide::from(w).store(on.master + i);
 #pragma unroll
-    for (int j = 0; j < kMoments; ++j) Wide::from(m[j]).stream(on.moments[j] + i);
+    for (int j = 0; j < kMoments; ++j) Wide::from(m[j]).store(on.moments[j] + i);
     if constexpr (kKept<W>) Pack<W, kWidth>::from(w).store(weights + i);
   }
 
@@ -131,7 +131,7 @@ __device__ __forceinline__ void make_step(const typename Rule::Arguments& a) {
 }
 
 #define STEP(NAME, RULE, G, W) \
-  KERNEL(NAME##_##G##_##W, RULE::Arguments, 4) { make_step<RULE, G, W>(a); }
+  KERNEL(NAME##_##G##_##W, RULE::Arguments, 8) { make_step<RULE, G, W>(a); }
 
 // Instantiates a rule for all dtypes of the gradient and of the weights.
 #define STEPS(NAME, RULE)      \

@@ -28,8 +28,13 @@ constexpr int kThreads = 256;
 template <class T>
 static constexpr int kWidthFor = 16 / static_cast<int>(sizeof(T));
 
-// In assembly, because the compiler splits some of these vectors in two if they are written in C++.
 #ifdef __CUDA_ARCH__
+template <class Vector>
+__device__ __forceinline__ Vector load_vector(const void* from) {
+  return *static_cast<const Vector*>(from);
+}
+
+// In assembly, because the compiler splits some of these vectors in two if they are written in C++.
 __device__ __forceinline__ void store_vector(void* to, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -49,16 +54,16 @@ struct Pack {
 
   unsigned words[kWords];
 
-  // For data that is read once and not again soon: evict first.
+  // No hints to evict first, here or in `store`: on an H200 they cost AdamW 7 % of its bandwidth.
   static __device__ __forceinline__ Pack load(const T* from) {
     if constexpr (kWords == 4) {
-      const uint4 v = __ldcs(reinterpret_cast<const uint4*>(from));
+      const uint4 v = load_vector<uint4>(from);
       return {{v.x, v.y, v.z, v.w}};
     } else if constexpr (kWords == 2) {
-      const uint2 v = __ldcs(reinterpret_cast<const uint2*>(from));
+      const uint2 v = load_vector<uint2>(from);
       return {{v.x, v.y}};
     } else {
-      return {{__ldcs(reinterpret_cast<const unsigned*>(from))}};
+      return {{load_vector<unsigned>(from)}};
     }
   }
 
@@ -74,7 +79,6 @@ struct Pack {
     return pack;
   }
 
-  // For data that is read again soon.
   __device__ __forceinline__ void store(T* to) const {
     if constexpr (kWords == 4) {
       store_vector(to, make_uint4(words[0], words[1], words[2], words[3]));
@@ -83,12 +87,6 @@ struct Pack {
     } else {
       *reinterpret_cast<unsigned*>(to) = words[0];
     }
-  }
-
-  // For data that is not: evict first.
-  __device__ __forceinline__ void stream(T* to) const {
-    static_assert(kWords == 4, "only whole fp32 packs are streamed");
-    __stcs(reinterpret_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
   }
 };
 
