@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from scripts.device_check import native, report, tree
@@ -35,6 +37,7 @@ kind = accelz.use({0!r}).device.type
 name = getattr(torch.get_device_module(kind), "get_device_name", platform.processor)
 print(name() or platform.machine())
 """
+MOST_WORKERS = 8
 DEFAULTS = {
     "ACCELZ_CUDA_SHARED_DEVICE": "1",
     "ACCELZ_PATIENCE": "2",
@@ -125,14 +128,20 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workers",
         type=int,
-        default=1,
-        help="for the step engine: processes that run tests side by side, by pytest-xdist (1)",
+        default=_workers(),
+        help="for the step engine: processes that run tests side by side, by pytest-xdist (default: half as "
+        f"many as there are cores, at most {MOST_WORKERS}; 1 without pytest-xdist)",
     )
     parser.add_argument("-k", default="", help="for the step engine: an expression for pytest's -k")
     parser.add_argument(
         "--join", type=Path, nargs="+", metavar="JSON", help="run nothing: merge several results into one"
     )
     return parser
+
+
+def _workers() -> int:
+    """How many processes run tests: each has two cores, one of them for the ranks it starts."""
+    return min(MOST_WORKERS, max(1, (os.cpu_count() or 1) // 2)) if find_spec("xdist") else 1
 
 
 def _steps(names: str) -> list[str]:

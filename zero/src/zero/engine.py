@@ -34,7 +34,7 @@ from zero.offload.placement_policy import AutoPlacementPolicy, StaticPlacementPo
 from zero.offload.state_offload import StateOffload
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.optimizer.stepping import Stepping
+from zero.optimizer.stepping import GroupStepping
 from zero.pretrained import Request, fill_engine
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit, refill
@@ -64,7 +64,7 @@ class Engine:
         communicator: Communicator,
         units: list[ShardedUnit],
         param_group_of: dict[nn.Parameter, int],
-        stepping: Mapping[FlatGroup, Stepping],
+        stepping: Mapping[FlatGroup, GroupStepping],
     ) -> None:
         self.module = module
         self.optimizer = optimizer

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelz.flat_buffer import rebind
-from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import moved
-from zero.optimizer.routes import Routes, route, share_out
-from zero.optimizer.stepping import Stepping
+from zero.optimizer.routes import route
+from zero.optimizer.stepping import GroupStepping
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE, guard
 from zero.sharding.layout import Piece
 from zero.tiers.stored import Stored
 
 
-def route_groups(
-    groups: Sequence[FlatGroup], stepping: Mapping[FlatGroup, Stepping], rank: int
-) -> dict[FlatGroup, Routes]:
-    """The routes of the groups that are split into slices but whose parameters are stepped whole, each by one
-    rank. All ranks come to the same assignment. rank: this one."""
-    split = [group for group in groups if group.shards > 1 and stepping[group].whole]
-    sizes = [(parameter, parameter.numel()) for group in split for parameter in group.parameters]
-    rank_of = share_out(sizes, max((group.shards for group in split), default=1))
-    return {group: route(group.layout, [rank_of.get(p) for p in group.parameters], rank) for group in split}
-
-
 def own(
-    group: FlatGroup, param_group_of: dict[nn.Parameter, int], rule: Rule | None, routes: Routes | None
+    group: FlatGroup, param_group_of: dict[nn.Parameter, int], stepping: GroupStepping, rank: int
 ) -> tuple[OwnedSubGroup, ...]:
     """The pieces of the group that an optimizer steps, by sub-group. param_group_of: index of each
-    parameter's param group. rule: of the kernel, if one serves. routes: given where whole parameters are
-    stepped.
+    parameter's param group. rank: this one.
     """
-    return tuple(_own(OwnedSubGroup(group, sub, rule, routes), param_group_of) for sub in group.subs)
+    by = stepping.stepped_by
+    routes = None if by is None else route(group.layout, by, rank)
+    return tuple(_own(OwnedSubGroup(group, sub, stepping.rule, routes), param_group_of) for sub in group.subs)
 
 
 def _own(owned: OwnedSubGroup, param_group_of: dict[nn.Parameter, int]) -> OwnedSubGroup:

@@ -32,11 +32,11 @@ from zero.optimizer.joint import JointOptimizer, members, name_of
 from zero.optimizer.kernel_rules import Rule, is_wrapped, rule_for
 from zero.optimizer.own_step import OwnStep
 from zero.optimizer.owned import OwnedSubGroup, StepCount, Turn
-from zero.optimizer.pieces import own, route_groups
+from zero.optimizer.pieces import own
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.optimizer.refused_calls import refuse_calls
 from zero.optimizer.speculative_steps import SpeculativeSteps
-from zero.optimizer.stepping import Stepping
+from zero.optimizer.stepping import GroupStepping
 from zero.settings.offload import Tier
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.record import Opened
@@ -67,7 +67,7 @@ class ShardedOptimizer:
         param_group_of: dict[nn.Parameter, int],
         stores: Stores,
         communicator: Communicator,
-        stepping: Mapping[FlatGroup, Stepping],
+        stepping: Mapping[FlatGroup, GroupStepping],
         tracer: Tracer,
         expected: Callable[[], tuple[Tensor | None, Tensor | None]] | None,
     ) -> None:
@@ -85,9 +85,8 @@ class ShardedOptimizer:
             for p in group.parameters
             if rule is not None and p in param_group_of
         }
-        routes = route_groups(groups, stepping, communicator.shards.rank)
         self.owned = {
-            group: own(group, param_group_of, rule, routes.get(group)) for group, rule in rules.items()
+            group: own(group, param_group_of, stepping[group], communicator.shards.rank) for group in groups
         }
         self.subs = [owned for subs in self.owned.values() for owned in subs]
         self._installed = InstalledPieces(optimizer, self.subs)

@@ -24,6 +24,15 @@ class Stepping:
     whole: bool = False
 
 
+@dataclass(frozen=True)
+class GroupStepping:
+    """How a group is stepped. rule: of the kernel, if one serves. stepped_by: the rank that steps each
+    parameter whole; None where every rank steps what it has."""
+
+    rule: Rule | None
+    stepped_by: tuple[int, ...] | None = None
+
+
 def steppings(optimizer: Optimizer, config: Config) -> dict[nn.Parameter, Stepping]:
     """How each parameter of the optimizer, or of one of several, is stepped."""
     ways = zip(optimizer.param_groups, of_param_groups(optimizer, config), strict=True)

@@ -13,7 +13,6 @@ from torch import nn
 from zero.communication.quantised import Quantised
 from zero.config import Config
 from zero.gradients.group_gradients import GradientPolicy
-from zero.optimizer.routes import share_out
 from zero.settings.offload import Tier
 from zero.setup.drafts import GroupDraft, UnitDraft
 from zero.sharding.cast import OWN, Cast
@@ -199,11 +198,10 @@ class UnitPlanner:
         self._shards = ranks if config.stage > 0 else 1  # slices that a buffer is cut in
         self._autocast = autocast
         self._moments = moments
-        whole = [(p, group) for draft in drafts for group in draft.groups for p in self._whole_of(group)]
-        self._rank_of = share_out([(p, p.numel()) for p, _ in whole], self._shards)
         loads: dict[Tier, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        for p, group in whole:
-            loads[_record_tier(group)][self._rank_of[p]] += p.numel() * (IN_A_STEP + moments[p])
+        for group in (group for draft in drafts for group in draft.groups):
+            for (_, p), rank in zip(group.named, group.stepped_by or (), strict=False):
+                loads[_record_tier(group)][rank] += p.numel() * (IN_A_STEP + moments[p])
         self._busiest = {tier: max(load, key=lambda rank: load[rank]) for tier, load in loads.items()}
 
     def unit(self, draft: UnitDraft) -> PlannedUnit:
@@ -273,17 +271,12 @@ class UnitPlanner:
             return max(each for _, each in kept)
         return sum(numel * each for numel, each in kept) / max(draft.shard_numel, 1)
 
-    def _whole_of(self, draft: GroupDraft) -> list[nn.Parameter]:
-        """The parameters that are stepped whole; none where a rank is alone and so has everything."""
-        whole = draft.kind.stepping.whole and self._shards > 1
-        return [parameter for _, parameter in draft.named] if whole else []
-
     def _stepped(self, draft: GroupDraft) -> Stepped | None:
-        parameters = self._whole_of(draft)
-        if not parameters:
+        if draft.stepped_by is None:
             return None
         busiest = self._busiest[_record_tier(draft)]
-        mine = [p for p in parameters if self._rank_of[p] == busiest]
+        parameters = [parameter for _, parameter in draft.named]
+        mine = [p for p, rank in zip(parameters, draft.stepped_by, strict=True) if rank == busiest]
         state = sum(math.ceil(p.numel() * self._moments[p]) for p in mine)
         return Stepped(sum(p.numel() for p in mine), state, sum(p.numel() for p in parameters))
 

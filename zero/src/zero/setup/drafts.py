@@ -14,7 +14,7 @@ from zero.communication.quantised import block_of
 from zero.config import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.routes import share_out
-from zero.optimizer.stepping import Stepping, of_unknown
+from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown
 from zero.setup.preparation import Prepared
 from zero.sharding import layout
 from zero.sharding.cast import GatherOptions
@@ -38,12 +38,18 @@ class GroupKind:
 
 @dataclass(frozen=True)
 class GroupDraft:
-    """A group before it is built. named: its parameters with their names."""
+    """A group before it is built. named: its parameters with their names. stepped_by: the rank that steps
+    each of them whole, where ranks have slices of them; else None."""
 
     named: tuple[Named, ...]
     kind: GroupKind
     shard_numel: int
     placement: Placement
+    stepped_by: tuple[int, ...] | None
+
+    @property
+    def stepping(self) -> GroupStepping:
+        return GroupStepping(self.kind.stepping.rule, self.stepped_by)
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,9 @@ def draft_units(
     for plan in prepared.plans:
         whole = config.stage < 3 or plan.persistent
         cuts.append(_Cut(plan, whole, _partition(plan, config, _EXACT if whole else ways, prepared)))
-    own_state = _OwnState(cuts, moments, ranks if config.stage > 0 else 1)
+    shards = ranks if config.stage > 0 else 1
+    stepped_by = _share_out(cuts, shards)
+    own_state = _OwnState(stepped_by, moments, shards)
     policy = GradientPolicy.of(config, ranks)
     candidates = [
         _candidate(kind, named, policy, own_state, cut.whole)
@@ -119,15 +127,34 @@ def draft_units(
     ]
     placed = zip(candidates, placer.place(candidates), strict=True)  # in the order of units and groups
     return [
-        UnitDraft(cut.plan, cut.whole, tuple(_draft(*group, *next(placed)) for group in cut.groups.items()))
+        UnitDraft(
+            cut.plan,
+            cut.whole,
+            tuple(_draft(kind, named, *next(placed), stepped_by) for kind, named in cut.groups.items()),
+        )
         for cut in cuts
     ]
 
 
 def _draft(
-    kind: GroupKind, named: list[Named], candidate: PlacementRequest, placement: Placement
+    kind: GroupKind,
+    named: list[Named],
+    candidate: PlacementRequest,
+    placement: Placement,
+    stepped_by: Mapping[nn.Parameter, int],
 ) -> GroupDraft:
-    return GroupDraft(tuple(named), kind, candidate.shard_numel, placement)
+    ranks = tuple(stepped_by[p] for _, p in named if p in stepped_by)
+    return GroupDraft(tuple(named), kind, candidate.shard_numel, placement, ranks or None)
+
+
+def _share_out(cuts: Sequence[_Cut], shards: int) -> dict[nn.Parameter, int]:
+    """Return the rank that steps a parameter, for each that is stepped whole where ranks have slices of it.
+
+    All ranks come to the same assignment. shards: how many slices a group has.
+    """
+    groups = [group for cut in cuts for group in cut.groups.items()] if shards > 1 else []
+    whole = [named for kind, named in groups if kind.stepping.whole and kind.trainable]
+    return share_out(((p, p.numel()) for named in whole for _, p in named), shards)
 
 
 def reserve_disk(
@@ -175,20 +202,16 @@ def _candidate(
 class _OwnState:
     """The state that the user's optimizer keeps for groups that no kernel serves.
 
-    moments: as in `draft_units`. ranks: how many have slices of a group.
+    stepped_by: the ranks of parameters that are stepped whole. moments: as in `draft_units`. ranks: how many
+    have slices of a group.
     """
 
-    def __init__(self, cuts: Sequence[_Cut], moments: Mapping[nn.Parameter, float], ranks: int) -> None:
-        whole = (
-            (parameter, parameter.numel())
-            for cut in cuts
-            for kind, named in cut.groups.items()
-            for _, parameter in named
-            if kind.stepping.whole
-        )
+    def __init__(
+        self, stepped_by: Mapping[nn.Parameter, int], moments: Mapping[nn.Parameter, float], ranks: int
+    ) -> None:
+        self._stepped_by = stepped_by
         self._moments = moments
         self.ranks = ranks
-        self._rank_of = share_out(whole, ranks)
 
     def of(self, kind: GroupKind, named: Sequence[Named], shard_numel: int) -> tuple[int, ...]:
         """Return the bytes that each rank keeps for a group; empty if none, or if `moments` is empty."""
@@ -200,7 +223,7 @@ class _OwnState:
             return (shard_numel * math.ceil(max(kept.values())) * wide,) * self.ranks
         found = [0] * self.ranks
         for parameter, values in kept.items():
-            found[self._rank_of.get(parameter, 0)] += math.ceil(parameter.numel() * values) * wide
+            found[self._stepped_by.get(parameter, 0)] += math.ceil(parameter.numel() * values) * wide
         return tuple(found)
 
 

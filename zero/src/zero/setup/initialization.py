@@ -89,7 +89,7 @@ def initialize(
         units = build_units(drafts, config, stores, communicator)
         keep_promises(units, communicator)
         stepping = {
-            group: drafted.kind.stepping
+            group: drafted.stepping
             for unit, draft in zip(units, drafts, strict=True)
             for group, drafted in zip(unit.groups, draft.groups, strict=True)
         }
