@@ -145,7 +145,8 @@ def train_averaging(
         value.backward()
         for parameter in model.parameters():
             used = torch.tensor(float(parameter.grad is not None))
-            gradient = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).contiguous()
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradient = gradient.contiguous()
             torch.distributed.all_reduce(used)
             torch.distributed.all_reduce(gradient)
             parameter.grad = gradient / context.size if used else None
