@@ -199,7 +199,7 @@ def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     try:
-        given = json.loads(Path(source).read_text())
+        given = json.loads(Path(source).expanduser().read_text())
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} is not a DeepSpeed configuration: {error}") from error
     if not isinstance(given, dict):

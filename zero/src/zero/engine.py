@@ -415,7 +415,7 @@ class Engine:
         anything changes; after an error in reading, the engine refuses to go on until a checkpoint is loaded.
         """
         self._check_loadable("load_pretrained")
-        request = Request(Path(path), strict, rename, self._checkpoints.storage)
+        request = Request(Path(path).expanduser(), strict, rename, self._checkpoints.storage)
         with self._loading(everything=False):
             fill_engine(self.module, self._full_parameters, request, self._begin_load)
 

@@ -89,7 +89,7 @@ def load_pretrained(
     Raises, before anything changes: CheckpointError if files are missing, CorruptCheckpointError if they
     make no sense, StateError with all names that do not fit, UsageError for a sharded model.
     """
-    fill(model, Request(Path(path), strict, rename))
+    fill(model, Request(Path(path).expanduser(), strict, rename))
 
 
 def fill(model: nn.Module, request: Request) -> None:

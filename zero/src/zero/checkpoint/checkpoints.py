@@ -66,7 +66,7 @@ class Checkpoints:
             self.wait()
             check()
             _check_arguments(state, rank_state, keep_last)
-            where = Path(path).absolute()
+            where = Path(path).expanduser().absolute()
             check_name(where)
             publication = Publication(self.storage, where, keep_last)
             job = Job(messages, self.storage, self._engine.accelerator, publication)
@@ -89,7 +89,7 @@ class Checkpoints:
     def load(self, path: str | Path, options: LoadOptions, before_change: Callable[[], None]) -> Loaded:
         """See Engine.load_checkpoint."""
         self.wait()
-        return load(self._engine, self.storage, Path(path).absolute(), options, before_change)
+        return load(self._engine, self.storage, Path(path).expanduser().absolute(), options, before_change)
 
     def wait(self) -> None:
         """Wait until the save in the background is over, and raise its error, if any, once."""

@@ -30,7 +30,7 @@ class Staging:
 
     def __init__(self, storage: WeightStorage, out: Path, overwrite: bool) -> None:
         self._storage = storage
-        self.out = Path(os.path.abspath(out))  # keeps symbolic links
+        self.out = Path(os.path.abspath(out.expanduser()))  # keeps symbolic links
         if not self.out.name:
             raise UsageError(f"{str(out)!r} cannot be written to: name a directory, e.g. 'weights'")
         self.path = hidden(self.out, "weights")

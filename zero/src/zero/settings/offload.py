@@ -119,7 +119,7 @@ class Offload(Validated):
     def _not_empty(cls, value: Any) -> Any:
         if value == "":
             raise ValueError("path is empty; write path='/local/disk', or path='.' for the current one")
-        return Path(value) if isinstance(value, str) else value
+        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Offload:

@@ -22,7 +22,7 @@ def open_source(path: str | Path) -> Source:
     torch.save. Raises CheckpointError if there is none, or only part of one, and CorruptCheckpointError if it
     is damaged.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     if (sharded := find_sharded(path)) is not None:
         return ShardedSource(sharded)
     if (universal := find_universal(path)) is not None:
