@@ -229,8 +229,9 @@ KINDS = ("fails", "stalls")
 
 # Where a fault occurs on rank 0: the phase, the number of its collective, from 1, and what that is.
 STRIKES = {
-    "the model": ("init", 1, "settings and model exchange"),
-    "first values": ("init", 2, "broadcast of unit '0'"),
+    "connecting": ("init", 1, "join"),
+    "the model": ("init", 2, "settings and model exchange"),
+    "first values": ("init", 3, "broadcast of unit '0'"),
     "gather in forward": ("forward", 2, "all_gather of unit '1'"),
     "gather in backward": ("backward", 1, "all_gather of unit '1'"),
     "reduce-scatter": ("backward", 1, "reduce_scatter of unit '1'"),
@@ -248,12 +249,12 @@ def strikes_at(stage: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Struck:
-    """How a rank met a fault. seconds: spent in the phase. next: how training continued."""
+    """How a rank met a fault. seconds: spent in the phase. next: how it went on, or the sum of weights."""
 
     error: str
     message: str
     seconds: float
-    next: str
+    next: str | float
 
 
 def struck_body(context: Context, stage: int) -> dict[tuple[str, str], Struck]:
@@ -292,10 +293,10 @@ def struck(context: Context, config: zero.Config, name: str, kind: Any) -> Struc
     return Struck("nothing raised", "", 0.0, "")
 
 
-def go_on(run: Run, phase: str) -> str:
+def go_on(run: Run, phase: str) -> str | float:
     try:
         if phase == "init":
-            return run.model[0].weight.sum().item()
+            return float(run.model[0].weight.sum())
         if phase != "step":
             run.forward()
             run.backward()
@@ -321,7 +322,10 @@ def strikes(sim: Clusters) -> dict[int, list[dict[tuple[str, str], Struck]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("stage", "name"), [(stage, name) for stage in STAGES for name in strikes_at(stage)])
+@pytest.mark.parametrize(
+    ("stage", "name"),
+    [(stage, name) for stage in STAGES for name in strikes_at(stage) if name != "connecting"],
+)
 def test_any_collective_may_fail(
     strikes: dict[int, list[dict[tuple[str, str], Struck]]], stage: int, name: str, kind: str
 ) -> None:
@@ -342,8 +346,24 @@ def test_any_collective_may_fail(
     for found in (first, second):
         if name != "the model":  # models are compared before anything is changed
             assert re.search(
-                "build them again|no collective is possible.*Start a new job|without backward", found.next
+                "build them again|no collective is possible.*Start a new job|without backward",
+                str(found.next),
             ), found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_job_whose_ranks_do_not_connect_changes_nothing(
+    strikes: dict[int, list[dict[tuple[str, str], Struck]]], kind: str
+) -> None:
+    first, second = (found["connecting", kind] for found in strikes[3])
+    assert (first.error, second.error) == ("CommunicationError", "CommunicationError")
+    assert max(first.seconds, second.seconds) < 4 * TIMEOUT
+    told = "this rank could not join the job" if kind == "fails" else "not all ranks joined the job within"
+    assert told in first.message
+    assert "all_reduce failed: an injected fault" in first.message
+    assert "not all ranks joined the job within" in second.message
+    assert isinstance(first.next, float), "the model can be used"
+    assert first.next == second.next
 
 
 def relieved_body(context: Context) -> tuple[list[str], bool]:
