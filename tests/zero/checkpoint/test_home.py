@@ -11,6 +11,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.test_save import engine_of, train
 from tests.zero.models import LanguageModel
 from zero import consolidate
+from zero.settings.paths import as_path
 
 
 def home_body(context: Context, home: str) -> None:
@@ -32,3 +33,8 @@ def test_the_home_directory(cluster: Clusters, tmp_path: Path) -> None:
     (tmp_path / "swap").mkdir()
     cluster(1).run(home_body, home=str(tmp_path))
     assert {"runs", "weights"} < {path.name for path in tmp_path.iterdir()}
+
+
+def test_other_tildes_are_names() -> None:
+    for name in ("~no-such-user/a", "a/~", "a~"):
+        assert as_path(name) == Path(name)

@@ -17,6 +17,7 @@ from accelz.flat_buffer import HOST
 from zero.config import Config
 from zero.errors import ConfigError
 from zero.settings.offload import Offload
+from zero.settings.paths import as_path
 
 T = TypeVar("T", bool, int, float, str)
 TUNING = (
@@ -199,7 +200,7 @@ def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     try:
-        given = json.loads(Path(source).expanduser().read_text())
+        given = json.loads(as_path(source).read_text())
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"{source} is not a DeepSpeed configuration: {error}") from error
     if not isinstance(given, dict):

@@ -36,6 +36,7 @@ from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepping import GroupStepping
 from zero.pretrained import Request, fill_engine
+from zero.settings.paths import as_path
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.stores import Stores
@@ -415,7 +416,7 @@ class Engine:
         anything changes; after an error in reading, the engine refuses to go on until a checkpoint is loaded.
         """
         self._check_loadable("load_pretrained")
-        request = Request(Path(path).expanduser(), strict, rename, self._checkpoints.storage)
+        request = Request(as_path(path), strict, rename, self._checkpoints.storage)
         with self._loading(everything=False):
             fill_engine(self.module, self._full_parameters, request, self._begin_load)
 

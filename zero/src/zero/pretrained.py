@@ -22,6 +22,7 @@ from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.communication.communicator import Communicator
 from zero.deferred import deferred_init
 from zero.errors import CheckpointError, ModelError, UsageError
+from zero.settings.paths import as_path
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
 from zero.sources.safetensors_header import is_safetensors
@@ -89,7 +90,7 @@ def load_pretrained(
     Raises, before anything changes: CheckpointError if files are missing, CorruptCheckpointError if they
     make no sense, StateError with all names that do not fit, UsageError for a sharded model.
     """
-    fill(model, Request(Path(path).expanduser(), strict, rename))
+    fill(model, Request(as_path(path), strict, rename))
 
 
 def fill(model: nn.Module, request: Request) -> None:

@@ -27,6 +27,7 @@ from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.save_start import refuse, start
 from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
+from zero.settings.paths import as_path
 from zero.tiers.values import lasting
 
 
@@ -66,7 +67,7 @@ class Checkpoints:
             self.wait()
             check()
             _check_arguments(state, rank_state, keep_last)
-            where = Path(path).expanduser().absolute()
+            where = as_path(path).absolute()
             check_name(where)
             publication = Publication(self.storage, where, keep_last)
             job = Job(messages, self.storage, self._engine.accelerator, publication)
@@ -89,7 +90,7 @@ class Checkpoints:
     def load(self, path: str | Path, options: LoadOptions, before_change: Callable[[], None]) -> Loaded:
         """See Engine.load_checkpoint."""
         self.wait()
-        return load(self._engine, self.storage, Path(path).expanduser().absolute(), options, before_change)
+        return load(self._engine, self.storage, as_path(path).absolute(), options, before_change)
 
     def wait(self) -> None:
         """Wait until the save in the background is over, and raise its error, if any, once."""

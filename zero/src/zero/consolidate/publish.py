@@ -14,6 +14,7 @@ from zero.checkpoint.manifest import LATEST, MANIFEST, hidden
 from zero.checkpoint.storage import Lock, read_whole, write_whole
 from zero.consolidate.files import WeightStorage
 from zero.errors import CheckpointError, UsageError
+from zero.settings.paths import as_path
 
 PLAN = "plan"
 _OURS = re.compile(
@@ -30,7 +31,7 @@ class Staging:
 
     def __init__(self, storage: WeightStorage, out: Path, overwrite: bool) -> None:
         self._storage = storage
-        self.out = Path(os.path.abspath(out.expanduser()))  # keeps symbolic links
+        self.out = Path(os.path.abspath(as_path(out)))  # keeps symbolic links
         if not self.out.name:
             raise UsageError(f"{str(out)!r} cannot be written to: name a directory, e.g. 'weights'")
         self.path = hidden(self.out, "weights")

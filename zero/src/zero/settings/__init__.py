@@ -1,1 +1,1 @@
-"""Settings and their validation: where state lives, compilation; and human-readable sizes."""
+"""Settings and their validation: where state lives, compilation; human-readable sizes; `~` in paths."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from zero.settings.paths import as_path
 from zero.settings.validated import Validated, as_bytes
 
 Tier = Literal["device", "host", "disk"]
@@ -119,7 +120,7 @@ class Offload(Validated):
     def _not_empty(cls, value: Any) -> Any:
         if value == "":
             raise ValueError("path is empty; write path='/local/disk', or path='.' for the current one")
-        return Path(value).expanduser() if isinstance(value, (str, Path)) else value
+        return as_path(value) if isinstance(value, (str, Path)) else value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Offload:

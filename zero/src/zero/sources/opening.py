@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zero.settings.paths import as_path
 from zero.sources.dcp import DcpSource, is_dcp
 from zero.sources.deepspeed import ShardedSource, UniversalSource
 from zero.sources.deepspeed_files import find_sharded, find_universal
@@ -22,7 +23,7 @@ def open_source(path: str | Path) -> Source:
     torch.save. Raises CheckpointError if there is none, or only part of one, and CorruptCheckpointError if it
     is damaged.
     """
-    path = Path(path).expanduser()
+    path = as_path(path)
     if (sharded := find_sharded(path)) is not None:
         return ShardedSource(sharded)
     if (universal := find_universal(path)) is not None:
