@@ -16,6 +16,7 @@ from rich.text import Text
 
 from benchmarks import (
     bandwidth,
+    bits,
     chart,
     collectives,
     compiled,
@@ -30,6 +31,7 @@ from benchmarks import (
     saving,
     step,
 )
+from benchmarks.bits_rank import Mode
 from benchmarks.hosts import COUNT
 from benchmarks.job import JobError
 from benchmarks.link import LinkError
@@ -181,6 +183,29 @@ def bandwidth_(
     _report([partial(bandwidth.run, options)], Outputs(json, markdown, name))
 
 
+@app.command("bits")
+def bits_(
+    device: Device = "cpu",
+    size: Annotated[Size, typer.Option(help="Model.")] = Size.small,
+    precision: Annotated[Precision, typer.Option()] = Precision.bf16,
+    ranks: Ranks = 1,
+    threads: Threads = 1,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 2,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of every run.")] = 12,
+    modes: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(bits.BY_MODE),
+    limit: Limit = 120.0,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    name: Name = "",
+) -> None:
+    """Whether training gives the same bits twice, and in every way of training that computes the same."""
+    options = bits.BitsOptions(
+        device, size.value, precision.value, ranks, threads, batch, length, steps, _modes(modes), limit
+    )
+    _report([partial(bits.run, options)], Outputs(json, markdown, name), bits.check)
+
+
 @app.command("collectives")
 def collectives_(
     megabytes: Annotated[
@@ -316,10 +341,14 @@ def all_(
     _report(runs, Outputs(json, markdown, name))
 
 
-def _report(runs: Sequence[Callable[[], Result]], outputs: Outputs) -> None:
+def _report(
+    runs: Sequence[Callable[[], Result]],
+    outputs: Outputs,
+    check: Callable[[Result], None] = lambda _: None,
+) -> None:
     """Run all, printing each result as it comes, and write the files asked for.
 
-    After a failure, the results from before it are written.
+    check: raises JobError for a result that must not be. After a failure, the results until then are written.
     """
     console = Console(width=None if os.isatty(1) else 160)
     context = machine.describe()
@@ -329,6 +358,7 @@ def _report(runs: Sequence[Callable[[], Result]], outputs: Outputs) -> None:
         for run in runs:
             results.append(run())
             report.show(console, results[-1:])
+            check(results[-1])
     except (JobError, LinkError) as error:
         failure = error
     context["machine"]["accelerators"] = machine.accelerators()
@@ -358,6 +388,13 @@ def _peers(names: str) -> tuple[str, ...]:
     if unknown or not chosen:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the peers are {', '.join(known)}")
     return chosen
+
+
+def _modes(names: str) -> tuple[Mode, ...]:
+    unknown = [name for name in names.split(",") if name not in bits.BY_MODE]
+    if unknown:
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the modes are {', '.join(bits.BY_MODE)}")
+    return tuple(mode for mode in bits.BY_MODE if mode in names.split(","))
 
 
 def _sizes(megabytes: str) -> tuple[float, ...]:

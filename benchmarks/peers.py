@@ -27,7 +27,7 @@ import accelz
 import zero
 from benchmarks.model import Decoder
 
-ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MUON: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -75,6 +75,10 @@ class TorchPeer(Peer):
             optimizer.zero_grad()
         return loss.detach()
 
+    def weights(self) -> list[Tensor]:
+        """The values that the optimizers update."""
+        return [p for o in self._optimizers for group in o.param_groups for p in group["params"]]
+
 
 class PlainPeer(TorchPeer):
     """Unsharded training, every rank by itself, which shows what the computation alone costs."""
@@ -96,6 +100,10 @@ class Masters:
             master.grad = gradient
         self._optimizers = _of_parameters(named, setting)
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
     @torch.no_grad()
     def step(self) -> None:
         torch._foreach_copy_(self._gradients, [w.grad for w in self._weights if w.grad is not None])
@@ -109,22 +117,11 @@ class Masters:
 
 
 class ZeroPeer(Peer):
-    def __init__(
-        self,
-        model: Decoder,
-        setting: Setting,
-        stage: Literal[1, 2, 3],
-        offload: zero.Offload | None = None,
-        shard_ranks: int | None = None,
-    ) -> None:
-        config = zero.Config(
-            stage=stage,
-            precision=setting.precision,
-            timeout=setting.timeout,
-            offload=offload,
-            shard_ranks=shard_ranks,
-        )
-        self._engine = zero.initialize(model, _optimizers(model, setting), config)
+    """zero. config: further settings of `zero.Config`."""
+
+    def __init__(self, model: Decoder, setting: Setting, **config: Any) -> None:
+        config = {"precision": setting.precision, "timeout": setting.timeout, **config}
+        self._engine = zero.initialize(model, _optimizers(model, setting), zero.Config(**config))
         self._engine.traffic.clear()
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -135,6 +132,10 @@ class ZeroPeer(Peer):
 
     def traffic(self) -> dict[str, int]:
         return dict(self._engine.traffic.bytes)
+
+    def weights(self) -> list[Tensor]:
+        """The whole masters, which all ranks ask for together."""
+        return [value for value in self._engine.state_dict().values() if isinstance(value, Tensor)]
 
 
 class DeepSpeedPeer(Peer):
@@ -151,7 +152,7 @@ class DeepSpeedPeer(Peer):
         return loss.detach()
 
 
-def build_plain(model: Decoder, setting: Setting) -> Peer:
+def build_plain(model: Decoder, setting: Setting) -> PlainPeer:
     _move(model)
     return PlainPeer(model, _torch_optimizers(model, setting))
 

@@ -56,6 +56,10 @@ def _yes(right: bool) -> str:
     return "yes" if right else "NO"
 
 
+def _short(digest: str) -> str:
+    return digest[:12]
+
+
 def _loss(value: float) -> str:
     return f"{value:.5f}"
 
@@ -133,6 +137,16 @@ COLUMNS: dict[Kind, tuple[Column, ...]] = {
         Column("of_copy", "of copy", _times),
         Column("launch", "host µs", _microseconds),
     ),
+    "bits": (
+        Column("variant", "training"),
+        Column("mode", "mode"),
+        Column("repeats", "run again"),
+        Column("alike", "beside"),
+        Column("agrees", "beside it"),
+        Column("right", "right", _yes),
+        Column("last_loss", "last loss", _loss),
+        Column("weights", "weights", _short),
+    ),
     "saving": (
         Column("case", "what"),
         *TIMES,
@@ -175,6 +189,12 @@ LEGENDS: dict[Kind, str] = {
     "bandwidth": (
         "MB: what the kernel has to read and write. of copy: its bandwidth over that of a device copy. "
         "host µs: to start a call on 1,024 elements."
+    ),
+    "bits": (
+        "Each variant trains twice, in two processes. run again: the second run's losses and weights beside "
+        "the first's. beside: a variant that must give the same bits. deterministic: kernels that give the "
+        "same bits twice. late: the same, with side streams delayed at random. default: the kernels that a "
+        "user gets, for which nothing is required. weights: the start of their digest."
     ),
     "saving": (
         "Of the slowest rank; ratios are taken within each round. raw write: as many bytes by every rank, "
@@ -219,6 +239,12 @@ def title(result: Result) -> str:
         return f"offload: {s['parameters'] / 1e6:.1f} M parameters, {_count(s['ranks'], 'rank')}"
     if result.kind == "optimizer":
         return f"optimizer: {s['elements'] / 1e6:.1f} M elements, {_count(s['threads'], 'thread')}"
+    if result.kind == "bits":
+        return (
+            f"bits on {s['device']}: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), "
+            f"{s['precision']}, {_count(s['ranks'], 'rank')}, {s['steps']} steps of {s['batch']} × "
+            f"{s['length']} per rank"
+        )
     if result.kind == "bandwidth":
         millions = s["elements"] / 1e6
         return f"kernels on {s['device']}: {millions:.1f} M elements, {_count(s['threads'], 'thread')}"

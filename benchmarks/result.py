@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Literal
 
 Kind = Literal[
-    "step", "optimizer", "collectives", "bandwidth", "saving", "consolidate", "compiled", "offload"
+    "step", "optimizer", "collectives", "bandwidth", "saving", "consolidate", "compiled", "offload", "bits"
 ]
 
 

@@ -7,6 +7,8 @@ or patches. A turn begins with an untimed step, which also warms the caches; the
 round. If memory, the device's or that of a host with state, cannot hold all peers at once, each turn is a
 launch of its own.
 
+Peers whose losses part are not doing the same work, and are not compared: there is no table then.
+
 A device that counts its memory reports the peak of every turn; elsewhere further launches measure it.
 """
 
@@ -24,7 +26,7 @@ import psutil  # type: ignore[import-untyped]
 
 from benchmarks import memory, offload_peers, peers
 from benchmarks.hosts import Hosts, two_hosts
-from benchmarks.job import LAUNCH_LIMIT, Job
+from benchmarks.job import LAUNCH_LIMIT, Job, JobError
 from benchmarks.model import SIZES, activation_bytes, count_parameters
 from benchmarks.result import Result, ratio, spread
 from benchmarks.step_rank import StepRank, Turn
@@ -37,6 +39,7 @@ PROCESS_BYTES = 300_000_000  # a process after its imports, activations included
 CONTEXT_BYTES = 600_000_000  # device memory of a process that has nothing there yet
 FILLED = 0.8  # of the free memory at most, since allocating and freeing leaves gaps
 LOSS_REFERENCE = "ddp"
+LOSS_BOUND = 0.01  # of a loss: what peers' losses of one step may differ by; they round at other places
 REFERENCES = (
     "plain",
     "fsdp2",
@@ -44,6 +47,10 @@ REFERENCES = (
     "fsdp2-hsdp",
     "zero3",
 )  # peers whose time all others are compared with
+
+
+class LossError(JobError):
+    """Peers' losses differ by more than `LOSS_BOUND`."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,7 @@ def _run(options: StepOptions, hosts: Hosts | None) -> Result:
     for name, job, first in turns(options, names, hosts):
         records[name].add(job.call("run", FIRST_STEPS if first else 1, 0 if first else options.steps))
         records[name].moved = job.call("traffic")[0]
+    check_losses(_comparable(records, options.ranks))
     for name, record in records.items():
         if record.peak is None and options.memory and memory.available():
             record.peak = _measure_memory(name, options, hosts)
@@ -129,6 +137,23 @@ def _run(options: StepOptions, hosts: Hosts | None) -> Result:
         "launches": "one per peer, all alive" if together else "one per peer and round",
     }
     return Result("step", settings, [_row(name, records) for name in names], _notes(options, records))
+
+
+def check_losses(losses: dict[str, list[float]]) -> None:
+    """Raise LossError unless all peers have about the same loss in every step."""
+    for step, of_step in enumerate(zip(*losses.values(), strict=True)):
+        first, *others = of_step
+        if not all(abs(loss - first) <= LOSS_BOUND * abs(first) for loss in others):  # so not if one is NaN
+            each = ", ".join(f"{name} {loss:.5f}" for name, loss in zip(losses, of_step, strict=True))
+            raise LossError(
+                f"peers train differently, so their times are not compared: in step {step} the losses are "
+                f"{each}, which differ by more than {LOSS_BOUND:.0%}"
+            )
+
+
+def _comparable(records: dict[str, Record], ranks: int) -> dict[str, list[float]]:
+    """The losses of peers that train on the same batches: `plain` has its own rank's alone."""
+    return {name: record.losses for name, record in records.items() if name != "plain" or ranks == 1}
 
 
 def launch(name: str, options: StepOptions, hosts: Hosts | None = None) -> Job:

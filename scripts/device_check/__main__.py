@@ -85,6 +85,7 @@ def _run(options: argparse.Namespace, deadline: float) -> list[Outcome]:
             tuple(options.tests),
             options.k,
             options.workers,
+            options.within,
             deadline,
         )
         about = report.context(options.device, _hardware(plan), library)
@@ -131,6 +132,12 @@ def _arguments() -> argparse.ArgumentParser:
         default=_workers(),
         help="for the step engine: processes that run tests side by side, by pytest-xdist (default: half as "
         f"many as there are cores, at most {MOST_WORKERS}; 1 without pytest-xdist)",
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=180.0,
+        help="for the steps step and offload: seconds after which no further round begins (180)",
     )
     parser.add_argument("-k", default="", help="for the step engine: an expression for pytest's -k")
     parser.add_argument(

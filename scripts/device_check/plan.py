@@ -21,8 +21,8 @@ class Plan:
 
     out: the folder for results. scratch: a folder for temporary files. quick: run a small part of everything,
     to see that it works. ranks: how many may share the device. tests, only: which of the engine's tests, as
-    pytest's paths and `-k`. workers: how many processes run the engine's tests side by side. deadline: of the
-    whole run, by time.monotonic().
+    pytest's paths and `-k`. workers: how many processes run the engine's tests side by side. within: seconds
+    after which no comparison begins a further round. deadline: of the whole run, by time.monotonic().
     """
 
     device: str
@@ -34,16 +34,21 @@ class Plan:
     tests: tuple[str, ...] = ()
     only: str = ""
     workers: int = 1
+    within: float = 180.0
     deadline: float = math.inf
 
-    def run(self, name: str, limit: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, name: str, limit: float, *arguments: str, under: tuple[str, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
         """Run `python ARGUMENTS`. All its output goes to the log, and stdout is returned too.
+
+        under: a command that runs it, such as a sanitizer's.
 
         After `limit` seconds, or at the deadline, the process and everything that it started is killed, and
         TimeoutExpired is raised.
         """
         limit = max(0.0, min(limit, self.deadline - time.monotonic()))
-        command = [sys.executable, *arguments]
+        command = [*under, sys.executable, *arguments]
         output = self.scratch / f"{name}.out"
         with (self.out / LOG).open("a") as log, output.open("w") as out:
             print(f"\n==== {name}: python {' '.join(arguments)}", file=log, flush=True)

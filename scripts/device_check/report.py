@@ -82,6 +82,10 @@ def _details(outcome: Outcome) -> list[str]:
     detail = outcome.detail or {}
     if isinstance(detail, list):
         lines += _table(detail, ("kernel", "dtypes", "origin", "bytes_per_second", "of_copy", "launch"))
+    elif "bits" in detail:
+        lines += _table(
+            detail["bits"], ("ranks", "variant", "mode", "repeats", "alike", "agrees", "last_loss")
+        )
     elif "traceback" in detail:
         lines += ["```", detail["traceback"], "```"]
     elif "rows" in detail:

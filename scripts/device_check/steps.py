@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import time
 import traceback
@@ -40,6 +41,9 @@ OWN_KERNELS = {
 """By backend, the operations that it has kernels for, where a torch reference must not be in use."""
 KERNEL_TESTS = {"cuda": "tests/backends/test_cuda_device.py"}
 """By backend, tests of its kernels that need the device."""
+SANITIZER, SANITIZER_SECONDS = "compute-sanitizer", 150
+SANITIZED = {"cuda": "scripts.device_check.sanitized"}
+"""By backend, a program that runs each of its kernels."""
 COPIES = ("copy", "host to device", "device to host")
 """What is measured besides kernels: copies on the device, and over the link to the host."""
 ENGINE_TESTS = ("tests/zero",)
@@ -53,11 +57,13 @@ WITHOUT_A_DEVICE = (
 HOST_OPTIMIZER = "accelz_cpu.native_kernels.NativeKernels"
 
 # If memory cannot hold all peers at once, every turn is a launch of its own; so there are fewer rounds.
-FULL_STEP = "--size huge --length 2048 --batch 2 --rounds 7 --within 180 --peers plain,fsdp2,zero3,zero2"
+FULL_STEP = "--size huge --length 2048 --batch 2 --rounds 7 --peers plain,fsdp2,zero3,zero2"
 FULL_HOST_STEP = (
-    "--size huge --length 2048 --batch 2 --rounds 3 --steps 2 --within 120 "
+    "--size huge --length 2048 --batch 2 --rounds 3 --steps 2 "
     "--peers fsdp2-host,zero3-host,zero3-host-overlap,zero3-host-params"
 )
+FULL_BITS = "--size small --length 512 --steps 12"
+QUICK_BITS = "--size tiny --length 16 --steps 3 --modes default"
 QUICK_STEP = "--size tiny --length 16 --batch 1 --rounds 1 --no-memory --peers plain,zero3"
 QUICK_HOST_STEP = (
     "--size tiny --length 16 --batch 1 --rounds 1 --no-memory --peers fsdp2-host,zero3-host-params"
@@ -123,9 +129,44 @@ def below_target(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def bits(plan: Plan) -> Outcome:
+    """Check that training gives the same bits twice, and in every way of training that computes the same."""
+    rows: list[dict[str, Any]] = []
+    failed = False
+    for ranks in dict.fromkeys((plan.ranks,) if plan.quick else (1, plan.ranks)):
+        report = plan.scratch / f"bits-{ranks}.json"
+        arguments = ["--device", plan.device, "--ranks", str(ranks), "--json", str(report)]
+        arguments += (QUICK_BITS if plan.quick else FULL_BITS).split()
+        done = plan.run(f"bits-{ranks}", LONGEST, "-m", "benchmarks", "bits", *arguments)
+        failed |= done.returncode != 0
+        if report.exists():
+            rows += [{"ranks": ranks, **r} for r in json.loads(report.read_text())["results"][0]["rows"]]
+    wrong = [f"{row['variant']} ({row['mode']}, {row['ranks']} ranks)" for row in rows if not row["right"]]
+    told = f"OTHER BITS: {', '.join(wrong)}" if wrong else f"failed; see {LOG}" if failed else "all alike"
+    return Outcome("bits", not failed, f"{len(rows)} ways of training, twice; {told}", detail={"bits": rows})
+
+
+def sanitizer(plan: Plan) -> Outcome:
+    """Run every kernel under the sanitizer: accesses out of bounds, and races in shared memory."""
+    program = SANITIZED.get(plan.device)
+    if program is None:
+        return Outcome("sanitizer", True, f"{plan.device} has no kernels that are checked in this way")
+    if shutil.which(SANITIZER) is None:
+        return Outcome("sanitizer", False, f"not run: {SANITIZER} is not on this machine")
+    said, failed = [], []
+    for tool in ("memcheck", "racecheck"):
+        under = (SANITIZER, "--tool", tool, "--error-exitcode", "9")
+        done = plan.run(f"sanitizer-{tool}", SANITIZER_SECONDS, "-m", program, under=under)
+        end = done.stdout.strip().rpartition("\n")[2].strip("= ")
+        said.append(f"{tool}: {end or 'no output'}")
+        failed += [tool] if done.returncode else []
+    return Outcome("sanitizer", not failed, "; ".join(said), detail={"failed": failed})
+
+
 def step(plan: Plan) -> Outcome:
     """Time a training step at one rank beside plain PyTorch and FSDP2, in equal precision."""
-    return _compare(plan, "step", QUICK_STEP if plan.quick else FULL_STEP, "to_plain", TO_PLAIN, "zero")
+    options = QUICK_STEP if plan.quick else f"{FULL_STEP} --within {plan.within}"
+    return _compare(plan, "step", options, "to_plain", TO_PLAIN, "zero")
 
 
 def engine(plan: Plan) -> Outcome:
@@ -149,7 +190,8 @@ def offload(plan: Plan) -> Outcome:
     The target applies to the peer that keeps as much on the host as FSDP2, which cannot keep less there.
     """
     threads = max(1, (os.cpu_count() or 1) // 2)
-    options = f"--threads {threads} {QUICK_HOST_STEP if plan.quick else FULL_HOST_STEP}"
+    size = QUICK_HOST_STEP if plan.quick else f"{FULL_HOST_STEP} --within {plan.within}"
+    options = f"--threads {threads} {size}"
     wrong = _what_is_wrong_with(_host_optimizer(plan))
     outcome = _compare(plan, "offload", options, "to_fsdp2-host", TO_FSDP2, "zero3-host-params")
     outcome.ok = outcome.ok and not wrong
@@ -157,7 +199,10 @@ def offload(plan: Plan) -> Outcome:
     return outcome
 
 
-STEPS = {f.__name__: f for f in (info, shared, conformance, kernels, bandwidth, step, engine, offload)}
+STEPS = {
+    f.__name__: f
+    for f in (info, bits, shared, conformance, kernels, sanitizer, bandwidth, step, engine, offload)
+}
 """The steps by name, the most valuable first in case time runs out."""
 
 

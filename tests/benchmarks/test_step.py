@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.step import LOSS_BOUND, LossError, check_losses
 
 from accelz.discovery import installed
 
@@ -54,6 +55,14 @@ def test_peers_are_timed_and_agree(tmp_path: Path) -> None:
     assert rows["ddp"]["first_loss"] != rows["ddp"]["last_loss"]
     assert rows["fsdp2"]["to_fsdp2"] == 1.0
     assert rows["zero3"]["moved_bytes"] >= 2.5 * 4 * result["settings"]["parameters"], "gathered, reduced"
+
+
+def test_peers_whose_losses_part_get_no_table() -> None:
+    check_losses({"ddp": [9.0, 8.0], "zero3": [9.0, 8.0 * (1 + 0.9 * LOSS_BOUND)]})
+    with pytest.raises(LossError, match=r"in step 1 the losses are ddp 8\.00000, zero3 8\.16000"):
+        check_losses({"ddp": [9.0, 8.0], "zero3": [9.0, 8.16]})
+    with pytest.raises(LossError, match="step 0"):
+        check_losses({"ddp": [9.0], "zero3": [float("nan")]})
 
 
 def test_a_device_of_its_own_memory_counts_it(tmp_path: Path) -> None:

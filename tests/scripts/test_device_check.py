@@ -211,7 +211,7 @@ def test_parts_of_a_step_are_joined_and_what_was_repeated_is_replaced(tmp_path: 
 def test_an_unknown_step_is_refused() -> None:
     code, said = device_check("cpu", "--steps", "info,nosuch")
     assert code == 2
-    assert "unknown: nosuch; the steps are info, shared" in said
+    assert "unknown: nosuch; the steps are info, bits, shared" in said
 
 
 def wheel(folder: Path, name: str, content: str) -> Path:

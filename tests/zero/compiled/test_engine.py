@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import accelz
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.compiled.models import FAULTS, WIDTH, Watched, Writing, fresh, tokens
@@ -211,8 +212,10 @@ def test_engines_are_freed(cluster: Clusters) -> None:
 
 def forget_collectives() -> None:
     """torch's flight recorder keeps the code that the last collectives were called from, graphs with it."""
+    values = [torch.zeros(1), torch.zeros(1, device=accelz.current().device)]  # each library has its own
     for _ in range(int(os.environ.get("TORCH_FR_BUFFER_SIZE", "2000"))):
-        torch.distributed.all_reduce(torch.zeros(1))
+        for value in values:
+            torch.distributed.all_reduce(value)
 
 
 @collected()
