@@ -20,6 +20,7 @@ from benchmarks import (
     chart,
     collectives,
     compiled,
+    compiled_peers,
     consolidate,
     host_peers,
     kernels,
@@ -81,8 +82,7 @@ Ranks = Annotated[int, typer.Option(min=1, max=64, help="Processes.")]
 Threads = Annotated[int, typer.Option(min=1, help="OMP threads per rank.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds of everything that is compared.")]
 Limit = Annotated[float, typer.Option(min=1, help="Seconds after which a call that hangs is a failure.")]
-
-
+Within = Annotated[float | None, typer.Option(min=0, help="Seconds after which no further round begins.")]
 Folder = Annotated[
     str | None, typer.Option(help="Folder on the disk to measure; by default that of temporary files.")
 ]
@@ -117,9 +117,7 @@ def step_(
         float | None,
         typer.Option(min=0.01, help="Gbit/s between two hosts that share the ranks (needs root)."),
     ] = None,
-    within: Annotated[
-        float | None, typer.Option(min=0, help="Seconds after which no further round begins.")
-    ] = None,
+    within: Within = None,
     json: JsonFile = None,
     markdown: MarkdownFile = None,
     name: Name = "",
@@ -226,6 +224,7 @@ def collectives_(
 
 @app.command("compiled")
 def compiled_(
+    device: Device = "cpu",
     size: Annotated[Size, typer.Option(help="Model.")] = Size.medium,
     ranks: Ranks = 2,
     threads: Threads = 1,
@@ -233,18 +232,21 @@ def compiled_(
     length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
     rounds: Rounds = 7,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn.")] = 3,
+    peer: Annotated[str, typer.Option("--peers", help="Separated by semicolons. [default: all]")] = "",
     memory: Annotated[bool, typer.Option(help="Also measure memory, on the simulated device.")] = True,
     link: Annotated[
         float | None,
         typer.Option(min=0.01, help="Gbit/s between the ranks (needs root). [default: no limit]"),
     ] = None,
     limit: Limit = 300.0,
+    within: Within = None,
     json: JsonFile = None,
     markdown: MarkdownFile = None,
     name: Name = "",
 ) -> None:
     """Stage 3 through torch.compile, with and without the fused downcast, beside eager zero and FSDP2."""
     options = compiled.CompiledOptions(
+        device=device,
         size=size.value,
         ranks=ranks,
         threads=threads,
@@ -252,9 +254,11 @@ def compiled_(
         length=length,
         rounds=rounds,
         steps=steps,
+        peers=_compiled_peers(peer),
         memory=memory,
         link=link,
         limit=limit,
+        within=within,
     )
     _report([partial(compiled.run, options)], Outputs(json, markdown, name))
 
@@ -388,6 +392,15 @@ def _peers(names: str) -> tuple[str, ...]:
     if unknown or not chosen:
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; the peers are {', '.join(known)}")
     return chosen
+
+
+def _compiled_peers(names: str) -> tuple[str, ...]:
+    chosen = [name.strip() for name in names.split(";") if name.strip()] or list(compiled_peers.PEERS)
+    unknown = [name for name in chosen if name not in compiled_peers.PEERS]
+    if unknown:
+        known = "; ".join(compiled_peers.PEERS)
+        raise typer.BadParameter(f"unknown: {'; '.join(unknown)}; the peers are {known}")
+    return tuple(chosen)
 
 
 def _modes(names: str) -> tuple[Mode, ...]:

@@ -15,12 +15,11 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when t
 
 import torch
 from torch import Tensor
-from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import accelz
 from accelz.accelerator import Accelerator
-from benchmarks import model, peers
+from benchmarks import machine, model, peers
 from benchmarks.late_streams import LateStreams
 
 Mode = Literal["default", "deterministic", "late"]
@@ -68,8 +67,7 @@ class BitsRank:
 
     def generates_code(self) -> bool:
         """Whether torch's compiler generates code for the device."""
-        init_backend_registration()
-        return get_scheduling_for_device(self._accelerator.device.type) is not None
+        return machine.generates_code(self._accelerator.device.type)
 
     def trace(self, variant: Variant, mode: Mode, steps: int) -> Trace:
         """Train for `steps` steps."""

@@ -1,9 +1,9 @@
-"""The compiled path: fp32 parameters under bf16 autocast, over gloo.
+"""The compiled path: fp32 parameters under bf16 autocast, on the CPU over gloo.
 
-It uses gloo because shared memory makes a gather nearly free, while the fused downcast reduces what travels;
-on request it uses a link that is slower than the machine's own loopback. Times are measured with generated
-code. Memory is the exact peak of the simulated device, where the inner compiler runs the operations one by
-one: resident sets on the host would include the compiler's own memory.
+It uses gloo there because shared memory makes a gather nearly free, while the fused downcast reduces what
+travels; on request it uses a link that is slower than the machine's own loopback. Times are measured with
+generated code. The CPU's memory is the exact peak of the simulated device, where the inner compiler runs the
+operations one by one: resident sets on the host would include the compiler's own memory.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ MEMORY_STEPS = 4
 class CompiledOptions:
     """Options of the benchmark.
 
-    batch: sequences per rank. steps: timed steps in a turn. link: Gbit/s that the ranks' loopback carries in
-    all; None for no limit. limit: seconds that one call may take.
+    device: the accelz backend. batch: sequences per rank. steps: timed steps in a turn. peers: some of
+    `compiled_peers.PEERS`. link: Gbit/s that the ranks' loopback carries in all; None for no limit. limit:
+    seconds that one call may take. within: seconds after which no further round begins; None for no limit.
     """
 
+    device: str = "cpu"
     size: str = "medium"
     ranks: int = 2
     threads: int = 1
@@ -38,9 +40,11 @@ class CompiledOptions:
     length: int = 128
     rounds: int = 7
     steps: int = 3
+    peers: tuple[str, ...] = tuple(PEERS)
     memory: bool = True
     link: float | None = None
     limit: float = 300.0
+    within: float | None = None
 
 
 def run(options: CompiledOptions) -> Result:
@@ -49,10 +53,13 @@ def run(options: CompiledOptions) -> Result:
     Raises JobError, and LinkError if no link can be limited.
     """
     with limited(options.link):
-        result = step.run(_step_options(options, "cpu"))
+        result = step.run(_step_options(options, options.device))
     rows = {row["peer"]: row for row in result.rows}
-    exact = options.memory and installed(EXACT_DEVICE)
-    peaks = {name: _peak(name, options) for name in PEERS if exact and not name.startswith(FSDP2)}
+    peaks = {name: row["rank_bytes"] for name, row in rows.items()}
+    if options.device == "cpu":
+        exact = options.memory and installed(EXACT_DEVICE)
+        named = [name for name in options.peers if exact and not name.startswith(FSDP2)]
+        peaks = {name: _peak(name, options) for name in named}
     settings = result.settings | {"link": options.link}
     return Result("compiled", settings, [_row(r, rows, peaks) for r in result.rows], result.notes)
 
@@ -68,9 +75,10 @@ def _step_options(options: CompiledOptions, device: str) -> step.StepOptions:
         length=options.length,
         rounds=options.rounds,
         steps=options.steps,
-        peers=tuple(PEERS),
+        peers=options.peers,
         memory=False,
         limit=options.limit,
+        within=options.within,
     )
 
 
@@ -86,10 +94,10 @@ def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, 
     name, moved = row["peer"], row["moved"] or {}
     peak, unfused = peaks.get(name), peaks.get(NOT_FUSED)
     return row | {
-        "to_unfused": _to(row, rows[NOT_FUSED]),
-        "to_eager": _to(row, rows[EAGER]),
-        "to_fsdp2": _to(row, rows[FSDP2]),
-        "to_fsdp2_autocast": _to(row, rows[FSDP2_AUTOCAST]),
+        "to_unfused": _to(row, rows.get(NOT_FUSED)),
+        "to_eager": _to(row, rows.get(EAGER)),
+        "to_fsdp2": _to(row, rows.get(FSDP2)),
+        "to_fsdp2_autocast": _to(row, rows.get(FSDP2_AUTOCAST)),
         "gathered_bytes": moved.get("all_gather"),
         "reduced_bytes": moved.get("reduce_scatter"),
         "peak_bytes": peak,
@@ -97,6 +105,8 @@ def _row(row: dict[str, Any], rows: dict[str, dict[str, Any]], peaks: dict[str, 
     }
 
 
-def _to(row: dict[str, Any], other: dict[str, Any]) -> float:
+def _to(row: dict[str, Any], other: dict[str, Any] | None) -> float | None:
     """The ratio of the medians of each round."""
+    if other is None:
+        return None
     return ratio([median(mine) for mine in row["rounds"]], [median(its) for its in other["rounds"]])

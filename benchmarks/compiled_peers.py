@@ -1,4 +1,4 @@
-"""The peers of the compiled path: fp32 parameters under bf16 autocast, over gloo."""
+"""The peers of the compiled path: fp32 parameters under bf16 autocast, on the CPU over gloo."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import accelz
 import zero
 from accelz.flat_buffer import StorageSwap
 from accelz.gloo_lanes import GlooLanes
+from benchmarks.machine import generates_code
 from benchmarks.model import Decoder
 from benchmarks.peers import ADAMW, Peer, Setting, TorchPeer, build_fsdp2
 
@@ -34,7 +35,7 @@ class AutocastPeer(Peer):
         if accelerator.device.type == "cpu":
             accelerator.collectives = GlooLanes()
             accelerator.flat_buffers = StorageSwap(accelerator.device)
-        elif compile is not None:
+        elif compile is not None and not generates_code(accelerator.device.type):
             compile = compile.model_copy(update={"inner": "aot_eager"})
         self._device = accelerator.device.type
         config = zero.Config(compile=compile, gather_dtype=gather_dtype, timeout=setting.timeout)

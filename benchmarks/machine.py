@@ -47,6 +47,14 @@ def accelerators() -> str:
     return f"{torch.accelerator.device_count()} x {name_of(0)}"
 
 
+def generates_code(device_type: str) -> bool:
+    """Whether torch's compiler generates code for a kind of device."""
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    init_backend_registration()
+    return get_scheduling_for_device(device_type) is not None
+
+
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []

@@ -175,10 +175,10 @@ LEGENDS: dict[Kind, str] = {
         "step, as whole buffers, where the peer counts them. loss error: largest relative one, from ddp."
     ),
     "compiled": (
-        "fp32 parameters under bf16 autocast (fsdp2: its bf16 policy, or autocast), over gloo. Milliseconds "
+        "fp32 parameters under bf16 autocast (fsdp2: its bf16 policy, or autocast). Milliseconds "
         "per step, of the slowest rank; ratios are taken within each round, then their median. gathered, "
-        "reduced: a rank's collectives per step, as whole buffers. peak: of device memory in steps, exact, "
-        "on the simulated device with operations run one by one."
+        "reduced: a rank's collectives per step, as whole buffers. peak: of device memory in steps; of "
+        "the CPU's peers, exact, on the simulated device with operations run one by one."
     ),
     "offload": (
         "Of the slowest rank, bf16 AdamW, gradients there already; ratios are taken within each round. raw "
@@ -230,9 +230,11 @@ def title(result: Result) -> str:
         )
     if result.kind == "compiled":
         link = "" if s["link"] is None else f" at {s['link']:g} Gbit/s"
+        where = s.get("device", "cpu")
+        over = f" over gloo{link}" if where == "cpu" else f" on {where}"
         return (
             f"compiled: {s['size']} ({s['parameters'] / 1e6:.1f} M parameters), "
-            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')} over gloo{link}, "
+            f"{_count(s['ranks'], 'rank')} × {_count(s['threads'], 'thread')}{over}, "
             f"batch {s['batch']} × {s['length']} per rank"
         )
     if result.kind == "offload":

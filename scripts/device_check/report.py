@@ -89,7 +89,7 @@ def _details(outcome: Outcome) -> list[str]:
     elif "traceback" in detail:
         lines += ["```", detail["traceback"], "```"]
     elif "rows" in detail:
-        ratio = "to_plain" if outcome.name == "step" else "to_fsdp2-host"
+        ratio = {"offload": "to_fsdp2-host", "compiled": "to_fsdp2"}.get(outcome.name, "to_plain")
         keys = ("peer", "median", ratio, "rank_bytes", "last_loss", "loss_error")
         lines += [f"Launches: {detail['settings']['launches']}.", *_table(detail["rows"], keys)]
     elif "failures" in detail:
