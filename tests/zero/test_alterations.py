@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.models import WIDTH, features
+from tests.zero.models import WIDTH, device_of, features
 
 STEPS = 3
 
@@ -152,7 +153,7 @@ def assigned_body(context: Context, stage: int, precision: str) -> dict[str, Any
             engine(features(0, 0, model))  # with what is shown
         found["told"] = [str(w.message) for w in told]
     wrong = pytest.raises(
-        zero.ModelError, match=r"the memory of 1\.linear\.weight is no longer the engine's\."
+        zero.ModelError, match=r"parameter '1\.linear\.weight' was .* Resize embeddings, .* before zero\.init"
     )
     with wrong, zero.gathered(model, write_rank=0):
         model[0].linear.weight.data = torch.zeros_like(model[0].linear.weight)
@@ -181,6 +182,37 @@ def test_data_assigned_in_a_block_is_written_or_told(cluster: Clusters, stage: i
         assert "pass write_rank=" in found["told"][0]
         assert found["computes"]
         assert found["trains"]
+
+
+def resized_body(context: Context, stage: int) -> dict[str, str]:
+    """What a program is told that resizes an embedding as transformers does, and then as it is told to."""
+    model = careless()
+    engine = build(model, stage=stage)
+    table, found = model[0].table, {}
+
+    def told(block: AbstractContextManager[None]) -> str:
+        with warnings.catch_warnings(action="error"), pytest.raises(zero.ZeroError) as caught, block:
+            table.weight.data = torch.cat([table.weight.data, table.weight.data[:2]])
+        return str(caught.value)
+
+    if stage == 3:
+        found["at once"] = told(nullcontext())
+    found["read only"] = told(zero.gathered(model))
+    found["written"] = told(zero.gathered(model, write_rank=0))
+    train(engine, context)
+    model[1].table.weight = nn.Parameter(torch.zeros(WIDTH + 2, WIDTH, device=device_of(model)))
+    with pytest.raises(zero.ModelError) as caught:
+        train(engine, context)
+    return {**found, "replaced": str(caught.value)}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whoever_resizes_too_late_is_sent_before_initialize(cluster: Clusters, stage: int) -> None:
+    for found in cluster(2).run(resized_body, stage=stage):
+        for message in found.values():
+            assert "esize embeddings" in message
+            assert "before zero.initialize" in message
+            assert "write_rank" not in message
 
 
 class Momentum(nn.Module):
@@ -239,7 +271,7 @@ def frozen_body(context: Context, stage: int, path: str) -> dict[str, bool]:
     found["in a block"] = same(engine.state_dict())
     model.key[0].weight.data = model.key[0].weight.data.half()
     with pytest.raises(
-        zero.ModelError, match=r"the memory of key\.0\.weight is no longer the engine's\. It was replaced"
+        zero.ModelError, match=r"parameter 'key\.0\.weight' was .*float32.* was given values of .*float16"
     ):
         engine.state_dict()
     return found

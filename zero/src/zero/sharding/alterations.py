@@ -44,6 +44,20 @@ def replaced(names: Sequence[str]) -> ModelError:
     return ModelError(f"the memory of {some(names)} is no longer the engine's. {_REPLACED}")
 
 
+def reshaped(name: str, before: Tensor, now: Tensor) -> ModelError:
+    """Make the error for a parameter that was given values of another shape, dtype or device."""
+    return ModelError(
+        f"parameter {name!r} was {_form(before)} at zero.initialize and was given values of {_form(now)}, "
+        "for which the engine has neither shards nor optimizer state. Resize embeddings, convert and move "
+        "the model before zero.initialize; to do so now, take engine.state_dict() and build model, optimizer "
+        "and engine anew"
+    )
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
 def changed_since() -> UsageError:
     """A backward comes to a forward that has computed with other weights."""
     return UsageError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accelz.flat_buffer import FlatBuffer, rebind
-from zero.sharding.alterations import elsewhere, replaced
+from zero.sharding.alterations import elsewhere, reshaped
 
 
 class Binding:
@@ -35,7 +35,14 @@ class Binding:
     def check_fits(self, index: int) -> None:
         """Raise ModelError if the values that a parameter was given have another shape, dtype or device."""
         if not self._fits(index):
-            raise replaced([self._names[index]])
+            values, view = self._both(index)
+            raise reshaped(self._names[index], view, values)
+
+    def check_shape(self, index: int) -> None:
+        """Raise ModelError if the values that a parameter was given have another shape."""
+        values, view = self._both(index)
+        if values.shape != view.shape:
+            raise reshaped(self._names[index], view, values)
 
     def take_in(self, index: int) -> None:
         """Copy the values that a parameter was given in other memory to the group's memory, and rebind it."""
@@ -44,8 +51,9 @@ class Binding:
         rebind(self.buffer.parameters[index], view)
 
     def differs(self, index: int) -> bool:
-        """Return whether a parameter's values differ from the group's."""
-        return not (self._fits(index) and torch.equal(*self._both(index)))
+        """Return whether a parameter's values differ from the group's, in anything but their shape."""
+        values, view = self._both(index)
+        return values.shape == view.shape and not (self._fits(index) and torch.equal(values, view))
 
     def _fits(self, index: int) -> bool:
         values, view = self._both(index)

@@ -135,7 +135,8 @@ def _first_sharded(args: Iterable[Any], kwargs: dict[str, Any] | None) -> Sharde
 
 SHARDED = (
     "which is sharded over the ranks. Call its module (not module.forward), or read it inside `with "
-    "zero.gathered(parameter):`; engine.state_dict() has the whole model"
+    "zero.gathered(parameter):`; engine.state_dict() has the whole model. Resize embeddings, convert and "
+    "wrap layers before zero.initialize"
 )
 ANEW = "free the model and the optimizer, and build them again"
 LOST = f"which a failed zero.initialize left incomplete: {ANEW}"

@@ -157,6 +157,11 @@ class FullParameters(Uncopied):
         if lost:
             warnings.warn(f"the values of {some(lost)} {_LOST}", RuntimeWarning, stacklevel=5)
 
+    def check_shapes(self, names: Sequence[str]) -> None:
+        """Raise ModelError if a held parameter was given values of another shape."""
+        for _, group, index in map(self.locate, names):
+            group.binding.check_shape(index)
+
     def write_back(self, names: Sequence[str], source: int) -> None:
         """Write held parameters' values from rank `source` into every rank's shards and masters.
 
@@ -236,5 +241,6 @@ def spread_buffer(communicator: Communicator, name: str, buffer: Tensor) -> None
 
 _LOST = (
     "that were assigned to `.data` inside zero.gathered() are dropped at the end of the block, and the "
-    "engine's values are back: pass write_rank=<the rank that writes> to keep them"
+    "engine's values are back: to keep them, pass write_rank=<the rank that writes> and let them have the "
+    "dtype and the device that the parameters have"
 )

@@ -116,6 +116,8 @@ def _gathered(
         versions = {p: p._version for mine in owners.values() for p in mine}
         yield
         if write_rank is None:
+            for full, mine in names.items():
+                full.check_shapes(mine)
             _check_unchanged(versions)
         else:
             for full, mine in names.items():
