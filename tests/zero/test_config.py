@@ -287,6 +287,7 @@ def test_the_public_face_is_frozen() -> None:
         "is_boundary",
         "grad_norm",
         "loss_scale",
+        "skipped_steps",
         "traffic",
         "rank",
         "world_size",

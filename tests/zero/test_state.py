@@ -28,7 +28,7 @@ from tests.zero.test_parity import fresh, language_loss
 from tests.zero.test_paths import STRAIGHT
 from tests.zero.training import adamw, train_zero
 from zero.deferred import deferred_init
-from zero.migration_hints import MIGRATION_HINTS
+from zero.migration_hints import ARGUMENT_HINTS, MIGRATION_HINTS
 
 
 def gathered_body(context: Context, stage: int, precision: str) -> dict[str, Any]:
@@ -741,12 +741,12 @@ def test_the_optimizer_stays_the_users(cluster: Clusters) -> None:
         assert found["lr 0"]
 
 
-def loss_scale_body(context: Context) -> dict[str, Any]:
+def loss_scale_body(context: Context, path: str) -> dict[str, Any]:
     """Dynamic loss scaling: overflow skips the step and halves the scale, a run of good steps doubles it."""
     model = fresh()
     config = zero.Config(precision="fp16", loss_scale_window=2, timeout=10)
     engine = zero.initialize(model, adamw(model), config)
-    scales, kept = [], []
+    scales, kept, counted = [], [], []
 
     def step(factor: float) -> None:
         weights = engine.full_master("blocks.0.up.weight")
@@ -755,16 +755,29 @@ def loss_scale_body(context: Context) -> dict[str, Any]:
         assert engine.loss_scale is not None
         scales.append(engine.loss_scale.item())
         kept.append(torch.equal(weights, engine.full_master("blocks.0.up.weight")))
+        counted.append(engine.skipped_steps)
 
     for factor in (1.0, 1.0, 1e30 if context.rank == 0 else 1.0, 1.0, 1.0, 1.0):
         step(factor)
     state = engine.full_optimizer_state("blocks.0.up.weight")
-    return {"scales": scales, "kept": kept, "step": state["step"].item(), "steps": engine.steps}
+    engine.save_checkpoint(path)
+    engine.backward(language_loss(model, 0, context.rank) * math.inf)
+    engine.step()
+    counted.append(engine.skipped_steps)
+    engine.load_checkpoint(path)
+    counted.append(engine.skipped_steps)
+    return {
+        "scales": scales,
+        "kept": kept,
+        "counted": counted,
+        "step": state["step"].item(),
+        "steps": engine.steps,
+    }
 
 
-def test_dynamic_loss_scale(cluster: Clusters) -> None:
+def test_dynamic_loss_scale(cluster: Clusters, tmp_path: Path) -> None:
     """One rank's overflow skips the step on all; skipped steps do not count for Adam."""
-    for found in cluster(2).run(loss_scale_body):
+    for found in cluster(2).run(loss_scale_body, path=str(tmp_path / "saved")):
         scales = found["scales"]
         skipped = found["kept"]
         assert skipped[2]
@@ -774,6 +787,33 @@ def test_dynamic_loss_scale(cluster: Clusters) -> None:
         assert any(b == 2 * a for a, b in itertools.pairwise(scales))
         assert found["step"] == 6 - sum(skipped)
         assert found["steps"] == 6
+        counted = list(itertools.accumulate(skipped))
+        assert found["counted"] == [*counted, counted[-1] + 1, counted[-1]]
+
+
+def norm_body(context: Context) -> list[bool]:
+    """Whether there is a norm: before, between and after the micro-batches of two steps, and in a hook."""
+    model = fresh()
+    optimizer, told = adamw(model), []
+    engine = zero.initialize(
+        model, optimizer, zero.Config(clip_norm=1.0, gradient_accumulation_steps=2, timeout=10)
+    )
+    optimizer.register_step_pre_hook(lambda *_: told.append(engine.grad_norm is not None))
+    for step in range(4):
+        told.append(engine.grad_norm is not None)
+        engine.backward(language_loss(model, step, context.rank))
+        told.append(engine.grad_norm is not None)
+        engine.step()
+    told.append(engine.grad_norm is not None)
+    assert engine.skipped_steps == 0
+    return told
+
+
+def test_a_norm_is_that_of_this_step_or_none(cluster: Clusters) -> None:
+    before, between, there = False, False, True
+    first = [before, between, between, between, there]
+    for told in cluster(2).run(norm_body):
+        assert told == [*first, there, between, between, between, there, there]
 
 
 def fixed_scale_body(context: Context, path: str) -> tuple[float, float]:
@@ -913,6 +953,21 @@ def habits_body(context: Context) -> dict[str, str]:
         with pytest.raises(AttributeError) as caught:
             getattr(engine, name)
         found[name] = str(caught.value)
+    loss = model(torch.zeros(1, 4, device=device_of(model))).sum()
+    positional = {
+        "backward": (loss,),
+        "load_state_dict": ({},),
+        "save_checkpoint": ("",),
+        "load_checkpoint": ("",),
+    }
+    for method, hints in ARGUMENT_HINTS.items():
+        for name, hint in hints.items():
+            with pytest.raises(zero.UsageError) as refused:
+                getattr(engine, method)(*positional.get(method, ()), **{name: None})
+            assert str(refused.value) == f"engine.{method}() takes no {name}=: {hint}"
+    with pytest.raises(TypeError, match="such_thing"):
+        engine.backward(loss, such_thing=True)  # type: ignore[call-arg]
+    engine.backward(loss)
     return found
 
 
@@ -921,6 +976,7 @@ def test_names_of_other_engines_say_what_to_write(cluster: Clusters) -> None:
     assert "set zero.Config(clip_norm=...)" in found["clip_grad_norm_"]
     assert "use engine.module.parameters" in found["parameters"]
     assert "use engine.module.in_features" in found["in_features"]
+    assert "engine.backward(loss_a + loss_b) once" in ARGUMENT_HINTS["backward"]["retain_graph"]
     assert found["no_such_thing"] == "a zero.Engine has no attribute 'no_such_thing'"
     assert all(found[name].endswith(said) for name, said in MIGRATION_HINTS.items())
     assert "Engine of Linear" in found["repr"]

@@ -27,7 +27,7 @@ from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
 from zero.hooks.model_hooks import ModelHooks
 from zero.integrity import Integrity
-from zero.migration_hints import missing
+from zero.migration_hints import explained, missing
 from zero.offload.memory_report import MemoryReport
 from zero.offload.memory_tracer import MemoryTracer
 from zero.offload.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy, asking_to_repeat
@@ -53,7 +53,7 @@ class Engine:
     """Trains a sharded model; made by `zero.initialize`.
 
     module: the model. optimizer: the user's own object; where there are several, one object that has the
-    param_groups of all of them. steps: optimizer steps taken, skipped ones included.
+    param_groups of all of them. steps: optimizer steps taken, skipped ones included (see `skipped_steps`).
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         raise missing(name, self.__dict__.get("module"))  # called for what is not there only
 
+    @explained
     def backward(self, loss: Tensor) -> None:
         """Run autograd from `loss` (one element) and reduce the gradients.
 
@@ -154,6 +155,7 @@ class Engine:
                 f"{self.config.gradient_accumulation_steps} times: call engine.step() first, or "
                 "engine.zero_grad() to drop these gradients"
             )
+        self._factor.norm = None
         try:
             last = self._micro_steps + 1 == self.config.gradient_accumulation_steps
             with self._model_hooks.backward(last), self._placement.repeating():
@@ -176,6 +178,7 @@ class Engine:
             self._recover()
             raise
 
+    @explained
     def step(self) -> bool:
         """Update the parameters once the micro-batches of an optimizer step are complete.
 
@@ -205,6 +208,7 @@ class Engine:
         self._model_hooks.after_step()
         return True
 
+    @explained
     def zero_grad(self) -> None:
         """Drop the gradients of all micro-batches since the last optimizer step."""
         if self._micro_steps:
@@ -231,7 +235,8 @@ class Engine:
     def grad_norm(self) -> Tensor | None:
         """The global L2 norm of the gradient at the last step, before clipping, 0-dim fp32.
 
-        None unless clip_norm or a loss scale needs it. Reading it as a number waits for the device.
+        None unless clip_norm or a loss scale needs it, and from backward() until step() has measured it.
+        Reading it as a number waits for the device.
         """
         return None if self._factor.norm is None else self._factor.norm.clone()
 
@@ -239,6 +244,14 @@ class Engine:
     def loss_scale(self) -> Tensor | None:
         """The loss scale, 0-dim fp32 on the device; None if there is none, see `Config`."""
         return None if self._loss_scale is None else self._loss_scale.scale.clone()
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of `steps` changed nothing because gradients overflowed; 0 without a loss scale.
+
+        With one, reading it waits for the device.
+        """
+        return 0 if self._loss_scale is None else int(self._loss_scale.skipped)
 
     @property
     def traffic(self) -> Traffic:
@@ -285,6 +298,7 @@ class Engine:
 
     # -- whole values (collective: every rank must call these) ------------------------------------------
 
+    @explained
     def state_dict(self, master: bool = False) -> dict[str, Any]:
         """Return the whole model in rank 0's host memory, and {} on other ranks.
 
@@ -298,6 +312,7 @@ class Engine:
         self._communicator.check()
         return state
 
+    @explained
     def load_state_dict(self, state: Mapping[str, Any] | None, strict: bool = True) -> None:
         """Load a whole model from rank 0's `state` (ignored on other ranks) into shards and masters.
 
@@ -349,6 +364,7 @@ class Engine:
         self._integrity.check_complete()
         return self._optimizer_state.of(name)
 
+    @explained
     def save_checkpoint(
         self,
         path: str | Path,
@@ -376,6 +392,7 @@ class Engine:
         rank, given = rank_state or {}, state or {}
         self._checkpoints.save(path, self.steps, given, rank, keep_last, async_, self._check_savable)
 
+    @explained
     def load_checkpoint(
         self,
         path: str | Path,

@@ -102,13 +102,12 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
     """The manifest's members that rank 0 knows; tensors that only rank 0 writes are added to `parts`."""
     entries = entries_of(engine.module)
     groups = [group for unit in engine.units for group in unit.groups]
-    scale = engine.loss_scale
     parts.extend(part for group in groups for part in _empty_parameters(group))
     return {
         "world_size": engine.world_size,
         "stage": engine.config.stage,
         "precision": engine.config.precision,
-        "loss_scale": scale and {"scale": scale.scale.item(), "good_steps": scale.good_steps.item()},
+        "loss_scale": engine.loss_scale and _loss_scale(engine.loss_scale),
         "optimizer": {
             "kind": kind_of(engine.sharded_optimizer.optimizer),
             "of_groups": kinds_of_groups(engine.sharded_optimizer.optimizer),
@@ -220,6 +219,14 @@ def _buffers(buffers: Mapping[str, Tensor], parts: list[Part]) -> list[str]:
         plain = value.detach().resolve_conj().resolve_neg().contiguous()
         parts.append(Part(model_key(name), tuple(value.shape), plain.view(-1)))
     return list(buffers)
+
+
+def _loss_scale(scale: LossScale) -> dict[str, float | int]:
+    return {
+        "scale": scale.scale.item(),
+        "good_steps": scale.good_steps.item(),
+        "skipped_steps": int(scale.skipped),
+    }
 
 
 def _param_groups(optimizer: torch.optim.Optimizer, parts: list[Part]) -> list[dict[str, Any]]:

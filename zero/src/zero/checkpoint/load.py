@@ -161,7 +161,7 @@ class _Load:
         """Restore the loss scale and the caller's objects."""
         scale, saved = self._engine.loss_scale, self._manifest.loss_scale
         if scale is not None and saved is not None and not self._options.weights_only:
-            scale.restore(saved.scale, saved.good_steps)
+            scale.restore(saved.scale, saved.good_steps, saved.skipped_steps)
         for name, value in self._options.restore.items():
             value.load_state_dict(self._state[name])
 

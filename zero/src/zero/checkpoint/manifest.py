@@ -145,8 +145,11 @@ class OptimizerEntry(_Record):
 
 
 class LossScaleEntry(_Record):
+    """skipped_steps: how many of the steps taken were skipped."""
+
     scale: float
     good_steps: float
+    skipped_steps: Count = 0
 
 
 class RankEntry(_Record):

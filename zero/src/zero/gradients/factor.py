@@ -21,7 +21,7 @@ _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 class GradientFactor:
     """norm: 0-dim fp32, the norm of the gradients at the last step, before clipping; overwritten at the next
-    step. None where nothing asks for it."""
+    step. None where nothing asks for it, and before it is measured."""
 
     def __init__(
         self,

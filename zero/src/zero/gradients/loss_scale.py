@@ -21,12 +21,13 @@ LEAST, MOST = 2.0**-24, 2.0**24
 class LossScale:
     """scale: 0-dim fp32 on the device; the loss is multiplied by it. window: good steps before it doubles.
 
-    good_steps: 0-dim, their number since the scale last changed. fixed: whether the given scale is kept for
-    ever.
+    good_steps: 0-dim, their number since the scale last changed. skipped: 0-dim, how many steps were skipped
+    so far. fixed: whether the given scale is kept for ever.
     """
 
     def __init__(self, accelerator: Accelerator, initial: float, window: int, fixed: bool) -> None:
-        self.scale, self.good_steps, self._factor = scalars(accelerator, "for the loss scale", 3)
+        numbers = scalars(accelerator, "for the loss scale", 4)
+        self.scale, self.good_steps, self.skipped, self._factor = numbers
         self.scale.fill_(initial)
         self._window = window
         self._fixed = fixed
@@ -41,8 +42,9 @@ class LossScale:
         initial = INITIAL_SCALE if dynamic else float(scale)
         return cls(accelerator, initial, config.loss_scale_window, fixed=not dynamic)
 
-    def restore(self, scale: float, good_steps: float) -> None:
+    def restore(self, scale: float, good_steps: float, skipped: int) -> None:
         """Go on with the values of a checkpoint; a fixed scale stays as it is."""
+        self.skipped.fill_(skipped)
         if not self._fixed:
             self.scale.fill_(scale).clamp_(LEAST, MOST)
             self.good_steps.fill_(good_steps)
@@ -52,6 +54,7 @@ class LossScale:
 
         Works in place, so that it cannot run out of memory: the weights have already changed.
         """
+        self.skipped.add_(overflow)
         if self._fixed:
             return
         torch.sub(1, overflow, out=self._factor)
