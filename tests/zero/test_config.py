@@ -260,6 +260,7 @@ def test_the_public_face_is_frozen() -> None:
         "ConfigError",
         "CorruptCheckpointError",
         "Engine",
+        "GradientOverflowError",
         "Lion",
         "ModelError",
         "Offload",

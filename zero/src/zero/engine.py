@@ -24,6 +24,7 @@ from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
 from zero.gradients.group_gradients import GradientPolicy
 from zero.gradients.loss_scale import LossScale
+from zero.gradients.overflow_watch import OverflowWatch
 from zero.gradients.reducer import GradientReducer
 from zero.hooks.model_hooks import ModelHooks
 from zero.integrity import Integrity
@@ -78,6 +79,9 @@ class Engine:
         self._micro_steps = 0
         self._tracer = tracer = MemoryTracer(accelerator, units)
         self._loss_scale = LossScale.of(config, accelerator)
+        self._overflow = (
+            None if self._loss_scale is None else OverflowWatch(self._loss_scale, accelerator, communicator)
+        )
         self._factor = GradientFactor(config, communicator, self._loss_scale, accelerator)
         expected = self._factor.expected if config.tiers.overlap else None
         trainable = [g for u in units for g in u.groups if g.trainable]
@@ -105,7 +109,7 @@ class Engine:
         own(module, self._full_parameters)
         policy, settings = GradientPolicy.of(config, communicator.group.size), partial(scheduled, optimizer)
         self._reducer = reducer = GradientReducer(
-            units, stores, communicator, policy, sharded.gradient_observer, settings
+            units, stores, communicator, policy, sharded.gradient_observer, settings, self._overflow
         )
         self._model_hooks = ModelHooks(
             module, config, stores, communicator, units, integrity, sharded, reducer, tracer
@@ -183,8 +187,9 @@ class Engine:
         """Update the parameters once the micro-batches of an optimizer step are complete.
 
         Returns whether this call was an optimizer step; before the last micro-batch it does nothing. With
-        a loss scale, a step whose gradients overflow changes nothing but the scale. Inside `zero.gathered`
-        it raises UsageError, and may be called again after the block.
+        a loss scale, a step whose gradients overflow changes nothing but the scale; after 20 of them in a row
+        rank 0 warns, and after every 100 GradientOverflowError is raised, on every rank. Inside
+        `zero.gathered` it raises UsageError, and may be called again after the block.
         """
         if not self._micro_steps:
             raise UsageError("step() without backward(): call engine.backward(loss) first")
@@ -206,6 +211,8 @@ class Engine:
         self._tracer.end()
         self._placement.after_step()
         self._model_hooks.after_step()
+        if self._overflow is not None:
+            self._overflow.after_step()
         return True
 
     @explained

@@ -33,6 +33,10 @@ class UsageError(ZeroError):
     """The engine was called in a meaningless order, such as step() without backward()."""
 
 
+class GradientOverflowError(ZeroError):
+    """Gradients have overflowed in so many steps in a row that nothing is trained any more."""
+
+
 class StateError(ZeroError):
     """A state dict or checkpoint does not fit the model or the optimizer."""
 

@@ -22,12 +22,13 @@ class LossScale:
     """scale: 0-dim fp32 on the device; the loss is multiplied by it. window: good steps before it doubles.
 
     good_steps: 0-dim, their number since the scale last changed. skipped: 0-dim, how many steps were skipped
-    so far. fixed: whether the given scale is kept for ever.
+    so far; in_a_row: 0-dim, those since the last that was not. fixed: whether the given scale is kept for
+    ever.
     """
 
     def __init__(self, accelerator: Accelerator, initial: float, window: int, fixed: bool) -> None:
-        numbers = scalars(accelerator, "for the loss scale", 4)
-        self.scale, self.good_steps, self.skipped, self._factor = numbers
+        numbers = scalars(accelerator, "for the loss scale", 5)
+        self.scale, self.good_steps, self.skipped, self.in_a_row, self._factor = numbers
         self.scale.fill_(initial)
         self._window = window
         self._fixed = fixed
@@ -45,6 +46,7 @@ class LossScale:
     def restore(self, scale: float, good_steps: float, skipped: int) -> None:
         """Go on with the values of a checkpoint; a fixed scale stays as it is."""
         self.skipped.fill_(skipped)
+        self.in_a_row.zero_()
         if not self._fixed:
             self.scale.fill_(scale).clamp_(LEAST, MOST)
             self.good_steps.fill_(good_steps)
@@ -55,6 +57,7 @@ class LossScale:
         Works in place, so that it cannot run out of memory: the weights have already changed.
         """
         self.skipped.add_(overflow)
+        self.in_a_row.add_(1).mul_(overflow)
         if self._fixed:
             return
         torch.sub(1, overflow, out=self._factor)

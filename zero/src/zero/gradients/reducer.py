@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from accelz.flat_buffer import HOST, FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
+from zero.gradients.overflow_watch import OverflowWatch
 from zero.gradients.replica_sums import ReplicaSums
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.units import PERSISTENT, ROOT
@@ -59,7 +60,7 @@ class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
     observer: told what becomes of gradients. settings(): see `Communicator.agree`; called at the end of a
-    backward.
+    backward. overflow: shown gradients when it asks for them; None without a loss scale.
     """
 
     def __init__(
@@ -70,12 +71,14 @@ class GradientReducer:
         policy: GradientPolicy,
         observer: GradientObserver,
         settings: Callable[[], Mapping[str, Any]],
+        overflow: OverflowWatch | None,
     ) -> None:
         self._stores = stores
         self._communicator = communicator
         self._policy = policy
         self._observer = observer
         self._settings = settings
+        self._overflow = overflow
         self.all: tuple[GroupGradients, ...] = tuple(
             GroupGradients(group, unit, stores, policy)
             for unit in units
@@ -251,6 +254,8 @@ class GradientReducer:
         gradients.seal()
         whole = gradients.detach_whole()
         data = whole.data
+        if self._overflow is not None and self._overflow.looking:
+            self._overflow.look(gradients, data)
         group, unit = gradients.group, gradients.unit.name
         result, handle = data, None
         if group.shards > 1:

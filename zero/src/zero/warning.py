@@ -1,0 +1,31 @@
+"""How zero warns: once per job of what concerns all ranks, at the program's line that led there."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+_PACKAGES = [spec.origin for name in ("zero", "accelz", "torch") if (spec := find_spec(name)) and spec.origin]
+_INSIDE = (*(f"{Path(origin).parent}/" for origin in _PACKAGES), contextlib.__file__)
+"""Beginnings of files whose lines are not the program's."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning, *, rank: int = 0) -> None:
+    """Warn the user.
+
+    rank: of what concerns all ranks alike, this rank's number in the engine's job; only rank 0 warns. Leave
+    it out for what concerns this rank alone, or what no other rank may know of.
+    """
+    if rank == 0:
+        warnings.warn(message, category, stacklevel=_depth())
+
+
+def _depth() -> int:
+    """Return the stacklevel, for the caller, of the nearest line that is not inside the packages."""
+    frame, depth = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, depth = frame.f_back, depth + 1
+    return depth
