@@ -7,7 +7,6 @@ raises becomes a row with the reason. It never makes anything else crash.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +16,7 @@ from typing import Any
 
 import pluggy
 
-from accelz import hooks
+from accelz import hooks, machine
 from accelz.errors import BackendError
 from accelz.hooks import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendDescriptor, Probe
 
@@ -76,7 +75,7 @@ def disabled_names(environ: Mapping[str, str]) -> frozenset[str]:
 def _warn_of_unknown(disabled: Iterable[str]) -> None:
     names = {entry.name for entry in installed()}
     for name in sorted(set(disabled) - names):
-        warnings.warn(
+        machine.warn(
             f"ACCELZ_DISABLE names {name!r}, and no installed backend has that name; write names as for "
             f"ACCELZ_DEVICE: {', '.join(sorted(names)) or 'none is installed'}",
             stacklevel=3,

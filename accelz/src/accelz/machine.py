@@ -1,9 +1,10 @@
-"""Which machine a process is on."""
+"""Which machine a process is on, and which of its processes speaks of it."""
 
 from __future__ import annotations
 
 import os
 import platform
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,3 +19,12 @@ def machine() -> list[Any]:
     boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
     processes = os.readlink(_PROCESSES) if _PROCESSES.exists() else ""
     return [platform.node(), boot, processes, os.getuid()]
+
+
+def warn(message: str, category: type[Warning] = UserWarning, stacklevel: int = 1) -> None:
+    """Warn of what concerns every rank on this machine alike: only the first of them does, by LOCAL_RANK.
+
+    stacklevel: as for `warnings.warn`.
+    """
+    if os.environ.get("LOCAL_RANK", "").strip() in ("", "0"):
+        warnings.warn(message, category, stacklevel=stacklevel + 1)

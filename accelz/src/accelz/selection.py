@@ -5,11 +5,10 @@ from __future__ import annotations
 import difflib
 import os
 import threading
-import warnings
 from collections.abc import Mapping
 from functools import cache
 
-from accelz import discovery, hardware_hints
+from accelz import discovery, hardware_hints, machine
 from accelz.accelerator import Accelerator
 from accelz.discovery import BackendRow, Status
 from accelz.errors import BackendError, BackendNotFoundError, BackendUnavailableError, SelectionError
@@ -139,7 +138,7 @@ def _confirm(selected: Accelerator, name: str) -> Accelerator:
 
 def _warn_missing(rows: list[BackendRow]) -> None:
     for hint in hardware_hints.missing_backends({row.name for row in rows}):
-        warnings.warn(
+        machine.warn(
             f"a {hint.backend} device seems to be present but its backend is not installed: "
             f"pip install {hint.distribution} (or set ACCELZ_DEVICE to silence this)",
             stacklevel=4,
@@ -153,7 +152,7 @@ def _warn_broken(rows: list[BackendRow]) -> None:
     """
     for row in rows:
         if row.status is Status.BROKEN:
-            warnings.warn(
+            machine.warn(
                 f"backend {row.name!r} ({row.distribution}) is broken and was skipped: {row.reason} (set "
                 "ACCELZ_DEVICE, or ACCELZ_DISABLE to skip it without this warning)",
                 stacklevel=4,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
 from ctypes import CDLL, POINTER, Structure, c_char_p, c_double, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 import accelz_cpu
+from accelz import machine
 
 ABI = 5
 LIBRARY = "libaccelz_cpu.so"
@@ -144,7 +144,7 @@ def _load(path: Path) -> CDLL:
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(
+    machine.warn(
         f"accelz-cpu runs on plain torch and gloo, which is slower: {reason}. With a C++ compiler and CMake "
         "installed, run: pip install --force-reinstall --no-cache-dir accelz-cpu (pip caches what it built "
         "without them)",

@@ -11,12 +11,12 @@ import hashlib
 import importlib
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelz import machine
 from accelz_cuda import kernels
 
 # No contraction, so that an element gets the same bits in a vector as alone, whatever the alignment.
@@ -161,7 +161,7 @@ class CubinCache:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            machine.warn(
                 f"compiled kernels cannot be cached in {self.folder}, so every process compiles its own: "
                 f"{error}; set ACCELZ_CACHE_DIR to a writable folder",
                 RuntimeWarning,

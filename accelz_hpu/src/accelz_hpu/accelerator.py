@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import replace
 
 import torch
 
+from accelz import machine
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
 from accelz.collectives import Collectives
@@ -121,6 +121,6 @@ def _capabilities(lazy: bool) -> Capabilities:
 def _kernels(lazy: bool) -> Kernels:
     operator = getattr(torch.ops.hpu, OPERATOR, None)
     if operator is None:
-        warnings.warn(f"this bridge has no torch.ops.hpu.{OPERATOR}: AdamW uses torch's own", stacklevel=2)
+        machine.warn(f"this bridge has no torch.ops.hpu.{OPERATOR}: AdamW uses torch's own", stacklevel=2)
         return Kernels()
     return HpuKernels(operator, lazy)

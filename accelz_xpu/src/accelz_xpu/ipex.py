@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from importlib.util import find_spec
+
+from accelz import machine
 
 NAME = "intel_extension_for_pytorch"
 
@@ -19,7 +20,7 @@ def use_ipex() -> bool:
     try:
         importlib.import_module(NAME)
     except (Exception, SystemExit) as error:  # its version check calls os.exit, an AttributeError
-        warnings.warn(
+        machine.warn(
             f"{NAME} is installed but not used: {type(error).__name__}: {error}. Its last release is for "
             "torch 2.8; uninstall it to avoid this warning",
             stacklevel=2,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
+from accelz import machine
 from accelz.memory import MemoryStats
 from accelz.torch_device import ActiveMemory
 
@@ -26,7 +26,7 @@ class XpuMemory(ActiveMemory):
                 return super().stats()
             except RuntimeError as error:
                 self._tells_free = False
-                warnings.warn(
+                machine.warn(
                     f"the device does not report its free memory ({error}); what other processes use is "
                     "counted as free",
                     stacklevel=2,

@@ -229,7 +229,8 @@ class Stubborn(nn.Sequential):
 
 def odd_models_body(context: Context, path: str) -> list[str]:
     """A model whose state dict cannot be looked at, and one that has lost a part."""
-    with pytest.warns(UserWarning, match=r"model\.state_dict\(\) raises TypeError"):
+    told = pytest.warns(UserWarning, match=r"model\.state_dict\(\) raises TypeError")
+    with told if context.rank == 0 else nullcontext():
         engine = engine_of(Stubborn(nn.Linear(8, 8), nn.Linear(8, 8)))
     step(engine)
     lost = engine_of(nn.Sequential(layers(), nn.Linear(8, 8)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +40,7 @@ from zero.settings.paths import as_path
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.stores import Stores
+from zero.warning import warn
 from zero.whole import model_state
 from zero.whole.full_parameters import FullParameters
 from zero.whole.gathered import own
@@ -201,7 +201,7 @@ class Engine:
         self._tracer.begin_update()
         factors = self._factor.complete(self._reducer)
         if not any(True for _ in self._reducer.used()):
-            warnings.warn(_NOTHING_TO_STEP, RuntimeWarning, stacklevel=2)
+            warn(_NOTHING_TO_STEP, RuntimeWarning, rank=self.rank)
         self._raise_disk_errors()
         with self._changing_weights({have.unit for have in self._reducer.all if have.used}):
             self._update(*factors)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,14 +16,32 @@ _INSIDE = (*(f"{Path(origin).parent}/" for origin in _PACKAGES), contextlib.__fi
 """Beginnings of files whose lines are not the program's."""
 
 
+Held = tuple[str, type[Warning]]
+_held: ContextVar[list[Held] | None] = ContextVar("held", default=None)
+
+
 def warn(message: str, category: type[Warning] = UserWarning, *, rank: int = 0) -> None:
     """Warn the user.
 
     rank: of what concerns all ranks alike, this rank's number in the engine's job; only rank 0 warns. Leave
     it out for what concerns this rank alone, or what no other rank may know of.
     """
-    if rank == 0:
+    held = _held.get()
+    if held is not None:
+        held.append((message, category))
+    elif rank == 0:
         warnings.warn(message, category, stacklevel=_depth())
+
+
+@contextmanager
+def held_back() -> Iterator[list[Held]]:
+    """Hold back the block's warnings, for the caller to give once it knows which rank this is."""
+    held: list[Held] = []
+    token = _held.set(held)
+    try:
+        yield held
+    finally:
+        _held.reset(token)
 
 
 def _depth() -> int:

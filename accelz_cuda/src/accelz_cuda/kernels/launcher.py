@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from accelz import machine
 from accelz_cuda import compiler, kernels
 from accelz_cuda.kernels import Entry
 from accelz_cuda.kernels.driver import Driver, DriverError
@@ -116,7 +116,7 @@ def _what_to_do(error: Exception) -> str:
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(
+    machine.warn(
         f"torch references are used instead of accelz_cuda's kernels, which is slower: {reason}",
         RuntimeWarning,
         stacklevel=2,

@@ -7,7 +7,6 @@ if the group were sharded. Module buffers, and optimizer state that is not one v
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +35,7 @@ from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
 from zero.tiers.joined import joined
 from zero.tiers.stored import Stored
+from zero.warning import warn
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _options(group: dict[str, Any], prefix: str, parts: list[Part]) -> Iterator[
         try:
             encoded = user_state.encode(value, f"{prefix}/{name}", own, f"the optimizer's {name!r}")
         except UsageError as error:
-            warnings.warn(f"left out of the checkpoint: {error}", stacklevel=2)
+            warn(f"left out of the checkpoint: {error}")  # on rank 0, which describes what all save
             continue
         parts.extend(own)
         yield name, encoded

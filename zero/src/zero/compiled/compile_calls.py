@@ -57,7 +57,8 @@ def compile_calls(
     backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores))
     persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)
     around = communicator.together if on_disk else nullcontext
-    return CompiledModel(module, runtime, backend, persistence, phase, callbacks.begin, around)
+    rank = communicator.group.rank
+    return CompiledModel(module, runtime, backend, persistence, phase, callbacks.begin, around, rank)
 
 
 def _leaving(config: Config, stores: Stores) -> float:

@@ -7,7 +7,6 @@ the hooks gather it, as in the eager engine; graph breaks inside a unit are dyna
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +27,7 @@ from zero.errors import UsageError, ZeroError
 from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import Keep
 from zero.sharding.tensors import iter_tensors
+from zero.warning import warn
 
 Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
 
@@ -35,7 +35,8 @@ Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] |
 class CompiledModel:
     """Takes over the calls of `module`; its other modules, called by themselves, stay eager.
 
-    begin: what the engine does before a forward of the whole model; around: to be entered around it.
+    begin: what the engine does before a forward of the whole model; around: to be entered around it. rank:
+    this rank's number in the job.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class CompiledModel:
         phase: Phase,
         begin: Begin,
         around: Callable[[], AbstractContextManager[None]],
+        rank: int,
     ) -> None:
+        self._rank = rank
         self._module = module
         self._units = runtime.units
         self._runtime = runtime
@@ -151,10 +154,10 @@ class CompiledModel:
         self._units_wait = torch.is_grad_enabled() or self._module.training
         if not self._units_wait:
             self._compile_units()
-        warnings.warn(
+        warn(
             f"zero: the model is compiled unit by unit, because it is not one graph: {self._why} (see "
             f"engine.explain()){self._lost}",
-            stacklevel=3,
+            rank=self._rank,
         )
         return result
 

@@ -65,7 +65,8 @@ class ModelHooks(Uncopied):
         disk = stores.read_ahead if config.tiers.params == "disk" else None
         self._schedule = Schedule(list(units), config.prefetch, disk)
         device_type = stores.accelerator.device.type
-        self._watch = AutocastWatch(module, config, device_type, not all(u.resident for u in units))
+        gathers, rank = not all(u.resident for u in units), communicator.group.rank
+        self._watch = AutocastWatch(module, config, device_type, gathers, rank)
         self._progress = progress = Progress(device_type, self._expect)
         self._hooks = {
             unit: UnitHooks(

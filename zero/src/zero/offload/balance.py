@@ -10,7 +10,6 @@ ranks are alike again.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -28,6 +27,7 @@ from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.settings.offload import Tier
 from zero.settings.sizes import human
 from zero.tiers.stores import Stores
+from zero.warning import warn
 
 MEASURED_STEPS = 2  # the second is the first to gather ahead, and has one record of each kind near
 SAFETY_EXACT = 0.02  # of the capacity, kept free where memory is counted to the byte
@@ -127,11 +127,11 @@ class Balancer:
         if freed:
             self._accelerator.memory.trim()
             self._count_anew()  # the next steps tell how much may come back
-            warnings.warn(
-                f"the device ran out of memory: {human(freed)} of optimizer state was moved to the host so "
-                "that the failed operation can be repeated. Steps need more memory than was first measured",
+            warn(
+                f"the device of rank {self._communicator.group.rank} ran out of memory: {human(freed)} of "
+                "optimizer state was moved to the host so that the failed operation can be repeated. Steps "
+                "need more memory than was first measured",
                 RuntimeWarning,
-                stacklevel=2,
             )
         return freed
 

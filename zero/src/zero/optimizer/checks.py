@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 from torch.optim import Optimizer
 
@@ -12,6 +10,7 @@ from zero.errors import OptimizerError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.stepping import LOOKS_AT_MATRICES, is_known
+from zero.warning import warn
 
 NEVER = {"LBFGS": "it needs a closure", "SparseAdam": "it needs sparse gradients"}
 
@@ -49,11 +48,10 @@ def _check_whole_parameters(optimizer: Optimizer, config: Config) -> None:
 def _warn_of_strangers(optimizer: Optimizer) -> None:
     strangers = [type(each).__name__ for each in members(optimizer) if not is_known(each)]
     if strangers:
-        warnings.warn(
+        warn(
             f"{' and '.join(strangers)} will step whole parameters, each on one rank. That is exact if it "
             "steps every parameter by itself, from its own gradient; an optimizer that looks at all of them "
-            "together would see only some. Config(whole_parameters=True) states that it does not",
-            stacklevel=6,
+            "together would see only some. Config(whole_parameters=True) states that it does not"
         )
 
 

@@ -22,6 +22,8 @@ from zero.sharding.layout import ParameterSpec
 from zero.sharding.units import UnitPlan
 from zero.tiers.placement import Placement, PlacementRequest, Placer
 from zero.tiers.stores import Stores
+from zero.tiers.swap_file import PAGE
+from zero.warning import warn
 
 Named = tuple[str, nn.Parameter]
 
@@ -162,7 +164,8 @@ def reserve_disk(
 ) -> None:
     """Reserve the space of all state on disk. Collective.
 
-    Raises OffloadError, on every rank, if any of them finds no space.
+    Warns if a rank's file system reads and writes through the page cache. Raises OffloadError, on every rank,
+    if any of them finds no space.
     """
     policy = GradientPolicy.of(config, communicator.group.size)
     nbytes = sum(
@@ -171,9 +174,16 @@ def reserve_disk(
         for g in draft.groups
     )
     if nbytes:
+        through_cache = False
         with communicator.postponing_disk_errors():
             stores.reserve(nbytes)
-        communicator.agree()
+            through_cache = not stores.swap_file.past_cache
+        if communicator.agree(through_cache):
+            warn(
+                f"the file system of {config.tiers.folder} does not support O_DIRECT in pages of {PAGE} "
+                "bytes: state on disk goes through the page cache",
+                rank=communicator.group.rank,
+            )
 
 
 def target_dtype(parameter: nn.Parameter, config: Config) -> torch.dtype:

@@ -32,6 +32,7 @@ from zero.sharding.guard import ANEW, abandon
 from zero.tiers.placement import Placer
 from zero.tiers.room import OutOfMemoryError, room_for
 from zero.tiers.stores import Stores
+from zero.warning import held_back, warn
 from zero.whole.full_parameters import spread_buffer
 
 
@@ -67,12 +68,15 @@ def initialize(
     accelerator = accelz.current()
     check_dtypes(model, config, accelerator)
     check_movable(model, accelerator.device)
-    prepared = prepare(model, optimizer, config, for_graphs=True)
+    with held_back() as held:
+        prepared = prepare(model, optimizer, config, for_graphs=True)
     budgeted = config.tiers.budget("optimizer") is not None
     moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
 
     groups = join(accelerator, config.timeout, process_group)
     communicator = Communicator(accelerator, groups, type(model).__name__)
+    for message, category in held:
+        warn(message, category, rank=communicator.group.rank)
     check_flat_buffers(accelerator)
     check_equal(prepared, config, communicator)
     communicator.split(split(groups, config.shard_ranks))
@@ -80,9 +84,8 @@ def initialize(
     stores = Stores(accelerator, tiers.folder, tiers.compact, streamed=tiers.step == "device")
     placer = Placer(tiers, stores.resolve)
     drafts = draft_units(prepared, config, placer, ranks, moments)
-    placer.warn_of_shortfalls()
-    if communicator.group.rank == 0:
-        warn_of_nothing_to_move(config, accelerator.device)
+    placer.warn_of_shortfalls(communicator.group.rank)
+    warn_of_nothing_to_move(config, accelerator.device, communicator.group.rank)
     reserve_disk(drafts, config, stores, communicator)
     _move_buffers(model, config, accelerator, communicator)
     with _taking_over(model):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +11,7 @@ from zero.config import Config
 from zero.errors import ConfigError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
+from zero.warning import warn
 
 
 def check_offload(model: nn.Module, optimizer: Optimizer, config: Config) -> None:
@@ -27,12 +26,12 @@ def check_offload(model: nn.Module, optimizer: Optimizer, config: Config) -> Non
         )
 
 
-def warn_of_nothing_to_move(config: Config, device: torch.device) -> None:
-    """Warn about automatic offload on a device that is the host. For one rank of the job to call."""
+def warn_of_nothing_to_move(config: Config, device: torch.device, rank: int) -> None:
+    """Warn about automatic offload on a device that is the host. rank: this rank's number in the job."""
     if config.offload == "auto" and device.type == HOST.type:
-        warnings.warn(
+        warn(
             "offload='auto' has nothing to move: on this device everything is already in host memory",
-            stacklevel=3,
+            rank=rank,
         )
 
 

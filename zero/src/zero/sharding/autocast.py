@@ -8,7 +8,6 @@ which autocast casts.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 
 from zero.config import Config
 from zero.errors import ConfigError
+from zero.warning import warn
 
 _CONVOLUTIONS = (
     nn.Conv1d,
@@ -66,10 +66,11 @@ def cast_before_use(model: nn.Module, config: Config) -> set[nn.Parameter]:
 class AutocastWatch:
     """Warns, once each, of forwards under autocast that lose gradients or take memory needlessly.
 
-    gathers: whether parameters are whole only while they are used.
+    gathers: whether parameters are whole only while they are used. rank: this rank's number in the job.
     """
 
-    def __init__(self, model: nn.Module, config: Config, device_type: str, gathers: bool) -> None:
+    def __init__(self, model: nn.Module, config: Config, device_type: str, gathers: bool, rank: int) -> None:
+        self._rank = rank
         self._device_type = device_type
         self._vanish = _VANISH if config.scaling is None else ""
         graphs_tell = config.compiling is not None
@@ -81,10 +82,10 @@ class AutocastWatch:
         if dtype is None or not torch.is_grad_enabled():
             return
         if dtype is torch.float16 and self._vanish:
-            warnings.warn(self._vanish, stacklevel=2)
+            warn(self._vanish, rank=self._rank)
             self._vanish = ""
         if self._wide:
-            warnings.warn(self._wide, stacklevel=2)
+            warn(self._wide, rank=self._rank)
             self._wide = ""
 
 

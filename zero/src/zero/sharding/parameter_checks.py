@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from zero.errors import ModelError, some
 from zero.sharding.alterations import replaced, versions_of
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.warning import warn
 
 
 class ParameterChecks:
@@ -69,7 +69,7 @@ class ParameterChecks:
                 "parameters were changed in place since the last step, and this step undoes the changes: "
                 f"{some(changed)}"
             )
-            warnings.warn(f"{what}. {_CHANGED}", stacklevel=4)
+            warn(f"{what}. {_CHANGED}")
 
     def check_model(self) -> None:
         """Check parameters before values of the whole model are saved or loaded."""

@@ -6,13 +6,14 @@ gives, as torch's wrappers for activation checkpointing do.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from zero.warning import warn
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,9 @@ def first_names(module: nn.Module) -> dict[nn.Parameter, str]:
     try:
         entries = entries_of(module)
     except Exception as error:
-        warnings.warn(
+        warn(
             f"model.state_dict() raises {type(error).__name__}: {error}. The names of named_parameters() "
-            "are used instead, and nothing can be saved",
-            stacklevel=5,
+            "are used instead, and nothing can be saved"
         )
         return {parameter: name for name, parameter in module.named_parameters()}
     return {parameter: names[0] for parameter, names in entries.parameters.items()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from zero.settings.offload import Kind, Offload, Tier
+from zero.warning import warn
 
 NEAR = 0.1  # share of all state of a kind by which whole groups may miss a fraction without a warning
 ALIGN = 64  # elements: every sub-group begins on a cache line
@@ -139,16 +139,19 @@ class Placer:
         leaving = self._leaving(groups)
         return [self._place(group, away) for group, away in zip(groups, leaving, strict=True)]
 
-    def warn_of_shortfalls(self) -> None:
-        """Warn, once all groups are placed, of fractions that whole groups cannot come near."""
+    def warn_of_shortfalls(self, rank: int) -> None:
+        """Warn, once all groups are placed, of fractions that whole groups cannot come near.
+
+        rank: this rank's number in the job.
+        """
         found = {kind: share.shortfall() for kind, share in self._shares.items() if self._leaves(kind)}
         told = "; ".join(f"{kind}: {what}" for kind, what in found.items() if what)
         if told:
-            warnings.warn(
+            warn(
                 "Offload(fraction=...) moves whole groups (a unit's matrices, or the rest of it) of "
                 f"everything but optimizer state that kernels step. {told}. Make units smaller with "
                 "Config(units=...), or offload all of it",
-                stacklevel=3,
+                rank=rank,
             )
 
     def _place(self, group: PlacementRequest, away: int) -> Placement:

@@ -16,7 +16,6 @@ import os
 import tempfile
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -43,7 +42,7 @@ class SwapFile:
     """A rank's unnamed file.
 
     folder: where the file is made, with mode 0600; raises OffloadError if that is not possible. bytes_read,
-    bytes_written: moved so far with O_DIRECT.
+    bytes_written: moved so far with O_DIRECT. past_cache: whether the file system takes that in our pages.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,6 +55,7 @@ class SwapFile:
         self._changes: list[int] = []  # number of writes to each
         self._lock = threading.Lock()
         self._direct, self._cached = _open(folder)
+        self.past_cache = self._direct != self._cached
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zero-swap")
         self._close = weakref.finalize(self, _close, self._threads, {self._direct, self._cached})
 
@@ -258,12 +258,7 @@ def _open_direct(name: str, folder: Path, cached: int) -> int:
         os.close(direct)
     except (AttributeError, OSError):
         pass
-    warnings.warn(
-        f"the file system of {folder} does not support O_DIRECT in pages of {PAGE} bytes: state on disk "
-        "goes through the page cache",
-        stacklevel=2,
-    )
-    return cached
+    return cached  # where the file system does not take O_DIRECT in our pages
 
 
 def _takes_pages(direct: int) -> bool:

@@ -5,7 +5,6 @@ Everything here that takes or returns whole values is collective: every rank cal
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -20,6 +19,7 @@ from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.values import Values, fetch, put
+from zero.warning import warn
 
 Place = tuple[ShardedUnit, FlatGroup, int]  # a parameter's unit, group, and index in the group
 
@@ -155,7 +155,7 @@ class FullParameters(Uncopied):
             lost += unit.unhold_exact()
             unit.release()
         if lost:
-            warnings.warn(f"the values of {some(lost)} {_LOST}", RuntimeWarning, stacklevel=5)
+            warn(f"the values of {some(lost)} {_LOST}", RuntimeWarning)
 
     def check_shapes(self, names: Sequence[str]) -> None:
         """Raise ModelError if a held parameter was given values of another shape."""
