@@ -1,4 +1,7 @@
-"""Results as tables on the terminal, as Markdown and as JSON: the same columns everywhere."""
+"""Results as tables on the terminal, as Markdown and as JSON: the same columns everywhere.
+
+What is written for others has no absolute paths, which say nothing but where it was made.
+"""
 
 # ruff: noqa: RUF001 (multiplication signs in headings)
 
@@ -12,6 +15,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
+from scripts.paths import all_relative, relative
 
 from benchmarks.result import Kind, Result
 
@@ -285,11 +289,12 @@ def as_markdown(context: dict[str, Any], results: Sequence[Result]) -> str:
         lines.append(_markdown_row(["---", *("---:" for _ in headings[1:])]))
         lines += [_markdown_row(cells) for cells in _cells(result)]
         lines += ["", LEGENDS[result.kind], *(f"\n{note[0].upper()}{note[1:]}." for note in result.notes)]
-    return "\n".join(lines) + "\n"
+    return relative("\n".join(lines)) + "\n"
 
 
 def as_json(context: dict[str, Any], results: Sequence[Result]) -> str:
-    return json.dumps({**context, "results": [asdict(r) for r in results]}, indent=1) + "\n"
+    plain = all_relative({**context, "results": [asdict(r) for r in results]})
+    return json.dumps(plain, indent=1) + "\n"
 
 
 def write(path: Path, text: str) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.paths import relative
+
 KEPT = 1500
 """Characters that are kept of the end of a failure's text."""
 
@@ -44,7 +46,7 @@ class _Writer:
             self._result(report)
 
     def _result(self, report: Any) -> None:
-        text = report.longreprtext if report.failed else ""
+        text = relative(report.longreprtext) if report.failed else ""  # whole paths, before it is cut
         self._write(event="result", test=report.nodeid, outcome=report.outcome, detail=text[-KEPT:])
 
     def _write(self, **event: str) -> None:

@@ -1,4 +1,7 @@
-"""The result as JSON and Markdown: device, versions, date, what passed and what was measured."""
+"""The result as JSON and Markdown: device, versions, date, what passed and what was measured.
+
+Paths in it are relative to the project; the log has them as they were.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.device_check.outcome import Outcome
+from scripts.paths import all_relative, relative
 
 LIBRARIES = (
     "torch", "triton", "nvidia-nccl-cu13", "nvidia-cuda-nvrtc", "cuda-bindings",
@@ -36,14 +40,14 @@ def context(device: str, hardware: str, host_library: str) -> dict[str, Any]:
 
 def write(folder: Path, about: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write both files with the outcomes so far. If a table cannot be made, no result is lost."""
-    plain = {**about, "steps": [o.plain() for o in outcomes]}
+    plain = all_relative({**about, "steps": [o.plain() for o in outcomes]})
     (folder / f"{NAME}.json").write_text(json.dumps(plain, indent=1, default=str) + "\n")
     try:
         text = as_markdown(about, outcomes)
     except Exception:
         text = f"# Device check\n\nThe tables could not be made; `{NAME}.json` has all results.\n\n"
         text += f"```\n{traceback.format_exc()}```\n"
-    (folder / f"{NAME}.md").write_text(text)
+    (folder / f"{NAME}.md").write_text(relative(text))
 
 
 def join(files: Sequence[Path]) -> tuple[dict[str, Any], list[Outcome]]:

@@ -32,6 +32,13 @@ def test_compiled_on_one_rank_moves_nothing() -> None:
     assert f"| {EAGER} | 1000 |" in report.as_markdown(CONTEXT, [result])
 
 
+def test_what_is_stored_does_not_say_where_it_was_made() -> None:
+    context = {**CONTEXT, "command": "python -m benchmarks step --json /scratch/of/one/step.json"}
+    for text in (report.as_json(context, []), report.as_markdown(context, [])):
+        assert "/scratch" not in text
+        assert "/step.json" in text
+
+
 class EveryByteTwice:
     """A job whose steps move the state of as many parameters as it has been given."""
 

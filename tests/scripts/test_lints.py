@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from scripts.paths import ROOT, absolute, all_relative, relative
 
-from scripts import lint_devices, lint_rooms
+from scripts import lint_devices, lint_paths, lint_rooms
 
 
 @pytest.mark.parametrize(
@@ -74,3 +76,47 @@ def test_tables_of_modules() -> None:
         "zero.p.a imports zero.p.c, which comes after it in the docstring of zero.p",
     ]
     assert lint_rooms.listed_modules("A room without a table.") == []
+
+
+PATHS = {
+    f"{ROOT}/tests/zero/training.py": "tests/zero/training.py",
+    "/opt/torch/.venv/lib/python3.12/site-packages/torch/storage.py": "torch/storage.py",
+    "/home/someone/.cache/x-1/bad/rank-00001.safetensors": "…/rank-00001.safetensors",
+    "/scratch/": "…/scratch",
+    "/proc/self/io": "/proc/self/io",
+    "/home/you/accelz_acme/rng.py": "/home/you/accelz_acme/rng.py",
+}
+
+
+def test_paths_of_a_machine() -> None:
+    for path, place in PATHS.items():
+        text = f'E   File "{path}", line 3\n{path}:4: in f; --json={path}'
+        assert relative(text) == text.replace(path, place)
+        assert absolute(text) == ([] if path == place else [path] * 3)
+        assert absolute(relative(text)) == []
+    assert all_relative({"a": [f"{ROOT}/b/c", 1, None, Path("/d/e")]}) == {"a": ["b/c", 1, None, "…/e"]}
+    for other in (
+        "tests/zero/a.py",
+        "https://a.org/b/c",
+        "12 MB/s / rank",
+        "</g></svg>",
+        "~/runs/a",
+        "../b/c",
+    ):
+        assert relative(other) == other
+
+
+def test_stored_texts_have_no_paths_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [problem for path in lint_paths.files() for problem in lint_paths.problems(path)] == []
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "a.md").write_text("fine\nsee `/srv/b/c`\n")
+    result = {"steps": [{"text": "E\n/work/of/one\n"}], "/a/key": 1}
+    (tmp_path / "benchmarks" / "results" / "r.json").write_text(json.dumps(result))
+    monkeypatch.setattr(lint_paths, "ROOT", tmp_path)
+    found = [problem for path in lint_paths.files() for problem in lint_paths.problems(path)]
+    assert [problem.partition(":")[2] for problem in found] == [
+        "2: an absolute path, /srv/b/c",
+        "steps[0].text: an absolute path, /work/of/one",
+        ": an absolute path, /a/key",
+    ]
