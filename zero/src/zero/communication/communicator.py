@@ -250,6 +250,12 @@ class Communicator:
             self._exchange("usage", flags)
         return flags
 
+    def highest(self, what: str, numbers: Tensor) -> Tensor:
+        """Take the elementwise maximum of host int64 numbers over the ranks, in place. Blocks the host."""
+        if self.group.size > 1:
+            self._exchange(what, numbers)
+        return numbers
+
     def check_equal(self, facts: Mapping[str, str]) -> None:
         """Raise RankMismatchError unless every rank passes the same text under every name.
 

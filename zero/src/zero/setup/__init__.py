@@ -6,6 +6,7 @@ offload_fit             what the tiers refuse
 preparation             model, optimizer and settings examined together
 checks                  everything else that is refused
 drafts                  units before they are built
+initial_values          what the ranks came with, compared
 build                   units
 initialization          `zero.initialize`
 """

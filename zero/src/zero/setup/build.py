@@ -9,6 +9,7 @@ from zero.communication.communicator import Communicator
 from zero.config import Config
 from zero.deferred import deferred_init
 from zero.setup.drafts import UnitDraft, target_dtype
+from zero.setup.initial_values import InitialValues
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE
 from zero.sharding.sharded_unit import ShardedUnit
@@ -17,18 +18,31 @@ from zero.tiers.stores import Stores
 
 
 def build_units(
-    drafts: Sequence[UnitDraft], config: Config, stores: Stores, communicator: Communicator
+    drafts: Sequence[UnitDraft],
+    config: Config,
+    stores: Stores,
+    communicator: Communicator,
+    initial_values: InitialValues,
 ) -> list[ShardedUnit]:
     """Flatten, broadcast rank 0's values and shard, one unit at a time.
 
     Old gradients are dropped: they are of this rank's data alone, and the first new ones would add to them.
+    initial_values: told of what this rank had before.
     """
     unshare(parameter for draft in drafts for _, parameter in draft.plan.parameters)
-    return [_build_unit(index, draft, config, stores, communicator) for index, draft in enumerate(drafts)]
+    return [
+        _build_unit(index, draft, config, stores, communicator, initial_values)
+        for index, draft in enumerate(drafts)
+    ]
 
 
 def _build_unit(
-    index: int, draft: UnitDraft, config: Config, stores: Stores, communicator: Communicator
+    index: int,
+    draft: UnitDraft,
+    config: Config,
+    stores: Stores,
+    communicator: Communicator,
+    initial_values: InitialValues,
 ) -> ShardedUnit:
     group, accelerator, plan = communicator.shards, stores.accelerator, draft.plan
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
@@ -44,6 +58,7 @@ def _build_unit(
         ]
         if group.size > 1 and not awaited:
             for flat in groups:
+                _note(flat, initial_values)
                 communicator.broadcast(plan.name, flat.home.data, 0)
         unit = ShardedUnit(
             index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident(group.size)
@@ -54,3 +69,10 @@ def _build_unit(
         parameter.__dict__[NAME_ATTRIBUTE] = name
         parameter.__dict__.pop(REASON_ATTRIBUTE, None)
     return unit
+
+
+def _note(group: FlatGroup, initial_values: InitialValues) -> None:
+    for name, parameter, slot in zip(group.names, group.parameters, group.layout.slots, strict=True):
+        if not deferred_init.promised(parameter):
+            values = group.home.data[slot.offset : slot.offset + slot.numel]
+            initial_values.note(name, values, parameter)

@@ -26,6 +26,7 @@ from zero.setup.checks import (
     check_process_group,
 )
 from zero.setup.drafts import draft_units, reserve_disk
+from zero.setup.initial_values import InitialValues
 from zero.setup.offload_fit import warn_of_nothing_to_move
 from zero.setup.preparation import prepare, settings
 from zero.sharding.guard import ANEW, abandon
@@ -45,7 +46,8 @@ def initialize(
     """Shard `model` and `optimizer` over the ranks of the job and return the engine that trains them.
 
     The job is given by torchrun's environment or an initialised default process group, and is otherwise one
-    rank. The model may be on the host or on the device; every rank starts from rank 0's values. Both objects
+    rank. The model may be on the host or on the device; every rank starts from rank 0's values, with a
+    warning if ranks had built some modules with other values and others with the same. Both objects
     keep their identity, so schedulers and references to modules and parameters stay valid; the optimizer's
     param_groups then hold what this rank steps: its slices, or whole parameters (see
     Config.whole_parameters).
@@ -87,9 +89,11 @@ def initialize(
     placer.warn_of_shortfalls(communicator.group.rank)
     warn_of_nothing_to_move(config, accelerator.device, communicator.group.rank)
     reserve_disk(drafts, config, stores, communicator)
-    _move_buffers(model, config, accelerator, communicator)
+    initial_values = InitialValues(model, communicator)
+    _move_buffers(model, config, accelerator, communicator, initial_values)
     with _taking_over(model):
-        units = build_units(drafts, config, stores, communicator)
+        units = build_units(drafts, config, stores, communicator, initial_values)
+        initial_values.warn_of_differences()
         keep_promises(units, communicator)
         stepping = {
             group: drafted.stepping
@@ -117,7 +121,11 @@ def _taking_over(model: nn.Module) -> Iterator[None]:
 
 
 def _move_buffers(
-    model: nn.Module, config: Config, accelerator: accelz.Accelerator, communicator: Communicator
+    model: nn.Module,
+    config: Config,
+    accelerator: accelz.Accelerator,
+    communicator: Communicator,
+    initial_values: InitialValues,
 ) -> None:
     """Move buffers to the device, whole and with rank 0's values."""
     for module_name, module in model.named_modules():
@@ -127,8 +135,9 @@ def _move_buffers(
             cast = config.dtype if config.cast_buffers and buffer.is_floating_point() else None
             what = f"buffer {module_name}.{name}"
             with room_for(accelerator, f"for {what}", None, buffer.nbytes):
-                module._buffers[name] = _writable(buffer.to(accelerator.device, cast))
-                spread_buffer(communicator, what, module._buffers[name])
+                module._buffers[name] = moved = _writable(buffer.to(accelerator.device, cast))
+                initial_values.note(f"{module_name}.{name}".lstrip("."), moved)
+                spread_buffer(communicator, what, moved)
 
 
 def _writable(buffer: Tensor) -> Tensor:

@@ -1,0 +1,120 @@
+"""Whether the ranks came with different values, which rank 0's take the place of.
+
+Models built with another seed on each rank differ in everything that is random, and nothing is lost with
+that. If only some modules differ, the program may have meant it, as with experts of each rank's own, or have
+lost a seed on the way. Values are compared by checksums of samples, in one exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from accelz.flat_buffer import HOST
+from zero.communication.communicator import Communicator
+from zero.errors import some
+from zero.warning import warn
+
+SAMPLED = 1 << 12
+"""About as many elements of a tensor are compared, evenly spread."""
+
+Kind = tuple[type[nn.Module], str]
+"""The class of the module that holds a parameter, and the parameter's name there."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Of a tensor's values on this rank.
+
+    kind: None for a buffer. varied: whether the values are not all the same.
+    """
+
+    name: str
+    kind: Kind | None
+    checksum: int
+    varied: bool
+
+
+class InitialValues:
+    """The values of a model's parameters and buffers, as this rank has built them."""
+
+    def __init__(self, model: nn.Module, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._kinds = {p: (type(m), name) for m in model.modules() for name, p in m._parameters.items()}
+        self._samples: list[_Sample] = []
+
+    def note(self, name: str, values: Tensor, parameter: nn.Parameter | None = None) -> None:
+        """Note what this rank has before rank 0's values come.
+
+        parameter: the one that has the values; None for a buffer.
+        """
+        if self._communicator.group.size > 1 and values.numel():
+            kind = None if parameter is None else self._kinds[parameter]
+            self._samples.append(_Sample(name, kind, *_sampled(values)))
+
+    def warn_of_differences(self) -> None:
+        """Collective. Warn if the ranks differ in some modules, while others that are random are equal."""
+        samples = self._samples
+        if not samples:
+            return
+        numbers = [(each.checksum, -each.checksum, each.varied) for each in samples]
+        highest = self._communicator.highest("initial values", torch.tensor(numbers, device=HOST))
+        differing, same = list[_Sample](), list[_Sample]()
+        for each, (high, low, varied) in zip(samples, highest.tolist(), strict=True):
+            if high != -low:
+                differing.append(each)
+            elif varied and each.kind is not None:
+                same.append(each)
+        random = _equal_in_spite_of_chance(differing, same)
+        if differing and (random or not any(each.kind for each in differing)):
+            modules = list(dict.fromkeys(_parts(differing, random)))
+            warn(_DIFFER.format(some(modules)), rank=self._communicator.group.rank)
+
+
+def _sampled(values: Tensor) -> tuple[int, bool]:
+    """Return a checksum of some elements, and whether these are not all the same."""
+    elements = values.reshape(-1).view(torch.uint8).view(-1, values.element_size())
+    step = elements.shape[0] // SAMPLED | 1  # odd, so that it meets every column of most matrices
+    # A copy: numpy makes a storage that it looks at unfit for being released.
+    sample = elements[::step].clone(memory_format=torch.contiguous_format).to(HOST)
+    return crc32(sample.numpy().tobytes()), bool((sample != sample[0]).any())
+
+
+def _equal_in_spite_of_chance(differing: Sequence[_Sample], same: Iterable[_Sample]) -> list[_Sample]:
+    """Return what is the same although a seed of each rank's own would make it differ, as far as known.
+
+    That is parameters of torch's own layers, and those of a kind of which others differ.
+    """
+    kinds = {each.kind for each in differing}
+    return [each for each in same if each.kind in kinds or _is_random(each.kind)]
+
+
+def _is_random(kind: Kind | None) -> bool:
+    """Return whether parameters of this kind, unless constant, are drawn at random: torch's own are."""
+    module = "" if kind is None else kind[0].__module__
+    return module.startswith("torch.nn.modules.") and not module.endswith(".container")
+
+
+def _parts(differing: Iterable[_Sample], same: Iterable[_Sample]) -> Iterator[str]:
+    """Yield, for what differs, the largest module around it that has nothing which is the same."""
+    mixed = {""}.union(*(_ancestors(each.name) for each in same))
+    for each in differing:
+        yield next((path for path in reversed(_ancestors(each.name)) if path not in mixed), each.name)
+
+
+def _ancestors(name: str) -> list[str]:
+    """Return the names of the modules that a parameter is in, the nearest first."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+_DIFFER = (
+    "the ranks built these parts of the model with different values, and others with the same: {}. All ranks "
+    "now have rank 0's values. Seed every rank alike before the model is built, or load the same weights. "
+    "What each rank is to keep for itself, such as experts of its own, must not be in this model: give it an "
+    "engine with another process_group"
+)
