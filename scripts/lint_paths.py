@@ -13,7 +13,7 @@ from typing import Any
 
 from scripts.paths import ROOT, absolute, relative
 
-PLACES = ("README.md", "docs", "benchmarks/results")
+PLACES = ("README.md", "*/README.md", "examples/*/*.md", "docs/**/*", "benchmarks/results/**/*")
 SUFFIXES = {".json", ".md", ".svg", ".txt"}
 
 
@@ -38,9 +38,8 @@ def _texts(value: Any, where: str = "") -> Iterator[tuple[str | int, str]]:
 
 
 def files() -> Iterator[Path]:
-    for place in PLACES:
-        inside = [Path(place)] if (ROOT / place).is_file() else sorted((ROOT / place).rglob("*"))
-        yield from (ROOT / path for path in inside if path.suffix in SUFFIXES)
+    for pattern in PLACES:
+        yield from (path for path in sorted(ROOT.glob(pattern)) if path.suffix in SUFFIXES)
 
 
 def main() -> int:

@@ -104,6 +104,6 @@ _OWN = (
     "these there, or train in bf16"
 )
 _SUM = (
-    "each rank's own gradients are finite, so it is their sum over the ranks that overflows: set "
+    "each rank's own gradients are finite, so their sum over the ranks overflows, or its norm: set "
     "zero.Config(reduce_dtype='fp32'), or train in bf16"
 )
