@@ -142,7 +142,7 @@ def test_errors_of_writes_in_the_background_are_raised(tmp_path: Path, writes: i
 
 def test_small_files(tmp_path: Path) -> None:
     write_whole(DISK, tmp_path / "file", b"content")
-    assert read_whole(DISK, tmp_path / "file") == b"content"
+    assert read_whole(DISK, tmp_path / "file", 1 << 20) == b"content"
     with pytest.raises(FileExistsError):
         write_whole(DISK, tmp_path / "file", b"other")
 

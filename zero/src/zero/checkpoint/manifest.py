@@ -19,6 +19,10 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 CHECKSUMS = "checksums"  # the tensor that holds them in a rank's file
 CHECKSUM_BLOCK = 1 << 16  # bytes that one checksum covers
+LARGEST_MANIFEST = 1 << 28  # bytes; it describes some six million slices
+LARGEST_LATEST = 1 << 20
+LONGEST_HEADER = 100_000_000  # of a safetensors file, in bytes; the limit of its library
+MOST_DIMENSIONS = 64  # of a tensor, as in torch
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,
@@ -36,6 +40,7 @@ TORCH_NAMES = {
 _HEAD = '{"format":"%s","version":%d,"crc32":"%08x",\n'
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 Digest = Annotated[int, Field(ge=0, lt=1 << 32)]
+Sizes = Annotated[tuple[Count, ...], Field(max_length=MOST_DIMENSIONS)]
 
 
 class _Record(BaseModel):
@@ -64,8 +69,8 @@ class TensorEntry(_Record):
     """
 
     dtype: str
-    shape: tuple[Count, ...]
-    stride: tuple[Count, ...] | None = None
+    shape: Sizes
+    stride: Sizes | None = None
     slices: tuple[Slice, ...]
 
     @property

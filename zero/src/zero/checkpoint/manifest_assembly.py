@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zero.checkpoint.manifest import CHECKSUM_BLOCK, Manifest, seal, unescape, unseal
+from zero.checkpoint.manifest import CHECKSUM_BLOCK, LARGEST_MANIFEST, Manifest, seal, unescape, unseal
 from zero.errors import CheckpointError
 
 
@@ -32,6 +32,11 @@ def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> byt
         "tensors": tensors,
     }
     data = seal("zero-checkpoint", members)
+    if len(data) > LARGEST_MANIFEST:
+        raise CheckpointError(
+            f"this job's manifest would have {len(data):,} bytes, and at most {LARGEST_MANIFEST:,} are read; "
+            "save less in `state`, or from fewer ranks"
+        )
     try:
         Manifest.model_validate_json(unseal("zero-checkpoint", data))
     except ValueError as error:

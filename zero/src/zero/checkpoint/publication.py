@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zero.checkpoint.manifest import LATEST, MANIFEST, Latest, hidden, seal
+from zero.checkpoint.manifest import LARGEST_LATEST, LATEST, MANIFEST, Latest, hidden, seal
 from zero.checkpoint.reader import names_another, read_latest
 from zero.checkpoint.storage import Lock, Storage, read_whole, write_whole
 from zero.errors import CheckpointError, CorruptCheckpointError, UsageError
@@ -143,7 +143,7 @@ class Publication:
         path, storage = self._path.parent / LATEST, self._storage
         foreign = storage.is_link(path) or storage.is_directory(path)
         if not foreign and storage.exists(path):
-            foreign = names_another(path.parent, read_whole(storage, path), storage)
+            foreign = names_another(path.parent, read_whole(storage, path, LARGEST_LATEST), storage)
         if foreign:
             raise CheckpointError(f"{path} belongs to another program; save to a different directory")
 

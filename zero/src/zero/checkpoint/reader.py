@@ -19,7 +19,19 @@ from zlib import crc32
 from pydantic import ValidationError
 
 from zero.checkpoint import manifest as form
-from zero.checkpoint.manifest import LATEST, MANIFEST, FileEntry, Latest, Manifest, Slice, TensorEntry, hidden
+from zero.checkpoint.manifest import (
+    LARGEST_LATEST,
+    LARGEST_MANIFEST,
+    LATEST,
+    LONGEST_HEADER,
+    MANIFEST,
+    FileEntry,
+    Latest,
+    Manifest,
+    Slice,
+    TensorEntry,
+    hidden,
+)
 from zero.checkpoint.storage import DISK, File, Storage, read_whole
 from zero.errors import CheckpointError, CorruptCheckpointError, StateError
 
@@ -57,7 +69,7 @@ def read_latest(parent: Path, storage: Storage) -> Latest:
     Raises OSError, CorruptCheckpointError if the file is damaged, and CheckpointError if it is another
     program's.
     """
-    data = read_whole(storage, parent / LATEST)
+    data = read_whole(storage, parent / LATEST, LARGEST_LATEST)
     if names_another(parent, data, storage):
         raise CheckpointError(f"{parent / LATEST} belongs to another program{_hint(parent, storage)}")
     try:
@@ -99,7 +111,7 @@ class Checkpoint:
         self._direct = direct
         self._files: dict[int, tuple[File, bytes]] = {}  # each with the checksums of its blocks
         try:
-            data = read_whole(storage, path / MANIFEST)
+            data = read_whole(storage, path / MANIFEST, LARGEST_MANIFEST)
         except OSError as error:
             raise CheckpointError(
                 f"{path} is not a checkpoint: its {MANIFEST} cannot be read: {error}"
@@ -266,15 +278,21 @@ class Checkpoint:
         return file
 
 
+_LARGEST_TABLE = 1 << 28  # bytes; it covers 4 TiB
 _VERIFY_ELEMENTS = 1 << 17  # a multiple of the block size for every item size
 
 
 def _checksums(file: File, entry: FileEntry) -> bytes:
     """The table of a file's block checksums, after checking the table and the file's header."""
-    length, table = bytearray(8), bytearray(entry.bytes - entry.checksums_at)
+    length = bytearray(8)
     with _translated(file):
         file.read(0, memoryview(length))
-        header = bytearray(min(8 + int.from_bytes(length, "little"), entry.bytes))
+        sizes = int.from_bytes(length, "little"), entry.bytes - entry.checksums_at
+        if sizes[0] > min(LONGEST_HEADER, entry.bytes) or sizes[1] > _LARGEST_TABLE:
+            raise CorruptCheckpointError(
+                f"{file.path} is damaged: its header or its checksums cannot be as large as it says"
+            )
+        header, table = bytearray(8 + sizes[0]), bytearray(sizes[1])
         file.read(0, memoryview(header))
         file.read(entry.checksums_at, memoryview(table))
     sums = (("header", header, entry.header), ("checksum table", table, entry.checksums))

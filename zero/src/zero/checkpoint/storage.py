@@ -8,6 +8,7 @@ import fcntl
 import os
 import resource
 import shutil
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -157,13 +158,15 @@ class Storage:
         return file
 
     def open(self, path: Path, direct: bool = False) -> File:
-        """Open a file for reading. direct: let read_around() bypass the page cache where possible."""
-        flags = os.O_RDONLY | os.O_CLOEXEC
-        descriptor = _open(path, flags)
+        """Open a regular file for reading. direct: let read_around() bypass the page cache where possible.
+
+        Anything else that a name may lead to is refused: a pipe would block, and a device may never end.
+        """
+        descriptor = _open_regular(path)
         around = None
         if direct and _DIRECT:
             with contextlib.suppress(OSError):  # a file system in memory, for one, has no direct access
-                around = _open(path, flags | _DIRECT)
+                around = _open_regular(path, _DIRECT)
         return File(path, descriptor, around)
 
     def make_directory(self, path: Path) -> None:
@@ -242,11 +245,13 @@ class Lock:
 DISK = Storage()
 
 
-def read_whole(storage: Storage, path: Path) -> bytes:
-    """Read all bytes of a small file."""
+def read_whole(storage: Storage, path: Path, most: int) -> bytes:
+    """Read all bytes of a small file. Raises OSError if it has more than `most`, before reading any."""
     file = storage.open(path)
     try:
-        buffer = bytearray(file.size())
+        if (size := file.size()) > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {most:,} are read", str(path))
+        buffer = bytearray(size)
         return bytes(buffer[: file.read(0, memoryview(buffer))])
     finally:
         file.close()
@@ -288,6 +293,25 @@ def _open(path: Path, flags: int) -> int:
             raise
     allow_more_files()
     return os.open(path, flags, 0o666)
+
+
+def _open_regular(path: Path, flags: int = 0) -> int:
+    """Open a file for reading, and only if it is a regular one."""
+    _check_regular(path, os.stat(path))  # opening some devices has effects of its own
+    descriptor = _open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    try:
+        _check_regular(path, os.fstat(descriptor))  # it may have been replaced meanwhile
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is a pipe, a device or a socket, not a file", str(path))
 
 
 def _allocate(descriptor: int, size: int) -> None:

@@ -17,6 +17,7 @@ from zero.errors import CheckpointError, UsageError
 from zero.settings.paths import as_path
 
 PLAN = "plan"
+_LARGEST_PLAN = 1 << 10  # bytes; it is a digest
 _OURS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
     r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json|\.zero-lock"
@@ -99,7 +100,7 @@ class Staging:
 
     def _planned(self) -> bytes:
         try:
-            return read_whole(self._storage, self.path / PLAN)
+            return read_whole(self._storage, self.path / PLAN, _LARGEST_PLAN)
         except OSError:
             return b""
 
