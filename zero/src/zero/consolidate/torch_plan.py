@@ -18,7 +18,8 @@ from torch._subclasses import FakeTensorMode
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import TORCH
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, file_name, index_of, shards
-from zero.sources.torch_file import Record, records_of
+from zero.sources.torch_file import records_of
+from zero.sources.zip_directory import Record
 
 
 def plan_torch(tensors: Sequence[Chosen], limit: int) -> OutputPlan:

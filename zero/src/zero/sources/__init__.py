@@ -3,9 +3,13 @@
 Modules, lowest first:
 
 source, memory_order    the interface; tensors that are not row-major
-crc, inert_pickle       checksums of stretches, combined; pickles, read without running anything
-torch_file              files of torch.save
+crc                     checksums of stretches, combined
+bounded_unpickler, inert_pickle
+                        pickles, read in bounded work and without running anything
+zip_directory, torch_file
+                        files of torch.save
 record_source           weights in records of files
+strict_json             JSON that may hold anything
 weight_map, flat_groups
                         which file has which weight; where parameters lie in DeepSpeed's flat groups
 safetensors_header, safetensors_weights, safetensors_files

@@ -8,17 +8,18 @@ A chunk is a box of its tensor. Optimizer state is among the tensors, under the 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero.checkpoint.manifest import ITEM_BYTES
+from zero.checkpoint.storage import DISK, read_whole
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.sources import inert_pickle
-from zero.sources.inert_pickle import DTYPES, Function, Kept, StoredTensor
-from zero.sources.memory_order import Box, stretches
-from zero.sources.record_source import RecordSource
+from zero.sources.bounded_unpickler import Function, Kept
+from zero.sources.inert_pickle import DTYPES, TENSORS, StoredTensor, shape_of, sizes_of
+from zero.sources.memory_order import Box, is_partition
+from zero.sources.record_source import Key, Part, RecordSource
 from zero.sources.source import TensorInfo
 from zero.sources.torch_file import TorchFile
 
@@ -27,15 +28,17 @@ _CLASSES = """
     Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex
     StorageMeta _MEM_FORMAT_ENCODING
 """
+_COMMON = ("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict")
+_LARGEST_METADATA = 1 << 27  # bytes
+_MOST_STEPS = 1 << 25  # of the pickle there; each chunk takes some sixty
+_MOST_CHUNK_STEPS = 1 << 12  # of the pickle of a chunk, which is one tensor
 _METADATA: Mapping[str, Any] = {
     **DTYPES,
     **{f"torch.distributed.checkpoint.metadata.{name}": Kept for name in _CLASSES.split()},
     "torch.distributed.checkpoint.filesystem._StorageInfo": Kept,
-    "torch.Size": tuple,
-    "torch.serialization._get_layout": Function(Kept),
+    **{name: TENSORS[name] for name in _COMMON},
     "pathlib.PosixPath": Function(Kept),
     "pathlib._local.PosixPath": Function(Kept),
-    "collections.OrderedDict": dict,
 }
 Sizes = tuple[int, ...]
 
@@ -47,13 +50,16 @@ class _Place(NamedTuple):
     offset: int
     nbytes: int
 
+    def open(self) -> TorchFile:
+        """The chunk, which is a file of its own."""
+        return TorchFile(self.path, {}, self.offset, self.nbytes, most=_MOST_CHUNK_STEPS)
+
 
 class _Chunk(NamedTuple):
     """A box of a tensor. tensor: the tensor's index."""
 
     tensor: int
-    offsets: Sizes
-    sizes: Sizes
+    box: Box
     place: _Place
 
 
@@ -75,29 +81,33 @@ class DcpSource(RecordSource):
         self.left_out = tuple(name for name in described if name not in tensors)
         self.tensors = tuple(self._info(name, entry) for name, entry in tensors.items())
         places = self._places_of(metadata["storage_data"])
+        parts: dict[int, list[Part]] = {}
         by_file: dict[Path, list[_Chunk]] = {}
         for index, entry in enumerate(tensors.values()):
             for chunk in self._chunks_of(index, entry, places):
                 by_file.setdefault(chunk.place.path, []).append(chunk)
         self.add_file(self.path / METADATA, [])
         for path, chunks in by_file.items():
-            self._lay_out(path, chunks)
+            found = [(chunk.tensor, self._part(chunk)) for chunk in chunks if chunk.box.numel]
+            self.add_file(path, [part.key.record for _, part in found])
+            for tensor, part in found:
+                parts.setdefault(tensor, []).append(part)
+        for tensor, several in parts.items():
+            self.place_parts(tensor, several)
 
     def _metadata(self) -> Mapping[str, Any]:
         path = self.path / METADATA
         try:
-            data = path.read_bytes()
+            data = read_whole(DISK, path, _LARGEST_METADATA)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
-        state: Mapping[str, Any] = inert_pickle.load(data, _METADATA, path).state
+        state: Mapping[str, Any] = inert_pickle.load(data, _METADATA, path, most=_MOST_STEPS).state
         return state
 
     def _info(self, name: str, entry: Mapping[str, Any]) -> TensorInfo:
-        dtype, shape = entry["properties"].state[0], _sizes(entry["size"])
-        if not isinstance(name, str) or dtype not in ITEM_BYTES:
-            raise CorruptCheckpointError(
-                f"{self.path}: {name!r} has the dtype {dtype!r}, which is not supported"
-            )
+        dtype, shape = entry["properties"].state[0], shape_of(entry["size"])
+        if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+            raise CorruptCheckpointError(f"{self.path}: {name!r} has a dtype that is not supported")
         return TensorInfo(name, shape, dtype, dtype, "parameter")
 
     def _places_of(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Sizes], _Place]:
@@ -112,10 +122,11 @@ class DcpSource(RecordSource):
                 )
             if file not in limits:
                 limits[file] = self._size_of(file)
-            place = _Place(self.path / file, int(info["offset"]), int(info["length"]))
-            if min(place.offset, place.nbytes) < 0 or place.offset + place.nbytes > limits[file]:
+            place = _Place(self.path / file, *sizes_of((info["offset"], info["length"])))
+            if place.offset + place.nbytes > limits[file]:
                 raise CorruptCheckpointError(f"{place.path} is truncated: it ends within {name!r}")
-            places[name, _sizes(index.get("offset") or ())] = place
+            places[name, sizes_of(index.get("offset") or ())] = place
+        _check_apart(places.values())
         return places
 
     def _size_of(self, file: Any) -> int:
@@ -127,55 +138,43 @@ class DcpSource(RecordSource):
 
     def _chunks_of(
         self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Sizes], _Place]
-    ) -> Iterator[_Chunk]:
+    ) -> list[_Chunk]:
         """A tensor's chunks. Raises CorruptCheckpointError unless they hold every element exactly once."""
-        info, parts = self.tensors[index], []
-        for offsets, sizes in (
-            (_sizes(c.state["offsets"]), _sizes(c.state["sizes"])) for c in entry["chunks"]
-        ):
-            if (info.name, offsets) not in places:
-                raise CorruptCheckpointError(
-                    f"{self.path}: the chunk of {info.name!r} at {offsets} is missing"
-                )
-            chunk = _Chunk(index, offsets, sizes, places[info.name, offsets])
-            ends = [low + size for low, size in zip(offsets, sizes, strict=True)]
-            nbytes = math.prod(sizes) * ITEM_BYTES[info.dtype]
-            if any(e > n for e, n in zip(ends, info.shape, strict=True)) or nbytes > chunk.place.nbytes:
-                raise CorruptCheckpointError(
-                    f"{self.path}: the chunk of {info.name!r} at {offsets} does not fit"
-                )
-            parts += list(stretches(Box(offsets, sizes), info.shape))
-            yield chunk
-        end = 0
-        for start, length in sorted(parts):
-            if start != end:
-                break
-            end += length
-        if end != info.numel:
+        info = self.tensors[index]
+        chunks = [self._chunk(index, chunk.state, places) for chunk in entry["chunks"]]
+        if not is_partition((chunk.box for chunk in chunks), info.shape):
             raise CorruptCheckpointError(f"{self.path}: the chunks of {info.name!r} overlap or leave gaps")
+        return chunks
 
-    def _lay_out(self, path: Path, chunks: list[_Chunk]) -> None:
-        """Register the chunks in one file, and where their bytes are."""
-        found = [(chunk, TorchFile(path, {}, *chunk.place[1:])) for chunk in chunks]
-        for chunk, file in found:
-            self._check_chunk(chunk, file.content)
-        found = [(chunk, file) for chunk, file in found if math.prod(chunk.sizes)]
-        self.add_file(path, [file.locate(file.content)[0] for _, file in found])
-        for chunk, file in found:
-            shape = self.tensors[chunk.tensor].shape
-            self.place_box(chunk.tensor, Box(chunk.offsets, chunk.sizes), shape, file, file.content)
-
-    def _check_chunk(self, chunk: _Chunk, content: Any) -> None:
-        info = self.tensors[chunk.tensor]
-        same = isinstance(content, StoredTensor) and content.shape == chunk.sizes
-        if not same or content.dtype != info.dtype:
+    def _chunk(
+        self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Sizes], _Place]
+    ) -> _Chunk:
+        info, box = self.tensors[index], Box(sizes_of(entry["offsets"]), shape_of(entry["sizes"]))
+        if (info.name, box.lower) not in places:
+            raise CorruptCheckpointError(f"{self.path}: the chunk of {info.name!r} at {box.lower} is missing")
+        place = places[info.name, box.lower]
+        outside = any(end > size for end, size in zip(box.upper, info.shape, strict=True))
+        if outside or box.numel * ITEM_BYTES[info.dtype] > place.nbytes:
             raise CorruptCheckpointError(
-                f"{chunk.place.path}: the chunk of {info.name!r} does not match {METADATA}"
+                f"{self.path}: the chunk of {info.name!r} at {box.lower} does not fit"
             )
+        return _Chunk(index, box, place)
+
+    def _part(self, chunk: _Chunk) -> Part:
+        """Where a chunk's values are in its file."""
+        file, info = chunk.place.open(), self.tensors[chunk.tensor]
+        values = file.content
+        same = isinstance(values, StoredTensor) and values.shape == chunk.box.sizes
+        if not same or values.dtype != info.dtype:
+            raise CorruptCheckpointError(f"{file.path}: the chunk of {info.name!r} does not match {METADATA}")
+        record, offset = file.locate(values)
+        return Part(chunk.box, values.stride, Key(file.path, record), offset)
 
 
-def _sizes(value: Any) -> Sizes:
-    sizes = tuple(int(n) for n in value)
-    if min(sizes, default=0) < 0 or math.prod(sizes) >= 1 << 62:
-        raise ValueError(f"{sizes} are not valid sizes")
-    return sizes
+def _check_apart(places: Iterable[_Place]) -> None:
+    """Raise CorruptCheckpointError if chunks share bytes: each would be read again and again."""
+    ends: dict[Path, int] = {}
+    for place in sorted(places):
+        if place.nbytes and place.offset < ends.get(place.path, 0):
+            raise CorruptCheckpointError(f"{place.path}: chunks overlap at byte {place.offset}")
+        ends[place.path] = place.offset + place.nbytes

@@ -15,9 +15,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from zero.checkpoint.manifest import LARGEST_LATEST
+from zero.checkpoint.storage import DISK, read_whole
 from zero.errors import CheckpointError
-from zero.sources.inert_pickle import Kept
+from zero.sources.bounded_unpickler import Function, Kept
 
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -32,8 +35,8 @@ class Stage(int):
     """Stands in for ZeroStageEnum."""
 
 
-STAND_INS: dict[str, type] = {
-    "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
+STAND_INS: dict[str, Any] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": Function(Stage),
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Kept,
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Kept,
     "deepspeed.utils.tensor_fragment.fragment_address": Kept,
@@ -81,7 +84,7 @@ def _find(path: Path, pointer: str, complete: Callable[[Path], bool]) -> Path | 
     if complete(path):
         return path
     try:
-        tag = (path / pointer).read_text(encoding="utf-8").strip()
+        tag = read_whole(DISK, path / pointer, LARGEST_LATEST).decode().strip()
     except (OSError, UnicodeDecodeError):
         return None
     if tag.startswith("{") or not tag:  # zero's own

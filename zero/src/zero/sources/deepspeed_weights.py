@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.sources.deepspeed_files import STAND_INS, model_files
-from zero.sources.inert_pickle import StoredTensor, refusal, strangers_in, tensors_in
+from zero.sources.inert_pickle import StoredTensor, refusal, shape_of, strangers_in, tensors_in
 from zero.sources.record_source import RecordSource
 from zero.sources.source import Kind, TensorInfo
 from zero.sources.torch_file import TorchFile
@@ -46,7 +46,12 @@ class DeepSpeedWeights(RecordSource):
 
     def more_facts(self) -> dict[str, Any]:
         states = self._model[0].content
-        return {"steps": states.get("global_steps"), "saved by": f"DeepSpeed {states.get('ds_version')}"}
+        steps, version = states.get("global_steps"), states.get("ds_version")
+        if not isinstance(steps, (int, type(None))) or not isinstance(version, (str, type(None))):
+            raise CorruptCheckpointError(
+                f"{self._model[0].path}: global_steps is not a number, or ds_version not a name"
+            )
+        return {"steps": steps, "saved by": f"DeepSpeed {version}"}
 
     def torch_file(self, path: Path, client: bool = False) -> TorchFile:
         """Open a file of this checkpoint. client: the file may also hold objects of the job's own."""
@@ -164,10 +169,10 @@ def _groups(file: TorchFile) -> list[dict[str, Shape]]:
 
 
 def _shape(file: TorchFile, name: str, shape: Any) -> Shape:
-    sizes = tuple(map(int, shape))
-    if min(sizes, default=0) < 0 or math.prod(sizes) >= 1 << 62:
-        raise CorruptCheckpointError(f"{file.path} says that {name!r} has the shape {sizes}")
-    return sizes
+    try:
+        return shape_of(shape)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{file.path}: the shape of {name!r}: {error}") from error
 
 
 def _aliases(file: TorchFile, known: set[str]) -> dict[str, list[str]]:

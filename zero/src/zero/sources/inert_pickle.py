@@ -2,71 +2,33 @@
 
 The stand-ins are inert: classes that keep what was stored, and functions that put their arguments in a
 record. Python's unpickler resolves names in one place, `find_class`; names that are not known there are
-refused, or become Strangers. The unpickler used is the one written in Python: with the one in C, a few bytes
-can claim any amount of memory.
+refused, or become Strangers.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Callable, Iterator, Mapping
-from io import BytesIO
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.checkpoint.manifest import ITEM_BYTES, TORCH_NAMES, is_row_major
+from zero.checkpoint.manifest import ITEM_BYTES, MOST_DIMENSIONS, TORCH_NAMES, is_row_major
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.sources.bounded_unpickler import (
+    CONTAINERS,
+    Function,
+    Kept,
+    Stranger,
+    Unpickler,
+    made_dict,
+    made_set,
+)
 
-
-class Kept:
-    """Stands in for an object, and keeps its stored state without using it."""
-
-    state: Any = None
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class Stranger(Kept):
-    """Stands in for any object or function, called `name`, and accepts whatever its pickle does with it."""
-
-    name = ""
-
-    def __call__(self, *arguments: Any) -> Stranger:
-        self.called = arguments
-        return self
-
-    def take(self, *values: Any) -> None:
-        """Accept items, as something like a list, a set or a dict does."""
-        self.items = (*getattr(self, "items", ()), *values)
-
-    append = extend = add = update = __setitem__ = take
-
-
-class Dict(dict[Any, Any]):
-    """Stands in for dicts that have state besides their items, as a module's state dict has versions."""
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-class Function:
-    """Stands in for a function. A plain function would let a pickle set its attributes."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._call(*arguments)
-
-    def __setstate__(self, state: Any) -> None:
-        raise ValueError("a function has no state")
+MOST_STEPS = 1 << 23  # of a file of torch.save; each tensor takes some thirty
+_NEW_CLASS = 100  # steps: a Stranger's class takes a kilobyte
+_LONG_NAME = 64
+_LONGEST_STORAGE = 256
+_MOST_ARGUMENTS = 16
 
 
 class StoredStorage(NamedTuple):
@@ -104,29 +66,32 @@ class StoredTensor(NamedTuple):
 
 
 def tensors_in(value: Any) -> Iterator[StoredTensor]:
-    """All tensors in nested containers."""
-    if isinstance(value, StoredTensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Kept):
-        yield from tensors_in(vars(value))
+    """All tensors in nested containers and in what was kept of objects."""
+    return (found for found in _values_in(value, (Kept,)) if isinstance(found, StoredTensor))
 
 
 def strangers_in(value: Any) -> Iterator[Stranger]:
     """All Strangers in nested containers, but not those inside other Strangers."""
-    if isinstance(value, Stranger) or (isinstance(value, type) and issubclass(value, Stranger)):
-        yield value  # type: ignore[misc]
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from strangers_in(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from strangers_in(item)
+    for found in _values_in(value, ()):
+        if isinstance(found, Stranger) or (isinstance(found, type) and issubclass(found, Stranger)):
+            yield found  # type: ignore[misc]
+
+
+def _values_in(value: Any, objects: tuple[type, ...]) -> Iterator[Any]:
+    """What is in nested containers, each container and object once, however many hold it.
+
+    objects: classes of objects whose attributes count as containers too.
+    """
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        value = left.pop()
+        yield value
+        inner = vars(value) if isinstance(value, objects) else value
+        if isinstance(inner, StoredTensor) or not isinstance(inner, CONTAINERS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        left.extend(inner.values() if isinstance(inner, dict) else inner)
 
 
 def refusal(path: Path, name: str) -> CheckpointError:
@@ -136,18 +101,35 @@ def refusal(path: Path, name: str) -> CheckpointError:
     )
 
 
-def _tensor(storage: StoredStorage, dtype: Any, offset: int, shape: Any, stride: Any) -> StoredTensor:
-    tensor = StoredTensor(storage.key, dtype, offset, tuple(shape), tuple(stride))
-    numbers = (offset, *tensor.shape, *tensor.stride)
-    if dtype not in ITEM_BYTES or len(tensor.shape) != len(tensor.stride):
-        raise ValueError(f"{tensor} is not a tensor")
-    if not all(type(number) is int and 0 <= number < 1 << 62 for number in (*numbers, tensor.numel)):
-        raise ValueError(f"{tensor} cannot be as large as it claims")
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """A tensor's sizes, offsets or strides. Raises ValueError for what cannot be."""
+    if not isinstance(value, (list, tuple)) or len(value) > MOST_DIMENSIONS:
+        raise ValueError(f"a tensor's sizes are not a tuple of at most {MOST_DIMENSIONS} numbers")
+    if not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
+        raise ValueError("a tensor has sizes that no tensor has")
+    return tuple(value)
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The same for a shape, whose product has to be possible, too."""
+    shape = sizes_of(value)
+    if math.prod(filter(None, shape)) >= 1 << 62:
+        raise ValueError(f"no tensor has the sizes {shape}")
+    return shape
+
+
+def _tensor(storage: Any, dtype: Any, offset: Any, shape: Any, stride: Any) -> StoredTensor:
+    if not isinstance(storage, StoredStorage) or not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError("a tensor has no storage, or an unknown dtype")
+    (start,) = sizes_of((offset,))
+    tensor = StoredTensor(storage.key, dtype, start, shape_of(shape), sizes_of(stride))
+    if len(tensor.shape) != len(tensor.stride):
+        raise ValueError("a tensor has more sizes than strides, or fewer")
     return tensor
 
 
 def _tensor_v2(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
-    return _tensor(storage, storage.dtype, offset, shape, stride)
+    return _tensor(storage, getattr(storage, "dtype", None), offset, shape, stride)
 
 
 def _tensor_v3(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
@@ -159,15 +141,26 @@ def _first(value: Any, *_: Any) -> Any:
     return value
 
 
-def _subclass(rebuild: Any, kind: Any, arguments: Any, *_: Any) -> Any:
-    if not isinstance(rebuild, Function):
-        raise ValueError(f"{rebuild!r} makes no tensor")
-    return rebuild(*arguments)
+def _subclass(rebuild: Any, kind: Any, arguments: Any, *_: Any) -> StoredTensor:
+    if rebuild not in _REBUILDS or type(arguments) is not tuple or len(arguments) > _MOST_ARGUMENTS:
+        raise ValueError("what should make a tensor of a class of its own makes none")
+    tensor = rebuild(*arguments)
+    if not isinstance(tensor, StoredTensor):
+        raise ValueError("what should make a tensor of a class of its own makes none")
+    return tensor
 
 
-def _bytes(text: str = "", encoding: str = "latin1") -> bytes:
-    """Bytes, from what pickles of protocol 2 write for them."""
-    return text.encode(encoding)
+def _size(sizes: Any = ()) -> tuple[int, ...]:
+    return sizes_of(sizes)
+
+
+def _bytes(value: Any = b"", encoding: Any = "latin1") -> bytes:
+    """Bytes, from what pickles of protocol 2 write for them: text in latin1."""
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if not isinstance(value, str) or encoding not in ("latin1", "latin-1"):
+        raise ValueError("it encodes what is not text, or not in latin1")
+    return value.encode("latin1")
 
 
 DTYPES: Mapping[str, Any] = {f"torch.{theirs}": name for name, theirs in TORCH_NAMES.items()}
@@ -179,9 +172,9 @@ _STORAGES = {
     }.items()
 }  # fmt: skip
 _CONTAINERS: Mapping[str, Any] = {
-    "collections.OrderedDict": Dict,
-    "collections.Counter": Dict,
-    "torch.Size": tuple,
+    "collections.OrderedDict": Function(made_dict),
+    "collections.Counter": Function(made_dict),
+    "torch.Size": Function(_size),
     "torch.device": Function(Kept),
     "torch.serialization._get_layout": Function(Kept),
     "_codecs.encode": Function(_bytes),
@@ -189,21 +182,23 @@ _CONTAINERS: Mapping[str, Any] = {
         f"{module}.{name}": stand_in
         for module in ("builtins", "__builtin__")  # the latter is Python 2's, kept in protocol 2
         for name, stand_in in {
-            "set": Function(set),
+            "set": Function(made_set),
             "bytearray": Function(_bytes),
             "complex": Function(complex),
         }.items()
     },
 }
+_V2, _V3, _PARAMETER = Function(_tensor_v2), Function(_tensor_v3), Function(_first)
+_REBUILDS = (_V2, _V3, _PARAMETER)
 TENSORS: Mapping[str, Any] = {
     **DTYPES,
     **{storage: (name,) for storage, name in _STORAGES.items()},
     **_CONTAINERS,
     "torch.storage.UntypedStorage": (None,),
-    "torch._utils._rebuild_tensor_v2": Function(_tensor_v2),
-    "torch._utils._rebuild_tensor_v3": Function(_tensor_v3),
-    "torch._utils._rebuild_parameter": Function(_first),
-    "torch._utils._rebuild_parameter_with_state": Function(_first),
+    "torch._utils._rebuild_tensor_v2": _V2,
+    "torch._utils._rebuild_tensor_v3": _V3,
+    "torch._utils._rebuild_parameter": _PARAMETER,
+    "torch._utils._rebuild_parameter_with_state": _PARAMETER,
     "torch._tensor._rebuild_from_type_v2": Function(_subclass),
     "torch.nn.parameter.Parameter": Kept,
     "torch.Tensor": Kept,
@@ -211,39 +206,48 @@ TENSORS: Mapping[str, Any] = {
 """Stand-ins for the names in a file of torch.save with tensors in plain containers."""
 
 
-def load(data: bytes, known: Mapping[str, Any], path: Path, strangers: bool = False) -> Any:
+def load(
+    data: bytes, known: Mapping[str, Any], path: Path, strangers: bool = False, most: int = MOST_STEPS
+) -> Any:
     """Read the object in a pickle.
 
     known: stand-ins by full name. path: the file, for errors. strangers: let other names become Strangers.
-    Raises CheckpointError for other names without that, and CorruptCheckpointError for a pickle that makes
-    no sense.
+    most: steps that reading it may take. Raises CheckpointError for other names without that, and
+    CorruptCheckpointError for a pickle that makes no sense.
     """
     try:
-        return _Unpickler(BytesIO(data), known, path, strangers).load()
+        return _Unpickler(data, most, known, path, strangers).load()
     except CheckpointError:
         raise
     except Exception as error:  # whatever a hostile pickle makes the unpickler raise
-        what = f"{type(error).__name__}: {error}"
-        raise CorruptCheckpointError(f"{path} holds an invalid pickle: {what}") from error
+        raise CorruptCheckpointError(
+            f"{path} holds an invalid pickle: {type(error).__name__}: {error}"
+        ) from error
 
 
-class _Unpickler(pickle._Unpickler):
-    def __init__(self, file: BytesIO, known: Mapping[str, Any], path: Path, strangers: bool) -> None:
-        super().__init__(file)
+class _Unpickler(Unpickler):
+    def __init__(self, data: bytes, most: int, known: Mapping[str, Any], path: Path, strangers: bool) -> None:
+        super().__init__(data, most)
         self._known = known
         self._path = path
-        self._strangers = strangers
+        self._strangers: dict[str, type[Stranger]] | None = {} if strangers else None
 
     def find_class(self, module: str, name: str) -> Any:
+        self.spend((len(module) + len(name)) // _LONG_NAME)
         full = f"{module}.{name}"
         if full in self._known:
             return self._known[full]
-        if self._strangers:
-            return type("Stranger", (Stranger,), {"name": full})
-        raise refusal(self._path, full)
+        if self._strangers is None:
+            raise refusal(self._path, full)
+        if full not in self._strangers:
+            self.spend(_NEW_CLASS)
+            self._strangers[full] = type("Stranger", (Stranger,), {"name": full})
+        return self._strangers[full]
 
     def persistent_load(self, saved: Any) -> StoredStorage:
         kind, (dtype,), key, _, numel = saved
         if kind != "storage" or not isinstance(key, str) or not isinstance(numel, int):
-            raise ValueError(f"{saved!r} is not a storage")
+            raise ValueError("it refers to what is not a storage")
+        if len(key) > _LONGEST_STORAGE:
+            raise ValueError("the name of a storage is too long")
         return StoredStorage(dtype, key, numel)

@@ -6,12 +6,15 @@ in memory it is then a set of runs.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+
+_PRIME = (1 << 127) - 1
 
 
 class Box(NamedTuple):
@@ -24,9 +27,58 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def within(self, other: Box) -> Box:
-        """Translate this box, whose indices are relative to `other`, into the indices that `other` uses."""
-        return Box(tuple(a + b for a, b in zip(self.lower, other.lower, strict=True)), self.sizes)
+    @property
+    def upper(self) -> tuple[int, ...]:
+        """The first index beyond it in each dimension."""
+        return tuple(low + size for low, size in zip(self.lower, self.sizes, strict=True))
+
+    def meets(self, other: Box) -> Box:
+        """What two boxes have in common, perhaps nothing."""
+        lower = tuple(map(max, self.lower, other.lower))
+        ends = map(min, self.upper, other.upper)
+        return Box(lower, tuple(max(0, end - low) for low, end in zip(lower, ends, strict=True)))
+
+    def seen_from(self, other: Box) -> Box:
+        """This box with indices relative to `other`."""
+        return Box(tuple(a - b for a, b in zip(self.lower, other.lower, strict=True)), self.sizes)
+
+
+def indices(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All indices of a tensor in row-major order. itertools.product would first list each dimension's."""
+    if not sizes:
+        yield ()
+        return
+    for outer in indices(sizes[:-1]):
+        for last in range(sizes[-1]):
+            yield (*outer, last)
+
+
+def count_stretches(box: Box, shape: tuple[int, ...]) -> int:
+    """How many stretches() yields."""
+    cut = [d for d, (size, whole) in enumerate(zip(box.sizes, shape, strict=True)) if size != whole]
+    return math.prod(box.sizes[: cut[-1]]) if cut and box.numel else min(1, box.numel)
+
+
+def is_partition(parts: Iterable[Box], shape: tuple[int, ...]) -> bool:
+    """Whether boxes hold each element of a tensor exactly once, in time and memory that their number sets.
+
+    A box stands for a polynomial, the sum of x₁^i₁ · x₂^i₂ · … over its indices. Those of the boxes
+    add up to that of the tensor only if every index occurs once; polynomials that differ agree at a random
+    point with a probability of less than 2^-58 (Schwartz, Zippel).
+    """
+    points = [2 + secrets.randbelow(_PRIME - 2) for _ in shape]
+
+    @cache
+    def power(dimension: int, exponent: int) -> int:
+        return pow(points[dimension], exponent, _PRIME)
+
+    def value(box: Box) -> int:
+        result = 1  # times (x₁ - 1) (x₂ - 1) …
+        for d, (low, end) in enumerate(zip(box.lower, box.upper, strict=True)):
+            result = result * (power(d, end) - power(d, low)) % _PRIME
+        return result
+
+    return sum(map(value, parts)) % _PRIME == value(Box((0,) * len(shape), shape))
 
 
 def boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
@@ -37,7 +89,7 @@ def boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
         return
     step = max(1, limit // max(1, math.prod(shape[axis + 1 :])))
     rest = shape[axis + 1 :]
-    for outer in itertools.product(*(range(n) for n in shape[:axis])):
+    for outer in indices(shape[:axis]):
         for first in range(0, shape[axis], step):
             count = min(step, shape[axis] - first)
             yield Box((*outer, first, *(0 for _ in rest)), (*(1 for _ in outer), count, *rest))
@@ -57,7 +109,7 @@ def stretches(box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     length = math.prod(box.sizes[axis:])
     base = sum(low * step for low, step in zip(box.lower, strides, strict=True))
-    for outer in itertools.product(*(range(size) for size in box.sizes[:axis])):
+    for outer in indices(box.sizes[:axis]):
         yield base + sum(n * step for n, step in zip(outer, strides, strict=False)), length
 
 
@@ -88,7 +140,7 @@ def read_box(
     wanted = np.frombuffer(into, f"u{item}").reshape(box.sizes).transpose(order)
     found = np.lib.stride_tricks.as_strided(in_memory, sizes[inner:], [step * item for step in steps[inner:]])
     base = sum(low * step for low, step in zip(box.lower, stride, strict=True))
-    for index in itertools.product(*(range(size) for size in sizes[:inner])):
+    for index in indices(sizes[:inner]):
         start = base + sum(i * step for i, step in zip(index, steps, strict=False))
         read(start, scratch)
         wanted[index] = found

@@ -5,21 +5,26 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from zero.checkpoint.manifest import ITEM_BYTES
+import numpy as np
+
+from zero.checkpoint.manifest import ITEM_BYTES, is_row_major
 from zero.checkpoint.storage import DISK, File
 from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError, some
 from zero.sources import crc
 from zero.sources.inert_pickle import StoredTensor
-from zero.sources.memory_order import Box, boxes, read_box, stretches
+from zero.sources.memory_order import Box, boxes, count_stretches, read_box, stretches
 from zero.sources.source import Chunk, Piece, Source
-from zero.sources.torch_file import Record, TorchFile
+from zero.sources.torch_file import TorchFile
+from zero.sources.zip_directory import Record
+
+_MOST_STRETCHES = 16
 
 
 class Place(NamedTuple):
@@ -41,19 +46,34 @@ class Key(NamedTuple):
     record: Record
 
 
-class Strided(NamedTuple):
-    """A box of a tensor in a record whose memory order is not row-major.
+class Part(NamedTuple):
+    """A box of a tensor in a record, in any memory order.
 
-    shape: of the whole tensor. stride: of the box, in elements. offset: of its first element, in bytes from
-    the beginning of the record.
+    stride: in elements. offset: of its first element, in bytes from the beginning of the record.
     """
 
-    tensor: int
     box: Box
-    shape: tuple[int, ...]
     stride: tuple[int, ...]
     key: Key
     offset: int
+
+
+class Mosaic:
+    """A tensor that is put together from parts, a box of it at a time."""
+
+    def __init__(self, tensor: int, shape: tuple[int, ...], parts: Sequence[Part]) -> None:
+        self.tensor = tensor
+        self.shape = shape
+        self.parts = parts
+        size = len(parts), len(shape)
+        self._lower = np.array([part.box.lower for part in parts], np.int64).reshape(size)
+        self._upper = np.array([part.box.upper for part in parts], np.int64).reshape(size)
+
+    def within(self, box: Box) -> Iterator[tuple[Part, Box]]:
+        """The parts that a box meets, each with what they have in common."""
+        meets = (np.maximum(self._lower, box.lower) < np.minimum(self._upper, box.upper)).all(axis=1)
+        for number in np.flatnonzero(meets).tolist():
+            yield self.parts[number], self.parts[number].box.meets(box)
 
 
 class RecordSource(Source):
@@ -70,7 +90,7 @@ class RecordSource(Source):
         self._open: dict[Path, File] = {}
         self._records: dict[Key, None] = {}
         self._places: dict[Key, list[Place]] = {}
-        self._strided: list[Strided] = []
+        self._mosaics: list[Mosaic] = []
         self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of each chunk, by its offset
         self._lock = threading.Lock()
         try:
@@ -150,28 +170,27 @@ class RecordSource(Source):
         elif start or length != values.numel:
             raise CorruptCheckpointError(f"{file.path}: a part of a tensor is not row-major")
         else:
-            self.place_box(tensor, Box((0,) * len(values.shape), values.shape), values.shape, file, values)
+            whole = Box((0,) * len(values.shape), values.shape)
+            part = Part(whole, values.stride, Key(file.path, record), offset)
+            self._mosaics.append(Mosaic(tensor, values.shape, [part]))
 
-    def place_box(
-        self, tensor: int, box: Box, shape: tuple[int, ...], file: TorchFile, values: StoredTensor
-    ) -> None:
-        """Register that `values` in `file` are a box of a tensor. shape: of the whole tensor."""
-        if not box.numel:
+    def place_parts(self, tensor: int, parts: Sequence[Part]) -> None:
+        """Register that a tensor consists of parts, which together are all of it."""
+        shape = self.tensors[tensor].shape
+        if not all(is_row_major(p.box.sizes, p.stride) and _is_short(p.box, shape) for p in parts):
+            self._mosaics.append(Mosaic(tensor, shape, parts))
             return
-        record, offset = file.locate(values)
-        if values.is_row_major:
-            for start, length in stretches(box, shape):
-                self.place_stretch(tensor, file.path, record, start, length, offset)
-                offset += length * values.item_bytes
-        else:
-            key = Key(file.path, record)
-            self._strided.append(Strided(tensor, box, shape, values.stride, key, offset))
+        for part in parts:
+            offset = part.offset
+            for start, length in stretches(part.box, shape):
+                self.place_stretch(tensor, *part.key, start, length, offset)
+                offset += length * ITEM_BYTES[self.tensors[tensor].dtype]
 
     def chunks(self, wanted: Collection[int], limit: int) -> Iterator[Chunk]:
-        strided = [place for place in self._strided if place.tensor in wanted]
-        for place in strided:
-            yield from self._boxes(place, limit)
-        turned = {place.key for place in strided}
+        mosaics = [mosaic for mosaic in self._mosaics if mosaic.tensor in wanted]
+        for mosaic in mosaics:
+            yield from self._boxes(mosaic, limit)
+        turned = {part.key for mosaic in mosaics for part in mosaic.parts}
         for key in self._records:
             places = [place for place in self._places.get(key, ()) if place.tensor in wanted]
             if places or key in turned:
@@ -216,33 +235,39 @@ class RecordSource(Source):
                     pieces.append(Piece(place.tensor, place.start + first, last - first, at))
             yield Chunk(high - low, partial(self._read, key, low, high - low), tuple(pieces))
 
-    def _boxes(self, place: Strided, limit: int) -> Iterator[Chunk]:
-        item = self._item(place)
-        for box in boxes(place.box.sizes, max(1, limit // 2 // item)):  # two copies exist at once
-            pieces, at = [], 0
-            for start, length in stretches(box.within(place.box), place.shape):
-                pieces.append(Piece(place.tensor, start, length, at))
-                at += length * item
-            yield Chunk(at, partial(self._read_box, place, box), tuple(pieces))
+    def _boxes(self, mosaic: Mosaic, limit: int) -> Iterator[Chunk]:
+        item = self._item(mosaic)
+        for box in boxes(mosaic.shape, max(1, limit // 3 // item)):  # three copies exist at once
+            ((start, length),) = stretches(box, mosaic.shape)
+            piece = Piece(mosaic.tensor, start, length, 0)
+            yield Chunk(length * item, partial(self._read_mosaic, mosaic, box), (piece,))
 
-    def _item(self, place: Place | Strided) -> int:
+    def _item(self, place: Place | Mosaic) -> int:
         return ITEM_BYTES[self.tensors[place.tensor].dtype]
 
     def _end(self, place: Place) -> int:
         return place.offset + place.length * self._item(place)
 
-    def _read_box(self, place: Strided, box: Box, pages: memoryview) -> memoryview:
-        key, item = place.key, self._item(place)
-
-        def read(start: int, into: memoryview) -> None:
-            at = key.record.offset + place.offset + start * item
-            with self._translated(key):
-                count = self._open[key.path].read(at, into)
-            self._check_end(key, at, count, into.nbytes)
-
+    def _read_mosaic(self, mosaic: Mosaic, box: Box, pages: memoryview) -> memoryview:
+        item = self._item(mosaic)
         values = pages[: box.numel * item]
-        read_box(box, place.stride, item, read, values)
+        wanted = np.frombuffer(values, f"u{item}").reshape(box.sizes)
+        for part, common in mosaic.within(box):
+            found = memoryview(bytearray(common.numel * item))
+            read = partial(self._read_part, part, item)
+            read_box(common.seen_from(part.box), part.stride, item, read, found)
+            place = common.seen_from(box)
+            room = tuple(map(slice, place.lower, place.upper))
+            wanted[room] = np.frombuffer(found, f"u{item}").reshape(common.sizes)
         return values
+
+    def _read_part(self, part: Part, item: int, start: int, into: memoryview) -> None:
+        """Fill `into` with a part's bytes, from its element `start` in memory on."""
+        key = part.key
+        at = key.record.offset + part.offset + start * item
+        with self._translated(key):
+            count = self._open[key.path].read(at, into)
+        self._check_end(key, at, count, into.nbytes)
 
     def _read(self, key: Key, low: int, nbytes: int, pages: memoryview) -> memoryview:
         """Read bytes of a record from `low` on, and keep their checksum for finish()."""
@@ -270,7 +295,12 @@ class RecordSource(Source):
     def _held(self, key: Key) -> str:
         """The names of the tensors in a record, for an error message."""
         held = [self.tensors[place.tensor].name for place in self._places.get(key, ())]
-        held += [self.tensors[place.tensor].name for place in self._strided if place.key == key]
+        held += [self.tensors[m.tensor].name for m in self._mosaics if any(p.key == key for p in m.parts)]
         if not held:
             return "no weights"
         return some([repr(name) for name in held], 4)
+
+
+def _is_short(box: Box, shape: tuple[int, ...]) -> bool:
+    """Whether a box is a few stretches of its tensor, so that listing them takes little."""
+    return count_stretches(box, shape) <= _MOST_STRETCHES

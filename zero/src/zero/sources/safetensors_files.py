@@ -7,7 +7,7 @@ from pathlib import Path
 from zero.sources.record_source import RecordSource
 from zero.sources.safetensors_header import describe
 from zero.sources.source import TensorInfo
-from zero.sources.torch_file import Record
+from zero.sources.zip_directory import Record
 
 
 class SafetensorsSource(RecordSource):

@@ -1,24 +1,27 @@
 """Where the tensors are in safetensors files: one file, or a directory in the layout of transformers.
 
 Every tensor's place is checked against its shape and the file's size, so nothing outside it is ever read.
+What the library of safetensors refuses is refused here, too.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint.manifest import ITEM_BYTES
+from zero.checkpoint.header import METADATA
+from zero.checkpoint.manifest import ITEM_BYTES, LONGEST_HEADER, MOST_DIMENSIONS
+from zero.checkpoint.storage import DISK
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.sources.strict_json import parse
 from zero.sources.weight_map import check_weight_map, read_weight_map
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_LONGEST_HEADER = 100_000_000  # bytes, the limit of safetensors
 
 
 @dataclass(frozen=True)
@@ -73,47 +76,60 @@ def describe(path: Path) -> list[SafeTensor]:
 
 
 def _in_file(path: Path) -> list[SafeTensor]:
-    header, begin = _header(path)
-    metadata = header.pop("__metadata__", {})
-    aliases: dict[Any, list[str]] = {}
+    header, begin, size = _header(path)
+    metadata = header.pop(METADATA, None) or {}
+    aliases: dict[str, list[str]] = {}
     for alias, name in metadata.items():
-        if isinstance(name, str) and alias != "format":
+        if alias != "format":
             aliases.setdefault(name, []).append(alias)
-    return list(_placed(path, header, aliases, begin))
+    return list(_placed(path, header, aliases, begin, size))
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """A file's header, and the byte where its data begin."""
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """A file's header, the byte where its data begin, and its size."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if length <= _LONGEST_HEADER else b""
-        header = json.loads(text)
+        with closing(DISK.open(path)) as file:
+            size, begin = file.size(), bytearray(8)
+            count = file.read(0, memoryview(begin))
+            length = int.from_bytes(begin, "little")
+            if count < 8 or length > min(LONGEST_HEADER, size - 8):
+                raise ValueError(f"its header has {length:,} bytes, of {size:,} in all")
+            text = bytearray(length)
+            file.read(8, memoryview(text))
+        header = parse(bytes(text))
+        _check_metadata(header)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptCheckpointError(f"{path} is truncated or not a safetensors file: {error}") from error
-    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
-    if not isinstance(metadata, dict):
-        raise CorruptCheckpointError(f"{path} is not a safetensors file: its header is not an object")
-    return header, 8 + length
+    return header, 8 + length, size
+
+
+def _check_metadata(header: Any) -> None:
+    if not isinstance(header, dict):
+        raise ValueError("its header is not an object")
+    metadata = header.get(METADATA)
+    if metadata is None:
+        return
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"its {METADATA} holds more than strings")
 
 
 def _placed(
-    path: Path, header: Mapping[str, Any], aliases: Mapping[Any, list[str]], begin: int
+    path: Path, header: Mapping[str, Any], aliases: Mapping[str, list[str]], begin: int, size: int
 ) -> Iterator[SafeTensor]:
     """The tensors in the order of their bytes. Raises if these overlap or leave gaps."""
-    size, end = path.stat().st_size, 0
+    end = 0
     try:
-        for name, entry in sorted(header.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-            if entry["dtype"] not in ITEM_BYTES:
+        places = {name: _naturals(entry["data_offsets"], 2) for name, entry in header.items()}
+        for name in sorted(places, key=lambda name: places[name]):
+            dtype, shape = header[name]["dtype"], _naturals(header[name]["shape"], MOST_DIMENSIONS)
+            if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
                 known = ", ".join(ITEM_BYTES)
-                raise CheckpointError(f"{path}: {name!r} is {entry['dtype']}; supported are {known}")
-            first, last = entry["data_offsets"]
-            shape = tuple(int(n) for n in entry["shape"])
-            further = tuple(aliases.get(name, ()))
-            tensor = SafeTensor(path, name, entry["dtype"], shape, begin + first, further)
-            if first != end or last - first != tensor.nbytes or min(shape, default=0) < 0:
+                raise CheckpointError(f"{path}: {name!r} is {_shown(dtype)}; supported are {known}")
+            first, last = places[name]
+            tensor = SafeTensor(path, name, dtype, shape, begin + first, tuple(aliases.get(name, ())))
+            if first != end or last - first != tensor.nbytes or math.prod(filter(None, shape)) >= 1 << 62:
                 raise ValueError(f"the byte range of {name!r} does not match its shape")
             yield tensor
             end = last
@@ -121,3 +137,16 @@ def _placed(
             raise ValueError(f"it has {size} bytes, but its tensors end at {begin + end}")
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+
+def _naturals(values: Any, most: int) -> tuple[int, ...]:
+    """A list of sizes or offsets. most: how many there may be."""
+    natural = isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in values)
+    if not natural or len(values) > most:
+        raise ValueError(f"{_shown(values)} are not sizes of a tensor, or its place")
+    return tuple(values)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if not isinstance(value, str) else value
+    return text if len(text) < 80 else f"{text[:80]}…"

@@ -5,8 +5,7 @@ Values in nested dicts and lists are named by the path to them: "model.blocks.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,10 @@ from zero.sources.weight_map import check_weight_map, read_weight_map
 
 WHOLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
-_MOST_LEAVES = 1 << 22  # a limit, since a few bytes of a pickle may claim any number
+_MOST_LEAVES = 1 << 20  # limits, since a few bytes of a pickle may claim any number
+_MOST_TEXT = 1 << 28  # characters of all names together
+_LONG_LIST = 64  # of plain values alone: such as the order of a job's samples
+_SCALARS = (str, bytes, int, float, complex, bool, type(None))
 
 
 def is_torch(path: Path) -> bool:
@@ -61,9 +63,7 @@ class TorchSource(RecordSource):
     def _lay_out(self, file: TorchFile) -> list[str]:
         """Add a file's tensors; returns their names."""
         names: dict[Any, list[str]] = {}
-        leaves = list(islice(_leaves(file.content), _MOST_LEAVES + 1))
-        if len(leaves) > _MOST_LEAVES:
-            raise CorruptCheckpointError(f"{file.path} claims to hold more than {_MOST_LEAVES} values")
+        leaves = _leaves(file)
         for name, value in leaves:
             if isinstance(value, StoredTensor) and name:  # empty tensors share nothing
                 names.setdefault(value if value.numel else (value, name), []).append(name)
@@ -88,14 +88,36 @@ def _check_stranger(path: Path, value: Any, name: str) -> None:
             raise refusal(path, f"{stranger.name}. Save state dicts that hold tensors in plain containers")
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested dicts and lists, each with the path to it. Empty ones are values themselves."""
-    items: list[tuple[Any, Any]] = []
+def _leaves(file: TorchFile) -> list[tuple[str, Any]]:
+    """The values in nested dicts and lists, each with the path to it.
+
+    Empty ones are values themselves, and so are long lists of plain values. Raises CorruptCheckpointError for
+    more values than a file can need: shared containers are walked once for each path to them.
+    """
+    found: list[tuple[str, Any]] = []
+    left: list[tuple[str, Any]] = [("", file.content)]
+    steps = text = 0
+    while left:
+        name, value = left.pop()
+        items = _items(value)
+        if not items:
+            found.append((name, value))
+        steps += 1 + (len(value) // _LONG_LIST if isinstance(value, (list, tuple)) else 0)
+        named: list[tuple[str, Any]] = []
+        for key, item in items:
+            named.append((f"{name}.{key}" if name else str(key), item))
+            text += len(named[-1][0])
+            if steps + len(left) + len(named) > _MOST_LEAVES or text > _MOST_TEXT:
+                raise CorruptCheckpointError(f"{file.path} claims to hold more than {_MOST_LEAVES} values")
+        left.extend(reversed(named))
+    return found
+
+
+def _items(value: Any) -> Collection[tuple[Any, Any]]:
     if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, (list, tuple)) and not isinstance(value, StoredTensor):
-        items = list(enumerate(value))
-    if not items:
-        yield name, value
-    for key, item in items:
-        yield from _leaves(item, f"{name}.{key}" if name else str(key))
+        return value.items()
+    if not isinstance(value, (list, tuple)) or isinstance(value, StoredTensor):
+        return ()
+    if len(value) > _LONG_LIST and all(isinstance(item, _SCALARS) for item in value):
+        return ()
+    return list(enumerate(value))

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from zero.checkpoint.storage import DISK, read_whole
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.sources.strict_json import parse
+
+_LARGEST_INDEX = 1 << 26  # bytes
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
     """Read which file has each name. All files are beside the index.
 
-    Raises CorruptCheckpointError for an index that makes no sense, and CheckpointError for a file that is not
-    beside it.
+    Raises CorruptCheckpointError for an index that makes no sense, and CheckpointError for one that cannot be
+    read and for a file that is not beside it.
     """
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        weight_map = parse(read_whole(DISK, index, _LARGEST_INDEX))["weight_map"]
+        names = set(weight_map.values())
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{index} cannot be used: {error}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file next to it")
+    for name in sorted(names):
         if not (index.parent / name).is_file():
             raise CheckpointError(f"{index.parent} is incomplete: {name} is missing")
     return dict(weight_map)
