@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from typer.testing import CliRunner, Result
 import zero
 from tests.zero.consolidate import saved, synthetic
 from zero import cli
+from zero.checkpoint import manifest as form
 from zero.settings import sizes
 
 MODEL = {"embedding.weight": torch.arange(600.0).view(20, 30), "scale": torch.tensor([1.5])}
@@ -177,3 +180,38 @@ def test_sizes_that_are_none(text: str) -> None:
 )
 def test_sizes_for_people(nbytes: float, text: str) -> None:
     assert sizes.human(nbytes) == text
+
+
+ODD = "w\x1b]0;title\x07\nfake row"
+SHOWN = r"w\x1b]0;title\x07\nfake row"
+
+
+def test_names_in_files_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    torch.save({ODD: torch.ones(2)}, tmp_path / "odd.pt")
+    shown = run("inspect", tmp_path / "odd.pt").stdout
+    assert SHOWN in shown.replace("\n", "")
+    assert "\x1b" not in shown
+    assert json.loads(run("inspect", tmp_path / "odd.pt", "--json").stdout)["tensors"][0]["name"] == ODD
+    odd = tmp_path / ODD.replace("/", "")
+    assert SHOWN in refused("inspect", odd).replace("\n", "")
+    assert run("convert", tmp_path / "odd.pt", odd).stdout.startswith(f"{tmp_path}/{SHOWN}: 1 tensors")
+
+
+@pytest.mark.parametrize("created", [1e300, -1e300, 1e18, float("nan")])
+def test_facts_may_be_anything(checkpoint: Path, created: float) -> None:
+    data = form.unseal("zero-checkpoint", (checkpoint / form.MANIFEST).read_bytes())
+    changed = {**json.loads(data), "created": created}
+    text = json.dumps(changed)[1:].encode()
+    head = form.seal("zero-checkpoint", {}).partition(b"crc32")[0]
+    (checkpoint / form.MANIFEST).write_bytes(head + b'crc32":"%08x",\n' % crc32(text) + text)
+    result = run("inspect", checkpoint)
+    assert result.exit_code == (2 if created != created else 0), result.output
+    assert created != created or "after 1970" in result.stdout
+
+
+def test_any_locale_shows_any_name(tmp_path: Path) -> None:
+    torch.save({"gewicht é": torch.ones(2)}, tmp_path / "odd.pt")
+    command = [sys.executable, "-m", "zero", "inspect", str(tmp_path / "odd.pt")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
+    assert r"gewicht \xe9" in done.stdout

@@ -17,7 +17,7 @@ import torch
 import zero
 from tests.zero.consolidate import saved, synthetic
 from zero.checkpoint.storage import File
-from zero.consolidate import Options, consolidate, open_source
+from zero.consolidate import Options, consolidate, convert, open_source
 from zero.consolidate.files import WeightStorage
 
 TENSORS = 8
@@ -285,3 +285,28 @@ def test_memory_does_not_grow_with_the_model_and_torch_is_not_needed(tmp_path: P
     command = [sys.executable, "-c", MEASURED, str(tmp_path / "checkpoint"), str(tmp_path / "out"), dtype]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert int(done.stdout) < 40 << 20
+
+
+def test_what_is_written_can_be_read_by_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"half a pair \ud800": torch.ones(2)}, tmp_path / "odd.pt")
+    with open_source(tmp_path / "odd.pt") as source:
+        for write in (consolidate, convert):
+            with pytest.raises(zero.CheckpointError, match="no encoding in UTF-8"):
+                write(source, tmp_path / "out")
+    torch.save({"w": torch.ones(2)}, tmp_path / "even.pt")
+    monkeypatch.setattr("zero.consolidate.plan.METADATA", "x")  # a header that only we can read
+    monkeypatch.setattr("zero.checkpoint.header.METADATA", "x")
+    with (
+        open_source(tmp_path / "even.pt") as source,
+        pytest.raises(zero.CheckpointError, match="library of safetensors"),
+    ):
+        consolidate(source, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["even.pt", "odd.pt"]
+
+
+def test_a_name_that_cannot_be_a_path_is_refused(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "even.pt")
+    with open_source(tmp_path / "even.pt") as source:
+        for name in ("a" * 300, "a\0b"):
+            with pytest.raises(zero.ZeroError):
+                consolidate(source, tmp_path / name)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +34,7 @@ from zero.checkpoint.storage import allow_more_files
 from zero.consolidate import convert as to_zero
 from zero.consolidate import run
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
-from zero.errors import ZeroError, some
+from zero.errors import ZeroError, printable, some
 from zero.settings.sizes import human, size
 from zero.sources.opening import open_source
 from zero.sources.source import Source
@@ -89,12 +91,15 @@ def clean(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         allow_more_files()
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # whatever names are in files, in any locale
+                stream.reconfigure(errors="backslashreplace")
         try:
             command(*args, **kwargs)
         except BrokenPipeError:
             raise  # nobody reads the output any more, and nobody would read a message
         except (ZeroError, OSError) as error:
-            errors.print(Text(f"error: {error}"), style="red", soft_wrap=True)
+            errors.print(Text(f"error: {printable(error)}"), style="red", soft_wrap=True)
             raise typer.Exit(2) from None
 
     return wrapper
@@ -223,7 +228,8 @@ def consolidate(
         result = run.consolidate(source, out, options, progress)
     seconds = time.monotonic() - begun
     files = f"{len(result.files)} file{'s' if len(result.files) > 1 else ''}"
-    print(f"{result.out}: {result.tensors} tensors, {human(result.nbytes)} in {files}, {seconds:.1f} s")
+    where = printable(result.out)
+    print(f"{where}: {result.tensors} tensors, {human(result.nbytes)} in {files}, {seconds:.1f} s")
     _warn("infinite in fp16, although finite in the checkpoint", result.overflowed)
     _warn("skipped (not a tensor)", result.left_out)
 
@@ -269,7 +275,7 @@ def convert(
         else:
             with open_source(weights) as source:
                 result = to_zero(source, out, options, progress)
-    print(f"{result.out}: {result.tensors} tensors, {human(result.nbytes)}")
+    print(f"{printable(result.out)}: {result.tensors} tensors, {human(result.nbytes)}")
     _warn("skipped (not a tensor)", result.left_out)
 
 
@@ -285,7 +291,7 @@ def inspect(
             print(json.dumps(_described(source), indent=2))
             return
         for label, value in _facts(source).items():
-            print(f"{label:<12}{value}")
+            print(f"{label:<12}{printable(value)}")
         Console().print(_tensors(source))
 
 
@@ -295,7 +301,7 @@ def verify(checkpoint: Checkpoint, workers: Workers = None) -> None:
     """Read every byte of a checkpoint and compare it with its checksum; exit code 1 if one differs."""
     with open_source(checkpoint) as source, progress_bar() as progress:
         problems = run.verify(source, workers, progress=progress)
-        path, summed = source.path, source.facts.get("checksums") != "none"
+        path, summed = printable(source.path), source.facts.get("checksums") != "none"
     for problem in problems:
         print(problem)
     if problems:
@@ -329,10 +335,17 @@ def _warn(what: str, names: tuple[str, ...]) -> None:
 def _facts(source: Source) -> dict[str, Any]:
     rows: dict[str, Any] = {"path": source.path, "format": source.format, **source.facts}
     if "created" in rows:
-        rows["created"] = datetime.fromtimestamp(rows["created"]).astimezone().isoformat(" ", "seconds")
+        rows["created"] = _moment(rows["created"])
     rows["tensors"] = f"{len(source.tensors)}, {human(sum(t.nbytes for t in source.tensors))}"
     rows["elements"] = f"{sum(t.numel for t in source.tensors):,}"
     return {label: human(value) if label == "bytes" else value for label, value in rows.items()}
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
+    except (OverflowError, ValueError, OSError):  # a file may say anything
+        return f"{seconds} seconds after 1970"
 
 
 def _tensors(source: Source) -> Table:
@@ -340,7 +353,7 @@ def _tensors(source: Source) -> Table:
     for column in ("name", "shape", "dtype", "in training", "kind", "bytes"):
         table.add_column(column, overflow="fold")  # nothing is cut off
     for tensor in source.tensors:
-        names = "\n= ".join((tensor.name, *tensor.aliases))
+        names = "\n= ".join(map(printable, (tensor.name, *tensor.aliases)))
         cells = (names, str(list(tensor.shape)), tensor.dtype, tensor.training_dtype, tensor.kind)
         table.add_row(*map(Text, (*cells, human(tensor.nbytes))))
     return table

@@ -201,7 +201,7 @@ def _read(source: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
         return source
     try:
         given = json.loads(as_path(source).read_text())
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not a DeepSpeed configuration: {error}") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{source} is not a DeepSpeed configuration: expected a JSON object")

@@ -1,16 +1,35 @@
 """Errors of the engine. Each message says what was expected, what was found and what to do."""
 
 from collections.abc import Sequence
+from typing import Any
+
+
+def printable(value: object, keep: str = "") -> str:
+    """Text for a terminal or a log: what these might obey or cannot show is escaped as in Python's strings.
+
+    That is everything but letters, digits, punctuation, symbols and plain spaces: escape codes, line breaks,
+    marks that turn the direction of writing, halves of surrogate pairs. keep: characters to leave as they
+    are.
+    """
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def some(names: Sequence[str], limit: int = 8) -> str:
     """Format the first `limit` names for a message, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return ", ".join(map(printable, names[:limit])) + more
 
 
 class ZeroError(RuntimeError):
-    """Base of every error that zero raises on purpose."""
+    """Base of every error that zero raises on purpose. Its message is printable, whatever names are in it."""
+
+    _breaks = "\n"  # messages of several lines are laid out by zero
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*(printable(a, self._breaks) if isinstance(a, str) else a for a in arguments))
 
 
 class ConfigError(ZeroError, ValueError):
@@ -40,9 +59,13 @@ class GradientOverflowError(ZeroError):
 class StateError(ZeroError):
     """A state dict or checkpoint does not fit the model or the optimizer."""
 
+    _breaks = ""  # the names are those of files
+
 
 class CheckpointError(ZeroError):
     """A checkpoint is missing, is incomplete, or could not be written."""
+
+    _breaks = ""
 
 
 class CorruptCheckpointError(CheckpointError):

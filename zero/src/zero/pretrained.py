@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from zero.checkpoint.boundary import typed
 from zero.checkpoint.names import Rename, match
 from zero.checkpoint.storage import DISK, Storage
 from zero.checkpoint.tensor_reader import TensorReader
@@ -42,12 +43,13 @@ class Request:
 
     def open(self) -> SafetensorsWeights:
         """Return the weights; their files are opened when they are read."""
-        if not is_safetensors(self.path):
-            raise CheckpointError(
-                f"{self.path} is neither a safetensors file nor a directory with model.safetensors or an "
-                "index; `zero consolidate` makes such weights from checkpoints and torch.save files"
-            )
-        return SafetensorsWeights(self.path, self.storage)
+        with typed(self.path):
+            if is_safetensors(self.path):
+                return SafetensorsWeights(self.path, self.storage)
+        raise CheckpointError(
+            f"{self.path} is neither a safetensors file nor a directory with model.safetensors or an "
+            "index; `zero consolidate` makes such weights from checkpoints and torch.save files"
+        )
 
     def match(self, weights: SafetensorsWeights, model: nn.Module) -> dict[str, str]:
         """Map names in the model to names of the tensors that fill them."""

@@ -2,6 +2,7 @@
 
 The format is documented in docs/checkpoint-format.md. Modules, lowest first:
 
+boundary                whatever reading raises, as errors of zero
 storage, stream         all input and output
 manifest, reader        the manifest; reading tensors by key, with every byte checked. No torch, no engine
 dtypes, random_state, header, rank_layout, rank_file, user_state, engine_state

@@ -40,7 +40,8 @@ def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> byt
     try:
         Manifest.model_validate_json(unseal("zero-checkpoint", data))
     except ValueError as error:
-        raise CheckpointError(f"this job's state does not form a valid checkpoint: {error}") from error
+        told = " ".join(str(error).split())
+        raise CheckpointError(f"this job's state does not form a valid checkpoint: {told}") from error
     return data
 
 

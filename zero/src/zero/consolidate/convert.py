@@ -14,6 +14,7 @@ from typing import Any
 from zlib import crc32
 
 import zero
+from zero.checkpoint.boundary import typed
 from zero.checkpoint.manifest import CHECKSUM_BLOCK, ITEM_BYTES, MANIFEST, model_key
 from zero.checkpoint.manifest_assembly import assemble
 from zero.checkpoint.rank_layout import RankLayout, Stretch
@@ -40,9 +41,10 @@ def convert(
     have no meaning here.
     """
     options = options or Options(dtype="stored")
-    chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
-    ordered = sorted(chosen, key=lambda t: -ITEM_BYTES[t.dtype])  # keeps every tensor aligned
-    layout = RankLayout(Stretch(model_key(t.name), t.dtype, t.shape, t.numel) for t in ordered)
+    with typed(source.path):
+        chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
+        ordered = sorted(chosen, key=lambda t: -ITEM_BYTES[t.dtype])  # keeps every tensor aligned
+        layout = RankLayout(Stretch(model_key(t.name), t.dtype, t.shape, t.numel) for t in ordered)
     offsets = {t.tensor: place for t, place in zip(ordered, layout.places, strict=True)}
     file = PlannedFile(NAME, layout.size, offsets, tuple(ordered), ((0, layout.header),))
 

@@ -167,6 +167,12 @@ def plan_safetensors(tensors: Sequence[Chosen], limit: int) -> OutputPlan:
 def _check_names(names: Iterable[str]) -> None:
     seen = {METADATA}
     for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(
+                f"{name!r} cannot be the name of a tensor: it has no encoding in UTF-8"
+            ) from None
         if name in seen:
             raise CheckpointError(f"{name!r} cannot be the name of a tensor: it is already in use")
         seen.add(name)

@@ -33,7 +33,7 @@ class Staging:
     def __init__(self, storage: WeightStorage, out: Path, overwrite: bool) -> None:
         self._storage = storage
         self.out = Path(os.path.abspath(as_path(out)))  # keeps symbolic links
-        if not self.out.name:
+        if not self.out.name or "\0" in self.out.name:
             raise UsageError(f"{str(out)!r} cannot be written to: name a directory, e.g. 'weights'")
         self.path = hidden(self.out, "weights")
         self._lock: Lock | None = None

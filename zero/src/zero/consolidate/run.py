@@ -8,10 +8,14 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from safetensors import SafetensorError, safe_open
+
+from zero.checkpoint.boundary import typed
 from zero.checkpoint.storage import write_whole
 from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.output import Comparison, Converter, Output
@@ -81,9 +85,11 @@ def consolidate(
     read or written, and CorruptCheckpointError if the source is damaged.
     """
     options = options or Options()
-    chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
-    plan = _plan(options.format, chosen, options.max_shard_size)
-    return publish(source, plan, Path(out), options, progress, storage)
+    with typed(source.path):
+        chosen = choose(source.tensors, options.dtype, options.include, options.exclude)
+        plan = _plan(options.format, chosen, options.max_shard_size)
+    check = _check_readable if options.format == "safetensors" else lambda *_: None
+    return publish(source, plan, Path(out), options, progress, storage, partial(check, plan))
 
 
 def _plan(format: Format, chosen: Sequence[Chosen], limit: int) -> OutputPlan:
@@ -92,6 +98,20 @@ def _plan(format: Format, chosen: Sequence[Chosen], limit: int) -> OutputPlan:
     from zero.consolidate.torch_plan import plan_torch  # torch takes a second to import
 
     return plan_torch(chosen, limit)
+
+
+def _check_readable(plan: OutputPlan, directory: Path) -> None:
+    """Raise CheckpointError unless the library of safetensors finds what was planned in the files."""
+    for file in plan.files:
+        try:
+            with safe_open(directory / file.name, "np") as opened:
+                found = set(opened.keys())
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{file.name} cannot be read by the library of safetensors: {error}; nothing was left behind"
+            ) from error
+        if found != {tensor.name for tensor in file.tensors}:
+            raise CheckpointError(f"the library of safetensors finds other names than written in {file.name}")
 
 
 def publish(
@@ -105,9 +125,9 @@ def publish(
 ) -> Result:
     """Carry out a plan. complete: called with the directory before it gets its name, to add files to it."""
     limit = chunk_bytes(options.memory, options.workers)
-    staging = Staging(storage, out, options.overwrite)
     job = _Job(source, plan, Converter(plan, source.tensors), storage, options.workers, limit, progress)
-    with _translated(staging.out, plan):
+    with _translated(out, plan):
+        staging = Staging(storage, out, options.overwrite)
         staging.begin(_fingerprint(source, plan))
         try:
             job.write(staging.path)
@@ -135,7 +155,7 @@ def verify(
     """Read every byte of a checkpoint. Returns one message for each damage found."""
     workers = workers or default_workers()
     limit = chunk_bytes(memory, workers)
-    total = sum(chunk.nbytes for chunk in source.everything(limit))
+    total = sum(chunk.nbytes for chunk in _typed(source, source.everything(limit)))
     told = _Told(progress, "verifying", total)
     problems: list[str] = []
 
@@ -146,12 +166,25 @@ def verify(
             problems.append(str(error))
         told(chunk.nbytes)
 
-    run(source.everything(limit), workers, limit, check)
+    run(_typed(source, source.everything(limit)), workers, limit, check)
     try:
-        source.finish()
+        with typed(source.path):
+            source.finish()
     except CheckpointError as error:
         problems.append(str(error))
     return sorted(set(problems))
+
+
+def _typed(source: Source, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+    """The chunks of a source, which raise typed errors only."""
+
+    def read(chunk: Chunk, pages: memoryview) -> memoryview:
+        with typed(source.path):
+            return chunk.read(pages)
+
+    with typed(source.path):
+        for chunk in chunks:
+            yield replace(chunk, read=partial(read, chunk))
 
 
 class _Told:
@@ -192,7 +225,8 @@ class _Job:
             # earlier run has written is read again.
             read = self._every if self.source.sums_records else pending
             self._pass("writing", read, pending, output.write)
-            self.source.finish()
+            with typed(self.source.path):
+                self.source.finish()
         finally:
             output.close()
         for name, content in self.plan.others.items():
@@ -220,7 +254,7 @@ class _Job:
     ) -> None:
         nbytes = sum(t.nbytes for file in self.plan.files for t in file.tensors if t.tensor in counted)
         told = _Told(self.progress, what, nbytes)
-        chunks = self.source.chunks(read, self.limit)
+        chunks = _typed(self.source, self.source.chunks(read, self.limit))
         run(chunks, self.workers, self.limit, lambda chunk, buffers: told(handle(chunk, buffers)))
 
 

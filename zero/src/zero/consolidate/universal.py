@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from accelz.flat_buffer import HOST
+from zero.checkpoint.boundary import typed
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.manifest import Manifest, ParameterEntry, model_key, state_key
 from zero.checkpoint.storage import write_whole
@@ -57,19 +58,21 @@ def export_universal(
     optimizer's state. options: format, dtype and max_shard_size have no meaning here.
     """
     options = options or Options(dtype="fp32")
-    export = _Export(source, _chosen(source, options))
+    with typed(source.path):
+        export = _Export(source, _chosen(source, options))
+        plan = OutputPlan(tuple(export.files()), {})
 
     def complete(directory: Path) -> None:
-        for name, content in export.small_files():
+        with typed(source.path):
+            others = list(export.small_files())
+        for name, content in others:
             WEIGHTS.remove(directory / name)
             write_whole(WEIGHTS, directory / name, content)
         for path in sorted(directory.rglob("*")):
             if path.is_dir():
                 WEIGHTS.sync_directory(path)
 
-    return publish(
-        source, OutputPlan(tuple(export.files()), {}), Path(out), options, progress, WEIGHTS, complete
-    )
+    return publish(source, plan, Path(out), options, progress, WEIGHTS, complete)
 
 
 def _chosen(source: ZeroSource, options: Options) -> dict[str, Chosen]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero.checkpoint.boundary import typed
 from zero.checkpoint.dtypes import TORCH
 from zero.config import Config
 from zero.deepspeed_config import from_deepspeed
@@ -45,7 +46,7 @@ def model_of(target: str) -> nn.Module:
                 f"{target} contains more than a model: write {target}:function for a function that returns "
                 "the model"
             )
-        with open_source(target) as source:
+        with open_source(target) as source, typed(source.path):
             return from_names(source.tensors)
     if not colon or not expression:
         raise UsageError(
@@ -174,7 +175,7 @@ def settings(file: Path | None, changes: Mapping[str, Any], ranks: int) -> Confi
 def _read(file: Path) -> dict[str, Any]:
     try:
         given = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(given, dict):
         raise ConfigError(f"{file} does not contain a JSON object of settings")
@@ -205,7 +206,7 @@ def options_of(text: str) -> dict[str, Any]:
     """An optimizer's options out of JSON. Raises UsageError."""
     try:
         options = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"--optimizer-options {text}: {error}") from error
     if not isinstance(options, dict):
         raise UsageError(f"--optimizer-options {text}: write an object, such as '{{\"momentum\": 0.9}}'")

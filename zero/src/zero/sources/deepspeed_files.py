@@ -29,6 +29,7 @@ MASTERS = "zero"
 WHOLE_MODEL = "mp_rank_00_model_states.pt"  # of stages 1 and 2
 SHARDED_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"  # of stage 3, the first
 LATEST_UNIVERSAL = "latest_universal"
+_LONGEST_NAME = 255  # bytes of a directory's name
 
 
 class Stage(int):
@@ -73,7 +74,8 @@ def model_files(tag: Path) -> list[Path]:
 def master_file(tag: Path, parameter: str) -> Path:
     """The file with a parameter's masters in a universal checkpoint."""
     path = tag / MASTERS / parameter / "fp32.pt"
-    if path.parent.parent != tag / MASTERS or parameter in ("", ".", ".."):
+    odd = parameter in ("", ".", "..") or "\0" in parameter or len(parameter.encode()) > _LONGEST_NAME
+    if odd or path.parent.parent != tag / MASTERS:
         raise CheckpointError(f"{tag}: {parameter!r} cannot be the name of a parameter here")
     return path
 

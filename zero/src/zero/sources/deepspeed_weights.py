@@ -47,7 +47,8 @@ class DeepSpeedWeights(RecordSource):
     def more_facts(self) -> dict[str, Any]:
         states = self._model[0].content
         steps, version = states.get("global_steps"), states.get("ds_version")
-        if not isinstance(steps, (int, type(None))) or not isinstance(version, (str, type(None))):
+        counted = steps is None or (isinstance(steps, int) and 0 <= steps < 1 << 62)
+        if not counted or not isinstance(version, (str, type(None))):
             raise CorruptCheckpointError(
                 f"{self._model[0].path}: global_steps is not a number, or ds_version not a name"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zero.checkpoint.boundary import typed
 from zero.settings.paths import as_path
 from zero.sources.dcp import DcpSource, is_dcp
 from zero.sources.deepspeed import ShardedSource, UniversalSource
@@ -24,6 +25,11 @@ def open_source(path: str | Path) -> Source:
     is damaged.
     """
     path = as_path(path)
+    with typed(path):
+        return _opened(path)
+
+
+def _opened(path: Path) -> Source:
     if (sharded := find_sharded(path)) is not None:
         return ShardedSource(sharded)
     if (universal := find_universal(path)) is not None:

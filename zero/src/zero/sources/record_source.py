@@ -14,9 +14,10 @@ from zlib import crc32
 
 import numpy as np
 
+from zero.checkpoint.boundary import typed
 from zero.checkpoint.manifest import ITEM_BYTES, is_row_major
 from zero.checkpoint.storage import DISK, File
-from zero.errors import CheckpointError, CorruptCheckpointError, ZeroError, some
+from zero.errors import CheckpointError, CorruptCheckpointError, some
 from zero.sources import crc
 from zero.sources.inert_pickle import StoredTensor
 from zero.sources.memory_order import Box, boxes, count_stretches, read_box, stretches
@@ -94,17 +95,12 @@ class RecordSource(Source):
         self._found: dict[Key, dict[int, tuple[int, int]]] = {}  # length and CRC of each chunk, by its offset
         self._lock = threading.Lock()
         try:
-            self.describe()
-            self._describe_files()
-        except ZeroError:
+            with typed(path):
+                self.describe()
+                self._describe_files()
+        except BaseException:
             self.close()
             raise
-        except Exception as error:  # a malicious file may hold anything anywhere
-            self.close()
-            what = f"{type(error).__name__}: {error}"
-            raise CorruptCheckpointError(
-                f"{path} does not have the layout of {self.format}: {what}"
-            ) from error
 
     @property
     def sums_records(self) -> bool:

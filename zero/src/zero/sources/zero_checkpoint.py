@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
-from zero.checkpoint.manifest import Manifest, ParameterEntry, Slice, TensorEntry, model_key, state_key
+from zero.checkpoint.boundary import typed
+from zero.checkpoint.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    Manifest,
+    ParameterEntry,
+    Slice,
+    TensorEntry,
+    model_key,
+    state_key,
+)
 from zero.checkpoint.reader import Checkpoint, find
+from zero.errors import CorruptCheckpointError
 from zero.sources.memory_order import Box, boxes, read_box, stretches
 from zero.sources.source import Chunk, Kind, Piece, Source, TensorInfo
 
@@ -22,14 +34,21 @@ class ZeroSource(Source):
     format = "zero"
 
     def __init__(self, path: Path, optimizer: bool = False) -> None:
-        self.path = find(path)
-        self.checkpoint = Checkpoint(self.path, direct=True)
+        with typed(path):
+            self.path = find(path)
+            self.checkpoint = Checkpoint(self.path, direct=True)
         try:
-            self.checkpoint.check_files()
+            with typed(self.path):
+                self._describe(optimizer)
         except BaseException:
             self.checkpoint.close()
             raise
+
+    def _describe(self, optimizer: bool) -> None:
+        self.checkpoint.check_files()
         manifest = self.checkpoint.manifest
+        if not math.isfinite(manifest.created):
+            raise CorruptCheckpointError(f"{self.path / MANIFEST}: it was created at no time")
         found = dict(_infos(manifest, optimizer))
         self._keys, self.tensors = tuple(found), tuple(found.values())
         self.left_out = tuple(manifest.extra_state)
@@ -103,6 +122,8 @@ def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInf
         entry = manifest.tensors[key]
         kind: Kind = "parameter" if parameter.trainable else "frozen"
         dtypes = entry.dtype, parameter.dtype
+        if parameter.dtype not in ITEM_BYTES:
+            raise CorruptCheckpointError(f"{parameter.name!r} has the unknown dtype {parameter.dtype!r}")
         yield key, TensorInfo(parameter.name, entry.shape, *dtypes, kind, parameter.aliases)
         for state in elementwise_state(manifest, parameter) if optimizer else ():
             key = state_key(state, parameter.name)
