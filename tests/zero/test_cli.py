@@ -215,3 +215,13 @@ def test_any_locale_shows_any_name(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
     assert r"gewicht \xe9" in done.stdout
+
+
+def test_what_has_many_names_is_shown_at_once(tmp_path: Path) -> None:
+    one = torch.ones(2)
+    torch.save({f"n{n}": one for n in range(30_000)}, tmp_path / "many.pt")
+    begun = time.process_time()
+    lines = run("inspect", tmp_path / "many.pt").stdout.splitlines()
+    assert time.process_time() - begun < 10
+    assert lines[-30_000].split() == ["n0", "[2]", "F32", "F32", "parameter", "8", "B"]
+    assert lines[-1] == "= n29999"

@@ -130,6 +130,10 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "slices overlap": edit(f"{W}//slices//1//1", 299),
     "slice of no file": edit(f"{W}//slices//0//0", 7),
     "slice beyond the file": edit(f"{W}//slices//0//3", 1 << 40),
+    "slices share bytes": lambda m: m["tensors"].update(
+        {f"w{n}": m["tensors"]["model/w"] for n in range(99)}
+    ),
+    "too many dimensions": edit(f"{W}//shape", [700] + [1] * 64),
     "no checksum": edit(f"{W}//slices//0//4", 1 << 40),
     "a fraction": edit(f"{W}//slices//0//1", 0.5),
     "no tensors": edit("tensors", {}),

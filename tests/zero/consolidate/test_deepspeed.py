@@ -323,3 +323,12 @@ def test_latest_names_a_directory_beside_it(tmp_path: Path, model: Model, latest
 def test_checksums_of_pieces_combine(sizes: tuple[int, int]) -> None:
     first, second = (os.urandom(size) for size in sizes)
     assert combine(crc32(first), crc32(second), len(second)) == crc32(first + second)
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_s_number_is_no_count(tmp_path: Path) -> None:
+    tag = save(tmp_path / "checkpoint", Model([{"w": torch.ones(3)}]), Layout())
+    last = sorted(tag.glob("*optim_states.pt"))[-1]
+    last.rename(last.with_name(last.name.replace("rank_1", f"rank_{10**15}")))
+    with pytest.raises(zero.CheckpointError, match="rank 1 are missing"):
+        open_source(tmp_path / "checkpoint")

@@ -26,7 +26,6 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 import zero
@@ -46,6 +45,7 @@ app = typer.Typer(
     add_completion=False,
 )
 errors = Console(stderr=True)
+_WIDEST = 60  # characters of a column
 
 
 class Dtype(str, Enum):
@@ -292,7 +292,8 @@ def inspect(
             return
         for label, value in _facts(source).items():
             print(f"{label:<12}{printable(value)}")
-        Console().print(_tensors(source))
+        for line in _table(source):
+            print(line)
 
 
 @app.command()
@@ -348,15 +349,16 @@ def _moment(seconds: float) -> str:
         return f"{seconds} seconds after 1970"
 
 
-def _tensors(source: Source) -> Table:
-    table = Table(box=None)
-    for column in ("name", "shape", "dtype", "in training", "kind", "bytes"):
-        table.add_column(column, overflow="fold")  # nothing is cut off
+def _table(source: Source) -> Iterator[str]:
+    """The tensors, one or more lines for each. Nothing is cut off; a name that is too long moves the rest."""
+    rows = [("name", "shape", "dtype", "in training", "kind", "bytes")]
     for tensor in source.tensors:
-        names = "\n= ".join(map(printable, (tensor.name, *tensor.aliases)))
-        cells = (names, str(list(tensor.shape)), tensor.dtype, tensor.training_dtype, tensor.kind)
-        table.add_row(*map(Text, (*cells, human(tensor.nbytes))))
-    return table
+        facts = (str(list(tensor.shape)), tensor.dtype, tensor.training_dtype, tensor.kind)
+        rows.append((printable(tensor.name), *facts, human(tensor.nbytes)))
+        rows.extend((f"= {printable(alias)}", "", "", "", "", "") for alias in tensor.aliases)
+    widths = [min(_WIDEST, max(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _described(source: Source) -> dict[str, Any]:

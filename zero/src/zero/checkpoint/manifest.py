@@ -186,6 +186,7 @@ class Manifest(_Record):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
+        held = [0] * len(self.files)
         for key, tensor in self.tensors.items():
             for piece in tensor.slices:
                 if piece.file >= len(self.files):
@@ -196,8 +197,11 @@ class Manifest(_Record):
                 end = piece.offset + piece.length * tensor.item_bytes
                 blocks = -(-piece.length * tensor.item_bytes // self.block_bytes)
                 table = (file.bytes - file.checksums_at) // 4
+                held[piece.file] += piece.length * tensor.item_bytes
                 if end > file.checksums_at or piece.block + blocks > table:
                     raise ValueError(f"tensor {key!r} extends past the end of {file.name}")
+                if held[piece.file] > file.checksums_at:
+                    raise ValueError(f"tensor {key!r} shares bytes of {file.name} with others")
         keys = [state_key(key, p.name) for p in self.parameters for key in p.state]
         for key in [*(model_key(p.name) for p in self.parameters), *map(model_key, self.buffers), *keys]:
             if key not in self.tensors:

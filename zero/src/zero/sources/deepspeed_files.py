@@ -118,7 +118,7 @@ def _by_rank(tag: Path, pattern: re.Pattern[str], what: str) -> list[Path]:
         if rank in found:
             raise CheckpointError(f"{tag} has two files of rank {rank}: {found[rank].name} and {name}")
         found[rank] = tag / name
-    missing = [rank for rank in range(max(found, default=0)) if rank not in found]
-    if missing:
-        raise CheckpointError(f"{tag} is incomplete: the {what} states of rank {missing[0]} are missing")
+    missing = next((rank for rank in range(len(found)) if rank not in found), None)
+    if missing is not None:
+        raise CheckpointError(f"{tag} is incomplete: the {what} states of rank {missing} are missing")
     return [found[rank] for rank in sorted(found)]

@@ -5,7 +5,7 @@ Values in nested dicts and lists are named by the path to them: "model.blocks.0.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +100,27 @@ def _leaves(file: TorchFile) -> list[tuple[str, Any]]:
     while left:
         name, value = left.pop()
         items = _items(value)
+        steps += 1 + (len(value) // _LONG_LIST if isinstance(value, (list, tuple)) else 0)
+        if steps + len(left) + len(items) > _MOST_LEAVES or text > _MOST_TEXT:
+            raise CorruptCheckpointError(f"{file.path} claims to hold more than {_MOST_LEAVES} values")
         if not items:
             found.append((name, value))
-        steps += 1 + (len(value) // _LONG_LIST if isinstance(value, (list, tuple)) else 0)
-        named: list[tuple[str, Any]] = []
-        for key, item in items:
+        named = []
+        for key, item in items.items() if isinstance(items, Mapping) else enumerate(items):
             named.append((f"{name}.{key}" if name else str(key), item))
             text += len(named[-1][0])
-            if steps + len(left) + len(named) > _MOST_LEAVES or text > _MOST_TEXT:
-                raise CorruptCheckpointError(f"{file.path} claims to hold more than {_MOST_LEAVES} values")
+            if text > _MOST_TEXT:
+                break
         left.extend(reversed(named))
     return found
 
 
-def _items(value: Any) -> Collection[tuple[Any, Any]]:
+def _items(value: Any) -> Mapping[Any, Any] | Sequence[Any]:
+    """What is named by its place in a value; nothing in a value that has a name itself."""
     if isinstance(value, Mapping):
-        return value.items()
+        return value
     if not isinstance(value, (list, tuple)) or isinstance(value, StoredTensor):
         return ()
     if len(value) > _LONG_LIST and all(isinstance(item, _SCALARS) for item in value):
         return ()
-    return list(enumerate(value))
+    return value
