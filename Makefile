@@ -36,13 +36,14 @@ test: setup sim  ## everything on the CPU, then the engine's tests once more on 
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/zero --device sim $(ARGS)
 
-check: setup  ## formatting, lint, types, no device names inside the engine, imports one way only, no paths of one machine
+check: setup  ## formatting, lint, types, and the project's own lints, one script each
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/lint_devices.py
 	$(BIN)/python scripts/lint_rooms.py
 	$(BIN)/python -m scripts.lint_paths
+	$(BIN)/python scripts/lint_store.py
 
 format: setup
 	$(BIN)/ruff format .

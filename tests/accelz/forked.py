@@ -59,24 +59,38 @@ def python(folder: Path, script: str, **variables: str) -> subprocess.CompletedP
 def job(
     folder: Path, script: Path, arguments: Sequence[str], ranks: int, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script on ranks of one thread each, with the variables that torchrun sets; when a rank fails,
-    the others end with it. The result has the first exit code that is not 0, and what all ranks printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    outs = [(folder / f"stdout-{rank}", folder / f"stderr-{rank}") for rank in range(ranks)]
-    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    running = []
-    for rank, (out, errors) in enumerate(outs):
-        own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        given = environment(folder, OMP_NUM_THREADS="1", **own, **variables)
-        running.append(_started(_run_script, out, errors, given, (str(script), *arguments)))
+    """Run a script on ranks of one thread each; when a rank fails, the others end with it. The result has the
+    first exit code that is not 0, and what all ranks printed."""
+    running = started_ranks(folder, script, arguments, ranks, **variables)
     code = _ended_together(running, time.monotonic() + LIMIT_SECONDS)
     printed, errors_printed = (
-        "".join(path.read_text() for path in paths) for paths in zip(*outs, strict=True)
+        "".join(path.read_text() for path in paths)
+        for paths in zip(*(_outputs(folder, rank) for rank in range(ranks)), strict=True)
     )
     assert code is not None, f"the job hangs: {errors_printed}"
     return subprocess.CompletedProcess([str(script), *arguments], code, printed, errors_printed)
+
+
+def started_ranks(
+    folder: Path, script: Path, arguments: Sequence[str], ranks: int, **variables: str
+) -> list[BaseProcess]:
+    """Start a script on ranks of one thread each, with the variables that torchrun sets. What a rank prints
+    goes to `folder`, into stdout-RANK and stderr-RANK."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    running = []
+    for rank in range(ranks):
+        out, errors = _outputs(folder, rank)
+        own = place | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        given = environment(folder, OMP_NUM_THREADS="1", **own, **variables)
+        running.append(_started(_run_script, out, errors, given, (str(script), *arguments)))
+    return running
+
+
+def _outputs(folder: Path, rank: int) -> tuple[Path, Path]:
+    return folder / f"stdout-{rank}", folder / f"stderr-{rank}"
 
 
 def _ended_together(running: Sequence[BaseProcess], deadline: float) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,16 +14,17 @@ import pytest
 from torch.distributed import DistStoreError, HashStore
 
 from accelz.attempts import may_restart, meet
+from accelz.bounded_store import BoundedStore, bounded
 
 
-def attempt(store: HashStore, size: int, ranks: Sequence[int]) -> set[str]:
+def attempt(store: BoundedStore, size: int, ranks: Sequence[int]) -> set[str]:
     """What the ranks that are there get."""
     with ThreadPoolExecutor(len(ranks)) as pool:
         return set(pool.map(lambda rank: meet(store, rank, size, 10.0), ranks))
 
 
 def test_every_attempt_has_a_word_of_its_own_whatever_was_left_behind() -> None:
-    store = HashStore()
+    store = bounded(HashStore(), 10.0)
     words: set[str] = set()
     for size in (3, 2, 4, 1):
         found = attempt(store, size, range(size))
@@ -35,12 +37,43 @@ def test_every_attempt_has_a_word_of_its_own_whatever_was_left_behind() -> None:
 
 
 def test_who_is_not_there_is_named() -> None:
-    store = HashStore()
+    store = bounded(HashStore(), 10.0)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(meet, store, 2, 4, 10.0)
-        with pytest.raises(DistStoreError, match=r"after 0\.5 s waiting for rank\(s\) 1, 3 of this attempt"):
+        missing = r"^rank\(s\) 1, 3 did not come within 0\.5 s$"
+        with pytest.raises(DistStoreError, match=missing):
             meet(store, 0, 4, 0.5)
-        assert other.result()
+        with pytest.raises(DistStoreError, match=missing):
+            other.result()
+
+
+def test_who_waits_shorter_than_rank_0_names_the_missing_too() -> None:
+    store = bounded(HashStore(), 10.0)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, store, 0, 3, 10.0)
+        missing = r"^rank\(s\) 2 did not come within 0\.5 s$"
+        with pytest.raises(DistStoreError, match=missing):
+            meet(store, 1, 3, 0.5)
+        with pytest.raises(DistStoreError, match=missing):
+            first.result()
+
+
+@pytest.mark.parametrize("knowing", [0, 1])
+def test_that_a_rank_has_ended_is_told_by_the_one_that_knows(knowing: int) -> None:
+    """It may be on another machine than rank 0."""
+    store, told = bounded(HashStore(), 10.0), "rank 2 has ended"
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(meet, store, r, 3, 10.0, lambda r=r: told * (r == knowing)) for r in range(2)]
+        for wait in waits:
+            with pytest.raises(DistStoreError, match=told):
+                wait.result()
+    assert time.monotonic() - began < 5
+
+
+def test_that_rank_0_has_ended_is_told() -> None:
+    with pytest.raises(DistStoreError, match=r"^rank 0 has ended$"):
+        meet(bounded(HashStore(), 10.0), 1, 2, 10.0, lambda: "rank 0 has ended")
 
 
 @pytest.mark.parametrize("agent", ["True", "False", ""])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
+from accelz.bounded_store import bounded
 from accelz.exchange import Exchange, unused_key
 
 RANKS = 3
@@ -19,7 +20,9 @@ def exchanges(store: Any, timeout: float = 10.0) -> list[Exchange]:
     """One for each rank."""
     named = SimpleNamespace(group_name="some")
     groups: list[Any] = [
-        SimpleNamespace(rank=rank, size=RANKS, timeout=timeout, store=store, process_group=named)
+        SimpleNamespace(
+            rank=rank, size=RANKS, timeout=timeout, store=bounded(store, timeout), process_group=named
+        )
         for rank in range(RANKS)
     ]
     return [Exchange(group, "test") for group in groups]
@@ -53,6 +56,6 @@ def test_who_gave_up_waiting_has_said_nothing() -> None:
 
 
 def test_keys_of_one_purpose_are_never_used_twice() -> None:
-    store = HashStore()
+    store = bounded(HashStore(), 10.0)
     group: Any = SimpleNamespace(rank=0, store=store, process_group=SimpleNamespace(group_name="some"))
     assert len({unused_key(group, "this") for _ in range(3)} | {unused_key(group, "that")}) == 4

@@ -45,11 +45,16 @@ def test_a_process_alone_is_a_job_of_one_rank() -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    ["RANK=1 WORLD_SIZE=2", "RANK=0 WORLD_SIZE=1 MASTER_ADDR=here", "RANK=3 WORLD_SIZE=4 PMI_SIZE=2"],
+    [
+        "RANK=1 WORLD_SIZE=2",
+        "RANK=1 WORLD_SIZE=2 MASTER_PORT=nine MASTER_ADDR=here",
+        "RANK=0 WORLD_SIZE=1 MASTER_ADDR=here",
+        "RANK=3 WORLD_SIZE=4 PMI_SIZE=2",
+    ],
     indirect=True,
 )
 @pytest.mark.usefixtures("environment")
-def test_torch_reads_the_variables_of_torchrun() -> None:
+def test_torch_says_what_is_wrong_with_other_variables() -> None:
     assert place_of_this_process(10.0) == {}
 
 

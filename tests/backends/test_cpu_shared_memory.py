@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -421,7 +422,7 @@ def closing_body(context: Context) -> str:
     calls, shard = collectives(context), torch.ones(1000)
     calls.all_gather(torch.zeros(2000), shard, context.group)
     if context.rank == 1:
-        context.group.store.wait(["closed"])
+        context.group.store.wait(["closed"], timedelta(seconds=30))
         return ""
     handle = calls.all_gather(torch.zeros(2000), shard, context.group, async_op=True)
     found: list[BaseException] = []

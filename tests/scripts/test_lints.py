@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripts.paths import ROOT, absolute, all_relative, relative
 
-from scripts import lint_devices, lint_paths, lint_rooms
+from scripts import lint_devices, lint_paths, lint_rooms, lint_store
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,27 @@ def test_device_knowledge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code:
     found = list(lint_devices.problems(path, "zero"))
     assert bool(found) == bool(told)
     assert not told or told in found[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("from torch.distributed import TCPStore", "TCPStore has no limit"),
+        ("store = dist.distributed_c10d._get_default_store()", "_get_default_store has no limit"),
+        ("def f(group):\n    group.store.for_torch.add('key', 1)", "only torch is given one"),
+        ("def f(group):\n    group.store.add('key', 1)", ""),
+    ],
+)
+def test_stores(tmp_path: Path, code: str, told: str) -> None:
+    path = tmp_path / "room.py"
+    path.write_text(code)
+    found = "\n".join(lint_store.problems(path, "zero/src/zero/room.py"))
+    assert told in found
+    assert bool(found) == bool(told)
+
+
+def test_nothing_reaches_for_a_store_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lint_store.main() == 0, capsys.readouterr().out
 
 
 def test_imports(tmp_path: Path) -> None:

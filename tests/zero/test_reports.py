@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from accelz.bounded_store import bounded
 from accelz.collectives import Group
 from zero.communication.reports import Failure, Report, Reports
 from zero.communication.watch import Watch
@@ -98,7 +99,7 @@ def test_a_silent_rank_is_where_it_has_published_that_it_waits(places: dict[int,
 
 def test_a_rank_that_has_gone_on_waits_no_longer_where_it_did() -> None:
     """It publishes nothing at the end of a wait that raises, so that others learn of it."""
-    store = HashStore()
+    store = bounded(HashStore(), 10.0)
     here, there = (Watch(Group(rank, 2, 60.0, store, None), "watch", []) for rank in range(2))  # type: ignore[arg-type]
     with suppress(RuntimeError), there.waiting(5, "save_checkpoint('a')", limit=0.1):
         there.patience = 0.0
@@ -126,7 +127,8 @@ class Lost(HashStore):
 def test_what_was_read_before_is_told_when_the_store_is_gone() -> None:
     """Rank 0, which hosts it, gives up in its own wait and ends."""
     store = Lost()
-    here, there = (Watch(Group(rank, 2, 60.0, store, None), "watch", []) for rank in (1, 0))  # type: ignore[arg-type]
+    reached = bounded(store, 10.0)
+    here, there = (Watch(Group(rank, 2, 60.0, reached, None), "watch", []) for rank in (1, 0))  # type: ignore[arg-type]
     with there.waiting(5, "save_checkpoint('a')", limit=0.1):
         there.patience = 0.0
         there.look()

@@ -7,24 +7,26 @@ an engine can exchange small control data without touching the device.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
 
 from accelz import direct_exchange
+from accelz.bounded_store import SPARE, BoundedStore, HostSilentError, default_store, limited
 from accelz.errors import CollectiveError
 from accelz.exchange import Exchange
 from accelz.launch_environment import place_of_this_process
 
+T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -38,21 +40,20 @@ class Group:
     """Ranks that communicate with each other.
 
     rank: this process's rank in the group. size: the number of ranks. store: a key-value store that all of
-    them can reach, for control data; it works even while a collective hangs. timeout: seconds after which a
-    collective fails.
+    them can reach, for control data; it works even while a collective hangs, and its host may be silent for
+    `timeout`. timeout: seconds after which a collective fails.
     """
 
     rank: int
     size: int
     timeout: float
-    store: Store
+    store: BoundedStore
     process_group: dist.ProcessGroup
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup, timeout: float) -> Group:
         """A process group of torch.distributed, which this rank is in."""
-        store = dist.distributed_c10d._get_default_store()
-        return cls(process_group.rank(), process_group.size(), timeout, store, process_group)
+        return cls(process_group.rank(), process_group.size(), timeout, default_store(timeout), process_group)
 
 
 class Handle(ABC):
@@ -105,7 +106,7 @@ class Collectives:
         timeout: float,
         rank: int | None = None,
         world_size: int | None = None,
-        store: Store | None = None,
+        store: dist.Store | None = None,
     ) -> Group:
         """Join the job and return the group of all its ranks.
 
@@ -130,7 +131,7 @@ class Collectives:
 
     def _init_process_group(self, limit: timedelta, place: dict[str, Any]) -> None:
         try:
-            dist.init_process_group(self.spec, timeout=limit, **place)
+            _by_store(lambda: dist.init_process_group(self.spec, timeout=limit, **place), limit)
         except (AssertionError, AttributeError) as error:  # raised by torch for a library it does not know
             raise CollectiveError(
                 f"torch.distributed cannot use {self.spec!r}: {error}. Register the device's communication "
@@ -159,7 +160,8 @@ class Collectives:
     def _make_group(self, ranks: list[int] | None, timeout: timedelta, members_only: bool) -> Any:
         """Make one of torch's groups."""
         local: dict[str, Any] = {"use_local_synchronization": True} if members_only else {}
-        return dist.new_group(ranks, timeout=timeout, backend=self._group_spec(), **local)
+        spec = self._group_spec()
+        return _by_store(lambda: dist.new_group(ranks, timeout=timeout, backend=spec, **local), timeout)
 
     def all_gather(self, output: Tensor, shard: Tensor, group: Group, async_op: bool = False) -> Handle:
         """Concatenate every rank's `shard` (n elements) into `output` (n × size elements), in rank order.
@@ -272,6 +274,12 @@ class Collectives:
         return cast(dist.Work, work)
 
 
+def _by_store(call: Callable[[], T], timeout: timedelta) -> T:
+    """Return `call()`, in which torch itself calls the job's store and has no limit if its host is silent."""
+    where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
+    return limited(call, timeout.total_seconds() + SPARE, "making a group of ranks", where)
+
+
 _meetings: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Exchange]] = WeakKeyDictionary()
 """Where the members of groups to be made meet, by the default group and the members."""
 
@@ -291,8 +299,7 @@ def _even_out_groups(members: list[int], timeout: float) -> None:
         )
     meetings = _meetings.setdefault(world, {})
     if tuple(members) not in meetings:
-        store = dist.distributed_c10d._get_default_store()
-        among = Group(members.index(rank), len(members), timeout, store, world)
+        among = Group(members.index(rank), len(members), timeout, default_store(timeout), world)
         meetings[tuple(members)] = Exchange(among, f"accelz/groups of {members}")
     while True:
         names = dist.distributed_c10d._world.pg_names.values()
@@ -361,7 +368,7 @@ def _translated(call: Callable[[], Any]) -> Any:
         return call()
     except torch.OutOfMemoryError:
         raise
+    except (CollectiveError, HostSilentError):
+        raise
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, CollectiveError):
-            raise
         raise CollectiveError(str(error)) from error

@@ -7,10 +7,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.distributed_c10d import PrefixStore
-
+from accelz.bounded_store import wait_for
 from accelz.peers import Peers
-from accelz.polled_store import wait_for
 
 if TYPE_CHECKING:
     from accelz.collectives import Group
@@ -35,7 +33,7 @@ class Exchange:
     """
 
     def __init__(self, group: Group, purpose: str, peers: Peers | None = None) -> None:
-        self._store = PrefixStore(unused_key(group, purpose), group.store)
+        self._store = group.store.under(unused_key(group, purpose))
         self._rank, self._ranks = group.rank, range(group.size)
         self._timeout = group.timeout
         self.peers = peers or Peers()
@@ -44,8 +42,8 @@ class Exchange:
     def __call__(self, value: Any, timeout: float | None = None) -> list[Any]:
         """Return every rank's JSON value, by rank, once all have made the same call.
 
-        Raises DistStoreError after `timeout` seconds (by default the group's), or once a rank is known to
-        have ended. A call that raises does not count.
+        Raises MissingKeysError after `timeout` seconds (by default the group's), or once a rank is known to
+        have ended, and HostSilentError. A call that raises does not count.
         """
         keys = [f"{self._turn}/rank {rank}" for rank in self._ranks]
         ended = partial(self.peers.ended, self._store, dict(enumerate(keys)))
@@ -53,7 +51,7 @@ class Exchange:
         try:
             wait_for(self._store, keys, self._timeout if timeout is None else timeout, give_up=ended)
         except BaseException:
-            with suppress(RuntimeError):  # the store's host is gone
+            with suppress(RuntimeError):  # the store's host is gone or silent
                 self._store.delete_key(keys[self._rank])
             raise
         self._store.delete_key(f"{self._turn - 1}/rank {self._rank}")  # all ranks have read it

@@ -22,15 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store
-from torch.distributed.distributed_c10d import PrefixStore
 
 from accelz import direct_exchange
+from accelz.bounded_store import BoundedStore
 from accelz.collectives import Collectives, Group
 from accelz.direct_exchange import as_bytes, is_small
 from accelz.errors import CollectiveError
 from accelz.exchange import unused_key
-from accelz.polled_store import PolledStore
 
 SPARE_DESCRIPTORS = 16
 """File descriptors left for what opening a lane takes for a moment, and for the rest of the process."""
@@ -43,12 +41,13 @@ class Lanes:
     ask for lanes.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
-        self._store = PolledStore(store, timeout)
+    def __init__(self, store: BoundedStore, rank: int, size: int, timeout: float) -> None:
+        self._store = store.within(timeout)
         self._rank = rank
         self._size = size
         self._timeout = timedelta(seconds=timeout)
         self._lanes: dict[tuple[str, int], dist.ProcessGroupGloo] = {}
+        self._stores: list[BoundedStore] = []  # those of lanes, which need them
         self._opening: dict[tuple[str, int], Lock] = {}
 
     def lane(self, operation: str, nbytes: int) -> Any:
@@ -57,11 +56,12 @@ class Lanes:
         if key not in self._lanes:
             with self._opening.setdefault(key, Lock()):
                 if key not in self._lanes:
-                    self._lanes[key] = self._open(PrefixStore(f"{operation}/{nbytes}", self._store))
+                    self._lanes[key] = self._open(self._store.under(f"{operation}/{nbytes}"))
         return self._lanes[key]
 
-    def _open(self, store: Store) -> dist.ProcessGroupGloo:
+    def _open(self, store: BoundedStore) -> dist.ProcessGroupGloo:
         _check_descriptors(self._size, len(self._lanes))
+        self._stores.append(store)
         return dist.ProcessGroupGloo(store, self._rank, self._size, _options(self._timeout))
 
 
@@ -160,7 +160,7 @@ class GlooLanes(Collectives):
                 # A lane's thread that drops its last tensor during interpreter shutdown aborts the process.
                 atexit.register(self._close_lanes)
             if process_group not in self._lanes:
-                store = PrefixStore(unused_key(group, "accelz/lanes"), group.store)
+                store = group.store.under(unused_key(group, "accelz/lanes"))
                 self._lanes[process_group] = Lanes(store, group.rank, group.size, group.timeout)
             lanes = self._lanes[process_group]
         return lanes.lane(operation, nbytes)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from accelz.attempts import may_restart, store_of_attempt
+from accelz.attempts import store_of_attempt
 from accelz.errors import CollectiveError
 
 
@@ -33,15 +33,15 @@ _LAUNCHERS = (  # mpirun may itself start its helpers with srun, so srun's numbe
 def place_of_this_process(timeout: float) -> dict[str, Any]:
     """Return what to pass to `init_process_group`: nothing, where torch is to read torchrun's variables.
 
-    timeout: seconds to wait for the other ranks, where torchrun may have restarted them. A process is a job
-    of one rank if WORLD_SIZE=1 says so, or if there is no sign of others. Raises CollectiveError if the
-    variables are incomplete or wrong, and if another launcher started several processes that would each train
-    alone. Empty variables count as not set.
+    timeout: seconds to wait for the other ranks. A process is a job of one rank if WORLD_SIZE=1 says so, or
+    if there is no sign of others. Raises CollectiveError if the variables are incomplete or wrong, and if
+    another launcher started several processes that would each train alone; DistStoreError if ranks do not
+    come. Empty variables count as not set.
     """
     rank, size = _value("RANK"), _value("WORLD_SIZE")
     if rank and size:
         _check_place(rank, size)
-        if size != "1" and may_restart() and _value("MASTER_ADDR") and _value("MASTER_PORT"):
+        if size != "1" and _value("MASTER_ADDR") and _value("MASTER_PORT").isdecimal():
             store = store_of_attempt(int(rank), int(size), timeout)
             return {"rank": int(rank), "world_size": int(size), "store": store}
         if size != "1" or _value("MASTER_ADDR"):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from torch.distributed import Store
 
+from accelz.bounded_store import BoundedStore
 from accelz.machine import machine
 
 
@@ -24,7 +24,7 @@ class Peers:
         here = machine()
         self._processes = {rank: process for rank, (where, process) in enumerate(cards) if where == here}
 
-    def ended(self, store: Store, keys: Mapping[int, str]) -> str:
+    def ended(self, store: BoundedStore, keys: Mapping[int, str]) -> str:
         """Say which ranks have ended without having set their key; "" if there are none. keys: by rank."""
         gone = [rank for rank in keys if rank in self._processes and _has_ended(self._processes[rank])]
         named = [

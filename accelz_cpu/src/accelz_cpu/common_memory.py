@@ -19,12 +19,11 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 
+from accelz.bounded_store import wait_for
 from accelz.collectives import Group
 from accelz.exchange import Exchange, unused_key
 from accelz.flat_buffer import FlatBuffer, StorageSwap
-from accelz.polled_store import wait_for
 from accelz_cpu.hosts import Hosts, find_hosts
 
 
@@ -86,7 +85,7 @@ class _Meeting:
         self.rank = self.hosts.place
         self.size = len(self.hosts.here)
         self.turn = 0
-        self._store = PrefixStore(unused_key(group, "accelz_cpu/common memory"), group.store)
+        self._store = group.store.under(unused_key(group, "accelz_cpu/common memory"))
         self._timeout = group.timeout
         self._said: list[str] = []  # keys of this rank's words that are not deleted yet
 
@@ -100,7 +99,7 @@ class _Meeting:
         """Wait for a word from this node's ranks; raises RuntimeError after the group's timeout."""
         key = self._key(what)
         wait_for(self._store, [key], self._timeout)
-        return str(self._store.get(key).decode())
+        return self._store.get(key).decode()
 
     def exchange(self, word: str) -> list[str]:
         """Return every rank's word, by rank of the group. Ranks that call it have read all words before."""

@@ -12,8 +12,6 @@ import warnings
 from ctypes import CDLL
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore
-
 from accelz.collectives import Group
 from accelz.exchange import Exchange, unused_key
 from accelz.gloo_lanes import Lanes
@@ -86,7 +84,7 @@ def _connect(channels: list[Channel], cards: list[dict[str, Any]]) -> str:
 def _links(group: Group, hosts: Hosts, name: str) -> Lanes:
     """Open gloo lanes between the ranks that have this rank's place on their hosts."""
     key = unused_key(group, f"accelz_cpu/{name}")
-    store = PrefixStore(f"{key}/{hosts.place}", group.store)
+    store = group.store.under(f"{key}/{hosts.place}")
     return Lanes(store, hosts.index, len(hosts.ranks), group.timeout)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from accelz import current
+from accelz.bounded_store import bounded
 from accelz.collectives import Group
 from accelz.peers import Peers
 from zero.checkpoint.engine_state import RankState
@@ -31,7 +32,7 @@ def save(
     storage: Storage, path: Path, steps: int, keep_last: int | None = None, timeout: float = 5.0
 ) -> list[BaseException | None]:
     """Save the job as it is after `steps`; returns what each rank raised."""
-    store = HashStore()
+    store = bounded(HashStore(), 60.0)
     errors: list[BaseException | None] = [None] * RANKS
 
     def rank(number: int) -> None:

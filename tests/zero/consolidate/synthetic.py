@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from accelz import current
+from accelz.bounded_store import bounded
 from accelz.collectives import Group
 from accelz.peers import Peers
 from zero.checkpoint.dtypes import name_of
@@ -25,7 +26,7 @@ from zero.checkpoint.storage import DISK
 
 def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2) -> None:
     """A checkpoint of parameters, stored as they are."""
-    store = HashStore()
+    store = bounded(HashStore(), 60.0)
     failures: list[BaseException] = []
 
     def rank(number: int) -> None:

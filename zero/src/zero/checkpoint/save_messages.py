@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from torch.distributed import DistStoreError
-
+from accelz.bounded_store import MissingKeysError, wait_for
 from accelz.collectives import Group
 from accelz.peers import Peers
-from accelz.polled_store import wait_for
 from zero.checkpoint.program_end import has_failed
 from zero.errors import CommunicationError
 
@@ -52,7 +49,7 @@ class SaveMessages:
         self.rank = group.rank
         self.ranks = range(group.size)
         self._timeout = group.timeout
-        self._store = _of_its_own(group.store)
+        self._store = group.store.beside()  # training may block on the first connection
         self._key = key
 
     def publish(self, topic: str, value: Any) -> None:
@@ -83,8 +80,9 @@ class SaveMessages:
         with self._answering(topic), self.waiting(seconds):
             try:
                 wait_for(self._store, list(names.values()), seconds, why_not)
-            except DistStoreError as error:  # not all have come by then
-                raise self._not_there(topic, names, min(time.monotonic() - began, seconds)) from error
+            except MissingKeysError as error:
+                missing = [rank for rank, name in names.items() if name in error.missing]
+                raise self._not_there(topic, missing, names, time.monotonic() - began) from error
             return {rank: json.loads(self._store.get(name)) for rank, name in names.items()}
 
     def _nobody_comes(self, ranks: Iterable[int], began: float) -> bool:
@@ -110,30 +108,18 @@ class SaveMessages:
         except RuntimeError as error:
             raise CommunicationError(
                 f"while saving a checkpoint, rank {self.rank} could not exchange {topic!r} with the "
-                f"others: the job's store does not respond ({error}). Look at their output first"
+                f"others: the job's store does not respond: {error}. Look at their output first"
             ) from error
 
-    def _not_there(self, topic: str, names: Mapping[int, str], seconds: float) -> CommunicationError:
-        missing = [rank for rank, name in names.items() if not self._store.check([name])]
+    def _not_there(
+        self, topic: str, missing: Sequence[int], names: Mapping[int, str], seconds: float
+    ) -> CommunicationError:
         gone = self._peers.ended(self._store, names)
         how = ", whose program has failed, gave up" if has_failed() else " gave up" if gone else " timed out"
         told = [gone] if gone else [self._whereabouts(missing), "every rank must call save_checkpoint"]
-        ranks = ", ".join(map(str, missing)) or "none"
+        ranks = ", ".join(map(str, missing))
         return CommunicationError(
             f"while saving a checkpoint, rank {self.rank}{how} after {seconds:.0f} s waiting for {topic!r} "
             f"from rank(s) {ranks}: {': '.join(filter(None, told))}; look at "
             "the output of those ranks first"
         )
-
-
-_connections: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-
-
-def _of_its_own(store: Any) -> Any:
-    """Another connection to a store, for all saves: training may block on the first."""
-    if store in _connections:
-        return _connections[store]
-    clone = store.clone()  # takes seconds where names cannot be looked up
-    if clone is not store:  # one in memory has no connections
-        _connections[store] = clone
-    return clone

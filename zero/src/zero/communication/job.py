@@ -14,6 +14,7 @@ import torch.distributed
 from torch.distributed import DistStoreError, ProcessGroup
 
 from accelz.accelerator import Accelerator
+from accelz.bounded_store import HostSilentError
 from accelz.collectives import Group
 from accelz.errors import CollectiveError
 from accelz.exchange import Exchange
@@ -194,7 +195,7 @@ def _explained(call: Callable[[], T], timeout: float) -> T:
     try:
         return call()
     except (CollectiveError, DistStoreError) as error:
-        if time.monotonic() - began < _LONG * timeout:
+        if time.monotonic() - began < _LONG * timeout or isinstance(error, HostSilentError):
             raise CommunicationError(f"this rank could not join the job: {error}") from error
         raise CommunicationError(
             f"not all ranks joined the job within {timeout:.0f} s; look for one that exited early. Error on "

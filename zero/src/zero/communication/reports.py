@@ -1,6 +1,7 @@
 """What ranks report to each other when a collective has failed, and the text of the error.
 
-Reports go through the group's store, which works while collectives hang. They are numbered in order of
+Reports go through the group's store, which works while collectives hang, unless its host hangs, too. They are
+numbered in order of
 arrival, so that all ranks agree on whose collective failed first.
 """
 
@@ -11,9 +12,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from accelz.bounded_store import BoundedStore, HostSilentError
 from accelz.collectives import Group
 
-SECONDS = 5.0  # how long a rank waits for the others' reports
+SECONDS = 5.0  # how long a rank waits for the others' reports, or for the store itself
 
 Log = Mapping[int, str]  # a rank's last collectives, by number
 
@@ -45,26 +47,33 @@ class Report:
 
 
 class Reports:
-    """The reports of all ranks of a group about one engine. key: the engine's key in the store."""
+    """The reports of all ranks of a group about one engine. key: the engine's key in the store.
+
+    silence: why there are none, where the store's host does not answer.
+    """
 
     def __init__(self, group: Group, key: str) -> None:
         self._group = group
         self._key = key
         self._published = False
+        self.silence = ""
 
     def exchange(self, log: Log, failure: Failure | None = None) -> dict[int, Report]:
         """Publish this rank's report if it has not; return the reports of all that answer in time."""
         reports: dict[int, Report] = {}
-        deadline = time.monotonic() + min(SECONDS, self._group.timeout)
+        store = hurried(self._group)
+        deadline = time.monotonic() + store.seconds
         try:
-            self._publish(log, failure)
+            self._publish(store, log, failure)
             waiting = set(range(self._group.size))
             while waiting and time.monotonic() < deadline:
                 for rank in sorted(waiting):
-                    if self._group.store.check([f"{self._key}/{rank}"]):
-                        reports[rank] = _parse(self._group.store.get(f"{self._key}/{rank}"))
+                    if store.check([f"{self._key}/{rank}"]):
+                        reports[rank] = _parse(store.get(f"{self._key}/{rank}"))
                         waiting.discard(rank)
                 time.sleep(0.02)
+        except HostSilentError as error:
+            self.silence = str(error)
         except (RuntimeError, OSError):  # the store's host is gone: use the reports received so far
             pass
         return reports
@@ -91,12 +100,12 @@ class Reports:
             parts.append("All ranks had reached it: check the connections between them")
         return ". ".join(parts)
 
-    def _publish(self, log: Log, failure: Failure | None) -> None:
+    def _publish(self, store: BoundedStore, log: Log, failure: Failure | None) -> None:
         if not self._published:
             self._published = True
-            turn = self._group.store.add(f"{self._key}/reports", 1)
+            turn = store.add(f"{self._key}/reports", 1)
             report = [turn, list(log.items()), failure and asdict(failure)]
-            self._group.store.set(f"{self._key}/{self._group.rank}", json.dumps(report))
+            store.set(f"{self._key}/{self._group.rank}", json.dumps(report))
 
     def _origin(self, mine: Failure, reports: Mapping[int, Report]) -> tuple[int, Failure] | None:
         """Return the rank that failed first and its failure, if it is another and tells more than `mine`.
@@ -120,6 +129,8 @@ class Reports:
 
     def _absence(self, mine: Failure, reports: Mapping[int, Report], places: Mapping[int, str]) -> list[str]:
         """Return sentences about ranks that were missing; empty if none."""
+        if self.silence:
+            return [f"Nothing is known of the other ranks: {self.silence}"]
         others = [r for r in range(self._group.size) if r != self._group.rank]
         silent = [r for r in others if r not in reports and r not in places]
         behind = [r for r in others if r in reports and max(reports[r].log, default=0) < mine.number]
@@ -135,6 +146,11 @@ class Reports:
         elif behind:
             told.append(f"rank(s) {names(behind)} had not reached it")
         return told
+
+
+def hurried(group: Group) -> BoundedStore:
+    """The group's store, for what explains a wait and must not become another one."""
+    return group.store.within(min(SECONDS, group.timeout))
 
 
 def difference(rank: int, log: Log, others: Mapping[int, Log]) -> str:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from threading import Event, Lock, Thread, get_ident
 from weakref import WeakSet
 
+from accelz.bounded_store import HostSilentError
 from accelz.collectives import Group
-from zero.communication.reports import Log, difference, elsewhere, names
+from zero.communication.reports import Log, difference, elsewhere, hurried, names
 
 LONGEST = 60.0
 """Seconds after which a wait is published; a quarter of the timeout, if that is less."""
@@ -94,9 +95,7 @@ class Watch:
         return "; ".join(elsewhere(self._elsewhere(ranks, number)))
 
     def _elsewhere(self, ranks: Iterable[int], number: int) -> dict[int, str]:
-        with suppress(
-            RuntimeError, OSError
-        ):  # the store's host is gone: what was read before is all there is
+        with suppress(RuntimeError, OSError):  # the store's host is gone or silent: this is all there is
             self._read(ranks)
         found = {rank: self._seen[rank] for rank in ranks if rank in self._seen}
         return {rank: place for rank, (last, place, _) in found.items() if place and last >= number - 1}
@@ -107,18 +106,26 @@ class Watch:
             seconds = time.monotonic() - wait.began
             if seconds < self.patience or wait.explained:
                 continue
-            if not wait.published:  # others have until the next look to do so
-                wait.published = True
-                self._publish(wait.number, wait.place)
-                if not any(each is wait for each in tuple(self._waits.values())):  # over meanwhile
-                    self._publish(wait.number, "")
-                continue
-            others = self._read(self._read_from)
-            logs = {rank: log for rank, (_, _, log) in others.items()}
-            found = difference(self._group.rank, dict(self._log), logs)
-            if found or not wait.told:
-                self._tell(wait, seconds, found or self._company(wait, others))
-            wait.told, wait.explained = True, bool(found)
+            try:
+                self._look_at(wait, seconds)
+            except HostSilentError as error:
+                if not wait.told:
+                    self._tell(wait, seconds, str(error))
+                wait.told = True
+
+    def _look_at(self, wait: _Wait, seconds: float) -> None:
+        if not wait.published:  # others have until the next look to do so
+            wait.published = True
+            self._publish(wait.number, wait.place)
+            if not any(each is wait for each in tuple(self._waits.values())):  # over meanwhile
+                self._publish(wait.number, "")
+            return
+        others = self._read(self._read_from)
+        logs = {rank: log for rank, (_, _, log) in others.items()}
+        found = difference(self._group.rank, dict(self._log), logs)
+        if found or not wait.told:
+            self._tell(wait, seconds, found or self._company(wait, others))
+        wait.told, wait.explained = True, bool(found)
 
     def _company(self, wait: _Wait, others: Mapping[int, _Published]) -> str:
         """Say which ranks wait elsewhere or have not come."""
@@ -136,14 +143,15 @@ class Watch:
 
     def _publish(self, number: int, place: str) -> None:
         said = json.dumps([number, place, list(dict(self._log).items())])
-        self._group.store.set(f"{self._key}/{self._group.rank}", said)
+        hurried(self._group).set(f"{self._key}/{self._group.rank}", said)
 
     def _read(self, ranks: Iterable[int]) -> dict[int, _Published]:
         """What ranks have published, by rank: where each waits or has waited, and its log."""
         found: dict[int, _Published] = {}
+        store = hurried(self._group)
         for rank in ranks:
-            if self._group.store.check([f"{self._key}/{rank}"]):
-                number, place, log = json.loads(self._group.store.get(f"{self._key}/{rank}"))
+            if store.check([f"{self._key}/{rank}"]):
+                number, place, log = json.loads(store.get(f"{self._key}/{rank}"))
                 found[rank] = number, place, {int(n): str(text) for n, text in log}
         self._seen |= found
         return found
