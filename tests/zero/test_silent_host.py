@@ -11,11 +11,22 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+import zero
+from accelz.bounded_store import bounded
+from accelz.collectives import Group
+from accelz.peers import Peers
 from tests.accelz.fake_distribution import environment
 from tests.accelz.forked import started_ranks
+from zero.checkpoint.save_messages import SaveMessages
+from zero.communication.communicator import Communicator
+from zero.communication.reports import Failure, Reports
+from zero.communication.watch import Watch
 
 TIMEOUT = 4.0
 LIMIT = 60.0
@@ -69,6 +80,66 @@ def test_the_other_ranks_end_and_name_it(tmp_path: Path, device: str, saves: str
         assert "rank(s) none" not in said
     finally:
         end([first, second])
+
+
+class Silent(HashStore):
+    """A store whose host does not answer."""
+
+    def add(self, key: str, amount: int) -> int:
+        time.sleep(2)
+        return super().add(key, amount)
+
+    def clone(self) -> Silent:
+        time.sleep(2)
+        return self
+
+
+def group_of(seconds: float) -> Group:
+    nothing: Any = SimpleNamespace(group_name="some")
+    return Group(1, 2, seconds, bounded(Silent(), seconds), nothing)
+
+
+def save() -> None:
+    SaveMessages(group_of(0.2), "save", Peers())
+
+
+def engine() -> None:
+    line, job = SimpleNamespace(engine=1), SimpleNamespace(peers=Peers())
+    groups: Any = SimpleNamespace(data=group_of(0.2), control=None, line=line, job=job)
+    accelerator: Any = SimpleNamespace(collectives=None)
+    Communicator(accelerator, groups, "Net")
+
+
+@pytest.mark.parametrize("what", [save, engine])
+def test_what_begins_while_the_host_is_silent_says_so(what: Callable[[], None]) -> None:
+    with pytest.raises(zero.CommunicationError, match=r"store, Silent, has not answered for 0\.2 s"):
+        what()
+
+
+def test_a_failed_collective_is_explained_in_seconds() -> None:
+    """However long the timeout: what explains it is no wait of its own."""
+    group = group_of(600.0)
+    reports, began = Reports(group, "engine"), time.monotonic()
+    failure = Failure(1, "all_gather of unit 'a'", 601.0, "it broke")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero.communication.reports.SECONDS", 0.2)
+        said = reports.describe(failure, reports.exchange({1: "all_gather"}, failure), {})
+        Watch(group, "watch", []).places([0], 1)
+    assert time.monotonic() - began < 2
+    assert "it broke. Nothing is known of the other ranks: the host of the job's store, Silent" in said
+
+
+def test_a_long_wait_is_logged_with_the_silence(caplog: pytest.LogCaptureFixture) -> None:
+    class Deaf(HashStore):
+        def set(self, key: str, value: str) -> None:
+            time.sleep(2)
+
+    nothing: Any = None
+    watch = Watch(Group(1, 2, 0.2, bounded(Deaf(), 0.2), nothing), "watch", [])
+    with watch.waiting(1, "all_gather of unit 'a'"):
+        watch.patience = 0.0
+        watch.look()
+    assert "in collective 1, all_gather of unit 'a': the host of the job's store, Deaf" in caplog.text
 
 
 def test_a_rank_that_ends_politely_before_it_joins_is_named_within_seconds(tmp_path: Path) -> None:

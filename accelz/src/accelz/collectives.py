@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelz import direct_exchange
-from accelz.bounded_store import SPARE, BoundedStore, HostSilentError, default_store, limited
+from accelz.bounded_store import SPARE, BoundedStore, default_store, limited
 from accelz.errors import CollectiveError
 from accelz.exchange import Exchange
 from accelz.launch_environment import place_of_this_process
@@ -368,7 +368,7 @@ def _translated(call: Callable[[], Any]) -> Any:
         return call()
     except torch.OutOfMemoryError:
         raise
-    except (CollectiveError, HostSilentError):
-        raise
     except (RuntimeError, ValueError) as error:
+        if isinstance(error, CollectiveError):
+            raise
         raise CollectiveError(str(error)) from error

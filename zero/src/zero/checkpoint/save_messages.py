@@ -49,8 +49,9 @@ class SaveMessages:
         self.rank = group.rank
         self.ranks = range(group.size)
         self._timeout = group.timeout
-        self._store = group.store.beside()  # training may block on the first connection
         self._key = key
+        with self._answering("messages"):
+            self._store = group.store.beside()  # training may block on the first connection
 
     def publish(self, topic: str, value: Any) -> None:
         """Leave this rank's JSON value for a topic, for any rank to collect."""

@@ -26,7 +26,7 @@ from accelz.flat_buffer import HOST
 from zero.communication.differences import first_line, first_setting
 from zero.communication.disk_errors import PostponedDiskErrors
 from zero.communication.failures import Entry, Failures
-from zero.communication.job import JobGroups, Split
+from zero.communication.job import JobGroups, Split, explained
 from zero.communication.ledger import Ledger, Traffic
 from zero.errors import CommunicationError, RankMismatchError
 
@@ -72,9 +72,14 @@ class Communicator:
         self.replicas: Group | None = None
         self.ledger = Ledger(groups, name)
         self.in_pass = False
-        self.key = unused_key(self.group, "zero/engine")
         self.peers = groups.job.peers
-        self._values = Exchange(self.group, "zero/values", self.peers)
+        self.key, self._values = explained(
+            lambda: (
+                unused_key(self.group, "zero/engine"),
+                Exchange(self.group, "zero/values", self.peers),
+            ),
+            self.group.timeout,
+        )
         self._disk_errors = PostponedDiskErrors(alone=self.group.size == 1)
 
     @property

@@ -123,7 +123,7 @@ def join(accelerator: Accelerator, timeout: float, process_group: ProcessGroup |
     gives no place in a job, and RankMismatchError if timeouts differ.
     """
     accelerator.bind(_local_rank())
-    return _explained(lambda: _join(accelerator, timeout, process_group), timeout)
+    return explained(lambda: _join(accelerator, timeout, process_group), timeout)
 
 
 def _join(accelerator: Accelerator, timeout: float, process_group: ProcessGroup | None) -> JobGroups:
@@ -164,7 +164,7 @@ def split(groups: JobGroups, shard_ranks: int | None) -> Split:
     if each == group.size:
         return Split(group, None)
     if each not in groups.splits:
-        groups.splits[each] = _explained(lambda: _cut(groups.job, group, each), group.timeout)
+        groups.splits[each] = explained(lambda: _cut(groups.job, group, each), group.timeout)
     return groups.splits[each]
 
 
@@ -189,13 +189,15 @@ def _cut(job: Job, group: Group, each: int) -> Split:
     return Split(job.connect(shards), job.connect(replicas))
 
 
-def _explained(call: Callable[[], T], timeout: float) -> T:
-    """Call, and raise CommunicationError for what fails: the other ranks are suspected after a long wait."""
+def explained(call: Callable[[], T], timeout: float) -> T:
+    """Call, and raise CommunicationError for what fails while ranks join the job: the others are suspected
+    after a long wait, unless the store's host is silent."""
     began = time.monotonic()
     try:
         return call()
     except (CollectiveError, DistStoreError) as error:
-        if time.monotonic() - began < _LONG * timeout or isinstance(error, HostSilentError):
+        silent = isinstance(error, HostSilentError) or isinstance(error.__cause__, HostSilentError)
+        if time.monotonic() - began < _LONG * timeout or silent:
             raise CommunicationError(f"this rank could not join the job: {error}") from error
         raise CommunicationError(
             f"not all ranks joined the job within {timeout:.0f} s; look for one that exited early. Error on "

@@ -28,6 +28,7 @@ from accelz.accelerator import Accelerator
 from accelz.collectives import Group
 from accelz.flat_buffer import FlatBuffer, dense_stride
 from zero.communication.communicator import Communicator, NamedHandle
+from zero.communication.job import explained
 from zero.communication.quantised import Quantised, block_of
 from zero.sharding import layout
 from zero.sharding.binding import Binding
@@ -186,7 +187,8 @@ class FlatGroup:
         """Move the whole buffer into memory common to all ranks, or release it and keep the shard."""
         tier = self.placement.params
         here = tier == "device" and self.gather_options.quant_dtype is None  # shards do not hold codes
-        common = self._accelerator.flat_buffers.share(self.home, ranks) if here else None
+        share = self._accelerator.flat_buffers.share
+        common = explained(lambda: share(self.home, ranks), ranks.timeout) if here else None
         if common is not None:
             self.home = self.binding.buffer = common
             self.shard = common.data[self.window]
