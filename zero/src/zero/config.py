@@ -60,6 +60,8 @@ class Config(Validated):
         optimizer state on the host, then keeps as much of it on the device as there is room for.
     compile: run forward and backward through torch.compile: True, or settings as `Compile(...)`.
     timeout: seconds after which an incomplete collective is an error. Waits of a minute are logged.
+    outlive_launcher: train on when torchrun's process, or the one that has the job's store, has ended. By
+        default every rank then ends with an error, in a step within a minute.
     """
 
     stage: Literal[0, 1, 2, 3] = 3
@@ -82,6 +84,7 @@ class Config(Validated):
     offload: Offload | Literal["auto"] | None = None
     compile: Compile | bool | None = None
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)
+    outlive_launcher: bool = False
 
     @field_validator("stage", mode="before")
     @classmethod

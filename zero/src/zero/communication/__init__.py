@@ -2,7 +2,9 @@
 
 Modules, lowest first:
 
+lookout                 a thread that looks at what may go wrong
 reports, watch          what ranks exchange when a collective has failed; long waits, logged
+launch                  whether the processes that hold a job together are there
 failures                explains collectives that failed or differ
 line                    what all engines on the same groups issue, in one order
 job                     the process groups

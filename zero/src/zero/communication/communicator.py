@@ -56,8 +56,8 @@ class NamedHandle:
 class Communicator:
     """Collectives by unit name.
 
-    groups: as joined for this engine, the newest. name: the model's class, for messages. key: prefix for the
-    engine's own keys in the store. peers: the ranks' processes.
+    groups: as joined for this engine, the newest. name: the model's class, for messages. outlive_launcher: as
+    in Config. key: prefix for the engine's own keys in the store. peers: the ranks' processes.
 
     group: all ranks of the job. After `split`, shards: the ranks that share a copy of the model with
     this one; replicas: the ranks that have the same slices as this one, None if there is one copy.
@@ -65,7 +65,10 @@ class Communicator:
     in_pass: inside something that ends with an agreement of the ranks, such as a forward or backward.
     """
 
-    def __init__(self, accelerator: Accelerator, groups: JobGroups, name: str) -> None:
+    def __init__(
+        self, accelerator: Accelerator, groups: JobGroups, name: str, outlive_launcher: bool = False
+    ) -> None:
+        self._launch = None if outlive_launcher else groups.job.launch
         self._collectives = accelerator.collectives
         self._control = groups.control
         self.group = self.shards = groups.data
@@ -205,25 +208,36 @@ class Communicator:
 
         settings(): JSON values by name, which must be the same on all ranks. Blocks the host until every rank
         is here; the device is not involved. Raises RankMismatchError, and on every rank an OffloadError that
-        any rank has postponed.
+        any rank has postponed, and CommunicationError if what holds the job together has ended for any.
         """
+        gone = self._launch.gone if self._launch else ""
         if self.group.size == 1:
+            self._check_launch(gone)
             return flag
         own = settings()
         mine = [*self.ledger.hashes, crc32(repr(own).encode())]
-        votes = [flag, bool(self._disk_errors.own), *mine, *(-h for h in mine)]
+        votes = [flag, bool(self._disk_errors.own), bool(gone), *mine, *(-h for h in mine)]
         ballot = torch.tensor(votes, dtype=torch.int64, device=HOST)
         self._exchange("agreement", ballot)
-        flagged, failed, *hashes = ballot.tolist()
+        flagged, failed, abandoned, *hashes = ballot.tolist()
         highest, lowest = hashes[: len(mine)], hashes[len(mine) :]
         *issued, same_settings = (high == -low for high, low in zip(highest, lowest, strict=True))
         if not all(issued):
             self.ledger.line.failures.mismatch()
+        self._check_launch(gone or "a process that another rank depends on" * abandoned)
         if failed:
             self._disk_errors.share(self.all_gather_object(self._disk_errors.own))
         if not same_settings:
             raise RankMismatchError(f"{first_setting(self.all_gather_object(dict(own)))}. {_SETTINGS_ADVICE}")
         return bool(flagged)
+
+    def _check_launch(self, gone: str) -> None:
+        if gone:
+            raise CommunicationError(
+                f"rank {self.group.rank} ends, as {gone} has ended: nothing would end the ranks, start them "
+                "again or save what they have trained. Start a new job from the last checkpoint; to train on "
+                "in such a case, set Config(outlive_launcher=True)"
+            )
 
     def postponing_disk_errors(self) -> AbstractContextManager[None]:
         """Postpone an OffloadError of the block to the next `agree`, so that no rank waits for this one.

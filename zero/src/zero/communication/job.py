@@ -19,6 +19,7 @@ from accelz.collectives import Group
 from accelz.errors import CollectiveError
 from accelz.exchange import Exchange
 from accelz.peers import Peers, card
+from zero.communication.launch import Launch
 from zero.communication.line import Line
 from zero.errors import CommunicationError, ConfigError, RankMismatchError
 
@@ -57,7 +58,7 @@ class Job:
 
     ranks: their numbers among all that were started, ascending. whole: whether these are all; otherwise the
     others need not make any calls. peers: the ranks' processes. groups: by timeout. engines: how many have
-    been made.
+    been made. launch: the processes that hold the ranks together.
     """
 
     def __init__(self, accelerator: Accelerator, members: Group, ranks: Sequence[int], whole: bool) -> None:
@@ -68,6 +69,7 @@ class Job:
         self._whole = whole
         self._rank = members.rank
         self.peers = Peers()
+        self.launch = Launch(members)
         self._exchange = Exchange(members, "zero/joining")
 
     def meet(self, timeout: float) -> None:

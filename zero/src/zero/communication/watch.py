@@ -1,6 +1,6 @@
 """Log where a rank waits unusually long, well before the timeout makes an error of it.
 
-A thread of the process looks at the waits of its engines. One that lasts is logged, together with the first
+The waits of a process's engines are looked at now and then. One that lasts is logged, together with the first
 collective in which the ranks differ, or the ranks that do not wait. For that, ranks that wait long publish
 their logs in the group's store; rank 0 reads those of all, and the others rank 0's.
 """
@@ -13,15 +13,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from threading import Event, Lock, Thread, get_ident
-from weakref import WeakSet
+from threading import get_ident
 
 from accelz.bounded_store import HostSilentError
 from accelz.collectives import Group
+from zero.communication.lookout import LONGEST, keep_looking
 from zero.communication.reports import Log, difference, elsewhere, hurried, names
-
-LONGEST = 60.0
-"""Seconds after which a wait is published; a quarter of the timeout, if that is less."""
 
 _COLLECTIVE = "collective"  # so begins the place of a wait in one
 
@@ -60,7 +57,7 @@ class Watch:
         self._seen: dict[int, _Published] = {}  # what was last read of other ranks
         self.patience = min(LONGEST, group.timeout / 4)
         if group.size > 1:
-            _watch(self)
+            keep_looking(self)
 
     @contextmanager
     def waiting(self, number: int, text: str, limit: float | None = None) -> Iterator[None]:
@@ -101,7 +98,7 @@ class Watch:
         return {rank: place for rank, (last, place, _) in found.items() if place and last >= number - 1}
 
     def look(self) -> None:
-        """Publish and log what has lasted. Called every quarter of `patience`, by another thread."""
+        """Publish and log what has lasted. Called by another thread."""
         for wait in tuple(self._waits.values()):
             seconds = time.monotonic() - wait.began
             if seconds < self.patience or wait.explained:
@@ -163,31 +160,3 @@ class Watch:
             *(self._group.rank, seconds, wait.place, what, limit),
             " (Config.timeout)" if limit == timeout else "",
         )
-
-
-_watches: WeakSet[Watch] = WeakSet()
-_lock = Lock()
-_changed = Event()
-_threads: list[Thread] = []
-
-
-def _watch(watch: Watch) -> None:
-    with _lock:
-        _watches.add(watch)
-        if not _threads:
-            _threads.append(Thread(target=_serve, name="zero watch", daemon=True))
-            _threads[0].start()
-    _changed.set()
-
-
-def _serve() -> None:
-    while True:
-        with _lock:
-            patience = min((watch.patience for watch in _watches), default=LONGEST)
-        _changed.wait(patience / 4)
-        _changed.clear()
-        with _lock:
-            watches = list(_watches)
-        while watches:
-            with suppress(RuntimeError, OSError):  # the store's host is gone: the wait itself will fail
-                watches.pop().look()

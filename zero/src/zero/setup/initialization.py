@@ -76,7 +76,8 @@ def initialize(
     moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
 
     groups = join(accelerator, config.timeout, process_group)
-    communicator = Communicator(accelerator, groups, type(model).__name__)
+    name, outlive = type(model).__name__, config.outlive_launcher
+    communicator = Communicator(accelerator, groups, name, outlive)
     for message, category in held:
         warn(message, category, rank=communicator.group.rank)
     check_flat_buffers(accelerator)
