@@ -99,6 +99,7 @@ def hosted() -> Iterator[tuple[Any, Launch]]:
 
 def test_a_store_that_has_refused_twice_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero.communication.launch.ASK_EVERY", 0.0)
+    monkeypatch.setattr("zero.communication.launch.keep_looking", lambda at: None)
     with hosted() as (process, launch):
         launch.look()
         process.kill()
@@ -112,6 +113,7 @@ def test_a_store_that_has_refused_twice_is_gone(monkeypatch: pytest.MonkeyPatch)
 def test_a_store_whose_host_is_stopped_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may go on."""
     monkeypatch.setattr("zero.communication.launch.ASK_EVERY", 0.0)
+    monkeypatch.setattr("zero.communication.launch.keep_looking", lambda at: None)
     with hosted() as (process, launch):
         os.kill(process.pid, signal.SIGSTOP)
         wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
