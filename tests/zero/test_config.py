@@ -330,4 +330,5 @@ def test_the_public_face_is_frozen() -> None:
         "offload",
         "compile",
         "timeout",
+        "outlive_launcher",
     ]

@@ -171,6 +171,10 @@ class BoundedStore(Store):
     def delete_key(self, key: str) -> bool:
         return self._ask(lambda store: store.delete_key(self._prefix + key))
 
+    def num_keys(self) -> int:
+        """How many keys the whole store has, whatever the prefix."""
+        return self._ask(lambda store: store.num_keys())
+
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         wait_for(self, keys, timeout.total_seconds() if timeout else self.seconds)
 
