@@ -11,12 +11,14 @@ import pytest
 
 import zero
 from accelz import selection
-from tests.zero.checkpoint.memory_storage import MemoryStorage, Operation, Tree
+from tests.zero.checkpoint.memory_storage import Fixed, MemoryStorage, Operation, Tree
 from tests.zero.checkpoint.small_saves import contents, expected, save
-from zero.checkpoint.reader import complete, find
+from zero.checkpoint.manifest import MANIFEST
+from zero.checkpoint.reader import Checkpoint, complete, find
 
 RUNS = Path("/runs/a")
-ORDERS = 4  # in which the ranks' writes come
+ORDERS: dict[Fixed, int] = {"none": 4, "initial": 2, "all": 2}
+"""By the directories that cannot be renamed, in how many orders the ranks' writes come."""
 MIXTURES = 8  # of lost and kept changes, for every operation
 LEAST_STATES = 2000
 
@@ -49,16 +51,16 @@ def on_the_host() -> None:
     selection.use("cpu")
 
 
-def prepared(scenario: Scenario) -> Tree:
+def prepared(scenario: Scenario, fixed: Fixed = "none") -> Tree:
     """The file system before the save."""
-    storage = MemoryStorage()
+    storage = MemoryStorage(fixed=fixed)
     for name, steps, keep_last in scenario.before:
         assert save(storage, RUNS / name, steps, keep_last) == [None, None]
     return storage.tree(lambda: False)
 
 
-def recorded(scenario: Scenario, before: Tree) -> list[tuple[str, Operation]]:
-    storage = MemoryStorage(before)
+def recorded(scenario: Scenario, before: Tree, fixed: Fixed = "none") -> list[tuple[str, Operation]]:
+    storage = MemoryStorage(before, fixed=fixed)
     assert save(storage, RUNS / scenario.name, 9, scenario.keep_last) == [None, None]
     return storage.log
 
@@ -97,13 +99,14 @@ def check(scenario: Scenario, tree: Tree, done: bool) -> None:
         assert found == expected(steps), name
 
 
+@pytest.mark.parametrize("fixed", ORDERS)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_crash_of_a_save(name: str, states: dict[str, int]) -> None:
+def test_every_crash_of_a_save(name: str, fixed: Fixed, states: dict[str, int]) -> None:
     scenario, generator = SCENARIOS[name], random.Random(name)
-    before = prepared(scenario)
-    log = recorded(scenario, before)
-    for _ in range(ORDERS):
-        storage = MemoryStorage(before)
+    before = prepared(scenario, fixed)
+    log = recorded(scenario, before, fixed)
+    for _ in range(ORDERS[fixed]):
+        storage = MemoryStorage(before, fixed=fixed)
         operations = interleaved(log, generator)
         for number, operation in enumerate(operations):
             storage.do(*operation)
@@ -123,51 +126,116 @@ def states() -> dict[str, int]:
     return {}
 
 
+@pytest.mark.parametrize("fixed", ORDERS)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_the_next_save_puts_right_what_a_crash_left(name: str) -> None:
+def test_the_next_save_puts_right_what_a_crash_left(name: str, fixed: Fixed) -> None:
     scenario, generator = SCENARIOS[name], random.Random(name)
-    before = prepared(scenario)
-    log = recorded(scenario, before)
-    storage = MemoryStorage(before)
+    before = prepared(scenario, fixed)
+    log = recorded(scenario, before, fixed)
+    storage = MemoryStorage(before, fixed=fixed)
     for operation in interleaved(log, generator):
         storage.do(*operation)
         for tree in storage.crashes(generator, mixed=1):
-            after = MemoryStorage(tree)
+            after = MemoryStorage(tree, fixed=fixed)
             again = scenario.name if generator.random() < 0.5 else "step-11"
             assert save(after, RUNS / again, 11, scenario.keep_last) == [None, None]
             assert contents(find(RUNS, after), after) == (11, expected(11))
-            assert not [n for n in after.names(RUNS) if n.startswith(".")]
+            assert not left_over(after)
             for kept, steps in scenario.stays.items():
                 assert contents(RUNS / kept, after) == (steps, expected(steps))
             if name == "replacing" and again != scenario.name:
                 assert contents(RUNS / scenario.name, after)[0] in (5, 9)
             if scenario.keep_last:
-                assert set(after.names(RUNS)) - {"latest", again} <= {"kept", "step-9"}
+                assert set(after.names(RUNS)) == {"latest", again, "kept"}
 
 
+def left_over(storage: MemoryStorage) -> list[str]:
+    """What is hidden beside or in checkpoints, and what no manifest names."""
+    found = [name for name in storage.names(RUNS) if name.startswith(".")]
+    for name in complete(RUNS, storage):
+        with Checkpoint(RUNS / name, storage) as checkpoint:
+            named = {MANIFEST, *(file.name for file in checkpoint.manifest.files)}
+        found += [f"{name}/{each}" for each in storage.names(RUNS / name) if each not in named]
+    return found
+
+
+@pytest.mark.parametrize("fixed", ORDERS)
 @pytest.mark.parametrize("lasting", [False, True])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_an_error_at_any_operation_reaches_all_ranks(name: str, lasting: bool) -> None:
+def test_an_error_at_any_operation_reaches_all_ranks_or_comes_after_publication(
+    name: str, lasting: bool, fixed: Fixed, caplog: pytest.LogCaptureFixture
+) -> None:
     """A disk that fails once, or from some moment on."""
     scenario = SCENARIOS[name]
-    before = prepared(scenario)
-    for place in range(len(recorded(scenario, before))):
+    before = prepared(scenario, fixed)
+    for place, (_, tried) in enumerate(recorded(scenario, before, fixed)):
 
         def fault(number: int, operation: Operation, place: int = place) -> None:
             if number == place or (lasting and number > place):
                 raise OSError(errno.ENOSPC, "injected", operation[1])
 
-        storage = MemoryStorage(before, fault)
+        caplog.clear()
+        storage = MemoryStorage(before, fault, fixed)
         errors = save(storage, RUNS / scenario.name, 9, scenario.keep_last)
-        if errors == [None, None]:
-            continue
         storage.fault = None
-        assert all(isinstance(error, zero.CheckpointError) for error in errors), errors
-        assert "injected" in str(errors[0])
-        assert str(errors[0]) == str(errors[1])
+        if errors == [None, None]:
+            steps, found = contents(find(RUNS / scenario.name, storage), storage)
+            assert (steps, found) == (9, expected(9))
+            assert "injected" in caplog.text or tried[:2] in (("sync names", "/"), ("sync names", "/runs"))
+        else:
+            assert all(isinstance(error, zero.CheckpointError) for error in errors), errors
+            assert "injected" in str(errors[0])
+            assert str(errors[0]) == str(errors[1])
+            assert scenario.name not in complete(RUNS, storage) or steps_of(scenario.name, storage) == 5
         check(scenario, storage.tree(), done=False)
         if name == "replacing" and not lasting:
             assert storage.exists(RUNS / scenario.name)
         assert save(storage, RUNS / scenario.name, 9, scenario.keep_last) == [None, None]
         check(scenario, storage.tree(lambda: False), done=True)
-        assert not [n for n in storage.names(RUNS) if n.startswith(".")]
+        assert not left_over(storage)
+
+
+def steps_of(name: str, storage: MemoryStorage) -> int:
+    return contents(RUNS / name, storage)[0]
+
+
+@pytest.mark.parametrize("fixed", ORDERS)
+def test_a_checkpoint_that_latest_did_not_name_in_time_is_in_the_rotation(
+    fixed: Fixed, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_pointer(number: int, operation: Operation) -> None:
+        if operation[0] == "rename" and operation[2] == str(RUNS / "latest"):
+            raise PermissionError(errno.EACCES, "injected", operation[1])
+
+    storage = MemoryStorage(prepared(SCENARIOS["rotating"], fixed), fixed=fixed)
+    storage.fault = no_pointer
+    for steps in (7, 9):  # the second tries again, in vain
+        assert save(storage, RUNS / f"step-{steps}", steps, 2) == [None, None]
+        assert steps_of(f"step-{steps}", storage) == steps
+        assert f"/runs/a/step-{steps} is saved, but what follows a save could not be done" in caplog.text
+        assert find(RUNS, storage).name == "step-5"
+    storage.fault = None
+    assert save(storage, RUNS / "apart", 10) == [None, None]
+    assert {"step-3", "step-5", "step-7", "step-9"} < set(storage.names(RUNS))
+    assert save(storage, RUNS / "step-11", 11, 2) == [None, None]
+    assert storage.names(RUNS) == ["apart", "kept", "latest", "step-11", "step-9"]
+
+
+def test_what_cannot_be_removed_disturbs_no_save_and_is_removed_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def stays(number: int, operation: Operation) -> None:
+        if operation[0] == "remove" and ("step-3" in operation[1] or ".same.zero-old" in operation[1]):
+            raise PermissionError(errno.EACCES, "injected", operation[1])
+
+    storage = MemoryStorage(prepared(SCENARIOS["rotating"]))
+    assert save(storage, RUNS / "same", 6) == [None, None]
+    storage.fault = stays
+    assert save(storage, RUNS / "same", 7) == [None, None]
+    assert save(storage, RUNS / "step-9", 9, 1) == [None, None]
+    assert save(storage, RUNS / "step-11", 11, 1) == [None, None]
+    assert caplog.text.count("before /runs/a/step-11 is saved, what an earlier save has left to do") == 1
+    assert {".same.zero-old", ".step-3.zero-trash"} < set(storage.names(RUNS))
+    storage.fault = None
+    assert save(storage, RUNS / "step-13", 13, 1) == [None, None]
+    assert storage.names(RUNS) == ["kept", "latest", "same", "step-13"]

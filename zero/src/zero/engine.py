@@ -394,7 +394,8 @@ class Engine:
         raised by the next save_checkpoint, load_checkpoint or wait_for_checkpoint.
 
         Raises, on every rank, UsageError for what cannot be saved and CheckpointError if writing fails; what
-        concerns one rank only names it. Existing checkpoints stay as they were.
+        concerns one rank only names it. Existing checkpoints stay as they were. What fails after the
+        checkpoint has its name, such as a removal, is logged as a warning, and done by the next save.
         """
         rank, given = rank_state or {}, state or {}
         self._checkpoints.save(path, self.steps, given, rank, keep_last, async_, self._check_savable)

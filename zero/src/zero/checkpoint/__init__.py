@@ -9,8 +9,9 @@ dtypes, random_state, header, rank_layout, rank_file, user_state, engine_state
                         what a save consists of, and one rank's file
 program_end, save_messages, problems, together
                         messages and errors between ranks
-publication, manifest_assembly
-                        publishing a checkpoint under its name; one manifest from all ranks' reports
+in_place, pointer, publication, manifest_assembly
+                        publishing a checkpoint under its name, and what `latest` says; one manifest from all
+                        ranks' reports
 save_start              all ranks start a save, or none
 save_job, background    one save; one in a thread of its own
 names, group_match, tensor_reader, weights, load_optimizer, load

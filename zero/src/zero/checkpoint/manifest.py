@@ -210,10 +210,14 @@ class Manifest(_Record):
 
 
 class Latest(_Record):
-    """The `latest` file beside the checkpoints. rotation: those saved with keep_last, oldest first."""
+    """The `latest` file beside the checkpoints. rotation: those saved with keep_last, oldest first.
+
+    manifest: CRC-32 of the checkpoint's manifest, if known.
+    """
 
     checkpoint: Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
     rotation: tuple[Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")], ...]
+    manifest: Digest | None = None
 
 
 def hidden(path: Path, kind: str) -> Path:

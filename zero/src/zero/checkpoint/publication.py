@@ -7,22 +7,31 @@ save leaves of them. A live save holds a lock on `.name.zero-new`.
 
 Every step is on the disk before the next begins:
 1. the ranks' files and the manifest are written to `.name.zero-new`, with their directory entries;
-2. `name`, if it exists, becomes `.name.zero-old`;
-3. `.name.zero-new` becomes `name`;
-4. `latest` is replaced;
-5. `.name.zero-old` and the checkpoints that rotate out are removed.
+2. what `latest` is to hold is written beside it;
+3. `name`, if it exists, becomes `.name.zero-old`;
+4. `.name.zero-new` becomes `name`: the checkpoint is published;
+5. `latest` is replaced;
+6. `.name.zero-old` and the checkpoints that rotate out are removed.
+
+Where directories cannot be renamed, steps 3 and 4 are those of `in_place`. An error up to step 4 leaves
+everything as it was. Later ones are warnings, and the next save does what is left.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zero.checkpoint.manifest import LARGEST_LATEST, LATEST, MANIFEST, Latest, hidden, seal
-from zero.checkpoint.reader import names_another, read_latest
-from zero.checkpoint.storage import Lock, Storage, read_whole, write_whole
-from zero.errors import CheckpointError, CorruptCheckpointError, UsageError
+from zero.checkpoint import in_place
+from zero.checkpoint.in_place import CANNOT_RENAME
+from zero.checkpoint.manifest import LATEST, MANIFEST, hidden
+from zero.checkpoint.pointer import Pointer
+from zero.checkpoint.storage import Lock, Storage, write_whole
+from zero.errors import CheckpointError, UsageError
+
+_log = logging.getLogger("zero")
 
 
 def check_name(path: Path) -> None:
@@ -39,55 +48,60 @@ def check_name(path: Path) -> None:
 
 
 class Publication:
-    """The publication of one checkpoint.
+    """The publication of one checkpoint. path: its directory. staging: the one that it is written to.
 
     Methods raise OSError, and CheckpointError if something that they must not replace is in the way.
     """
 
     def __init__(self, storage: Storage, path: Path, keep_last: int | None) -> None:
         self._storage = storage
-        self._path = path
+        self.path = path
         self._keep_last = keep_last
+        self._pointer = Pointer(storage, path.parent)
         self._lock: Lock | None = None
         self._begun = False  # until then the staging directory is somebody else's
+        self._left: list[str] = []  # errors in what another save can do as well
         self.staging = hidden(path, "new")
 
     def begin(self) -> None:
-        """Clear up after killed saves and make the directory to write into."""
-        self._make_parents(self._path.parent)
+        """Do what earlier saves have left to do, and make the directory to write into."""
+        self._make_parents(self.path.parent)
         with self._alone():
-            for name in sorted({n[1:].rpartition(".")[0] for n in self._leftovers()}):
-                self._put_right(self._path.with_name(name))
+            self._clear_up()
             if self._storage.exists(self.staging):
-                raise CheckpointError(f"another save of {self._path} is in progress")
+                raise CheckpointError(f"another save of {self.path} is in progress")
             self._check_replaceable()
-            self._check_latest()
+            self._pointer.check()
+            with self._later():
+                self._pointer.finish()
+            self._warn("before %s is saved, what an earlier save has left to do")
             self._storage.make_directory(self.staging)
             self._begun = True
             self._lock = self._storage.lock(self.staging)
 
     def commit(self, manifest: bytes) -> None:
-        """Complete the staged checkpoint and publish it."""
+        """Complete the staged checkpoint and publish it. Raises nothing once it is published."""
         write_whole(self._storage, self.staging / MANIFEST, manifest)
         self._storage.sync_directory(self.staging)
         with self._alone():
-            old = hidden(self._path, "old")
-            if self._storage.exists(self._path):
-                self._rename(self._path, old)
-            self._rename(self.staging, self._path)
-            expired = self._point()
-            self._remove(old)
-            for name in expired:
-                self._discard(self._path.with_name(name))
+            expired = self._pointer.rotate(self.path.name, self._keep_last)
+            self._pointer.prepare(self.path.name, manifest)
+            renamed = self._take_name()
+            if not renamed:
+                manifest, names = in_place.with_free_names(self._storage, self.path, manifest)
+                self._pointer.prepare(self.path.name, manifest)
+                in_place.publish(self._storage, self.staging, self.path, manifest, names)
+            self._settle(expired, renamed)
+        self._warn("%s is saved, but what follows a save")
 
     def abandon(self) -> None:
         """Remove what was staged, and restore the checkpoint that it was to replace."""
         if not self._begun:
             return
+        in_place.remove_strays(self._storage, self.path)
         self._remove(self.staging)
-        old = hidden(self._path, "old")
-        if self._storage.exists(old) and not self._storage.exists(self._path):
-            self._rename(old, self._path)
+        self._restore(self.path)
+        self._pointer.drop()
 
     def close(self) -> None:
         """Release the lock on the staging directory."""
@@ -98,35 +112,96 @@ class Publication:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other saves from changing names in the parent directory during the block."""
-        lock = self._storage.lock(self._path.parent, wait=True)
+        lock = self._storage.lock(self.path.parent, wait=True)
         try:
             yield
         finally:
             if lock is not None:
                 lock.release()
 
-    def _leftovers(self) -> list[str]:
+    @contextmanager
+    def _later(self) -> Iterator[None]:
+        """Leave it to the next save what the block fails to do."""
+        try:
+            yield
+        except Exception as error:
+            self._left.append(str(error))
+
+    def _warn(self, what: str) -> None:
+        if self._left:
+            told = "; ".join(dict.fromkeys(self._left))
+            _log.warning(what + " could not be done, and the next save tries again: %s", self.path, told)
+            self._left.clear()
+
+    def _take_name(self) -> bool:
+        """Rename the staged directory. Returns False, with all as before, where that is not possible."""
+        try:
+            if self._storage.exists(self.path):
+                self._rename(self.path, hidden(self.path, "old"))
+            self._storage.rename(self.staging, self.path)
+        except OSError as error:
+            if error.errno not in CANNOT_RENAME:
+                raise
+            self._restore(self.path)
+            return False
+        return True
+
+    def _settle(self, expired: list[str], renamed: bool) -> None:
+        """Do what follows publication. Nothing is removed before that, and `latest`, are on the disk."""
+        with self._later():
+            self._storage.sync_directory(self.path)
+            self._storage.sync_directory(self.path.parent)
+            self._pointer.replace()
+        if self._left:
+            return
+        with self._later():
+            if not renamed:
+                in_place.remove_strays(self._storage, self.path)
+                self._remove(self.staging)
+            self._remove(hidden(self.path, "old"))
+        for name in expired:
+            with self._later():
+                self._discard(self.path.with_name(name))
+
+    def _clear_up(self) -> None:
+        """Put right what killed saves have left. Of another name than this save's, it may also stay."""
         kinds = tuple(f".zero-{kind}" for kind in ("new", "old", "trash"))
-        return [n for n in self._storage.names(self._path.parent) if n[0] == "." and n.endswith(kinds)]
+        hidden_names = [n for n in self._storage.names(self.path.parent) if n[0] == "." and n.endswith(kinds)]
+        for name in sorted({n[1:].rpartition(".")[0] for n in hidden_names} - {LATEST, self.path.name}):
+            with self._later():
+                self._put_right(self.path.with_name(name))
+        self._put_right(self.path)
 
     def _put_right(self, path: Path) -> None:
         """Clear up what a killed save of `path` has left; do nothing if that save is still running."""
-        new, old, trash = (hidden(path, kind) for kind in ("new", "old", "trash"))
-        if path.name == LATEST:
-            self._storage.remove(new)
-            return
-        if self._storage.exists(new):
-            lock = self._storage.lock(new)
+        storage, (new, old, trash) = self._storage, (hidden(path, kind) for kind in ("new", "old", "trash"))
+        if storage.exists(new):
+            lock = storage.lock(new)
             if lock is None:
                 return
             lock.release()
+            in_place.remove_strays(storage, path)
+            self._remove(new)
+        self._remove(trash)
+        self._restore(path)
+        if storage.exists(old) and storage.exists(path / MANIFEST):
+            storage.sync_directory(path.parent)  # the save may have failed to
+            self._remove(old)
+        if in_place.is_half_removed(storage, path):
+            in_place.discard(storage, path)
+
+    def _restore(self, path: Path) -> None:
+        """Give a checkpoint that was to be replaced its name back, if it can be renamed."""
+        old = hidden(path, "old")
         if self._storage.exists(old) and not self._storage.exists(path):
-            self._rename(old, path)
-        for leftover in (new, old, trash):
-            self._remove(leftover)
+            try:
+                self._rename(old, path)
+            except OSError as error:
+                if error.errno not in CANNOT_RENAME:
+                    raise
 
     def _check_replaceable(self) -> None:
-        path, storage = self._path, self._storage
+        path, storage = self.path, self._storage
         if storage.is_link(path):
             raise CheckpointError(
                 f"{path} is a symbolic link, which saving would replace; choose another name"
@@ -138,41 +213,16 @@ class Publication:
                 f"{path} exists and is not a checkpoint, so it was left untouched: choose another name"
             )
 
-    def _check_latest(self) -> None:
-        """Raise CheckpointError for a `latest` of another program: DeepSpeed's, or a link of that name."""
-        path, storage = self._path.parent / LATEST, self._storage
-        foreign = storage.is_link(path) or storage.is_directory(path)
-        if not foreign and storage.exists(path):
-            foreign = names_another(path.parent, read_whole(storage, path, LARGEST_LATEST), storage)
-        if foreign:
-            raise CheckpointError(f"{path} belongs to another program; save to a different directory")
-
-    def _point(self) -> list[str]:
-        """Make `latest` name the new checkpoint; returns the names that rotate out."""
-        parent, name = self._path.parent, self._path.name
-        rotation = [n for n in self._rotation() if n != name and self._storage.exists(parent / n)]
-        if self._keep_last is not None:
-            rotation.append(name)
-        fresh = hidden(parent / LATEST, "new")
-        latest = Latest(checkpoint=name, rotation=tuple(rotation))
-        self._storage.remove(fresh)
-        write_whole(self._storage, fresh, seal("zero-latest", latest))
-        self._rename(fresh, parent / LATEST)
-        return [] if self._keep_last is None else rotation[: -self._keep_last]
-
-    def _rotation(self) -> tuple[str, ...]:
-        """The names that `latest` lists for rotation. If it is damaged they are lost, and never removed."""
-        if not self._storage.exists(self._path.parent / LATEST):
-            return ()
-        try:
-            return read_latest(self._path.parent, self._storage).rotation
-        except CorruptCheckpointError:
-            return ()
-
     def _discard(self, path: Path) -> None:
+        """Remove a checkpoint, so that no half-removed one is ever visible."""
         trash = hidden(path, "trash")
         self._remove(trash)
-        self._rename(path, trash)  # so no half-removed checkpoint is ever visible
+        try:
+            self._rename(path, trash)
+        except OSError as error:
+            if error.errno not in CANNOT_RENAME:
+                raise
+            in_place.discard(self._storage, path)
         self._remove(trash)
 
     def _remove(self, path: Path) -> None:

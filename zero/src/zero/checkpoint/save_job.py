@@ -66,7 +66,7 @@ class Job:
             messages.publish("leave", None)
             return outcome
         outcome = self._publish()
-        messages.publish("outcome", outcome)
+        self._tell(outcome)
         if outcome[:1] != [CommunicationError.__name__]:  # otherwise nobody may be there
             take_leave(messages)
         return outcome
@@ -116,9 +116,12 @@ class Job:
             told: Problem = self.messages.collect("outcome", [0], LAST, give_up=has_failed)[0]
             self.shared = self.shared or not own
             return told
-        except CommunicationError:
+        except CommunicationError as error:
             if not has_failed():
-                raise
+                raise CommunicationError(
+                    f"{error}. This rank does not know whether the checkpoint {self.publication.path} was "
+                    "published: if it is there, it is complete"
+                ) from error
         if not own:
             _log.warning(
                 "rank %d has written its part of %s and ends, as its program has failed: the other ranks "
@@ -126,6 +129,15 @@ class Job:
                 *(self.messages.rank, self.publication.staging),
             )
         return own
+
+    def _tell(self, outcome: Problem) -> None:
+        """Tell the others, on rank 0. A checkpoint that is published stays so if they cannot be told."""
+        try:
+            self.messages.publish("outcome", outcome)
+        except CommunicationError as error:
+            if outcome:
+                raise
+            _log.warning("%s is saved, but %s", self.publication.path, error)
 
     def _publish(self) -> Problem:
         """Publish the checkpoint once every rank has written its file. On rank 0."""

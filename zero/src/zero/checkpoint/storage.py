@@ -174,7 +174,10 @@ class Storage:
         path.mkdir()
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename within one directory, atomically. An empty directory or a file at `new` is replaced."""
+        """Rename atomically. An empty directory or a file at `new` is replaced.
+
+        Only a file may move to another directory; a directory may refuse, see `in_place.CANNOT_RENAME`.
+        """
         old.rename(new)
 
     def sync_directory(self, path: Path) -> None:
@@ -239,7 +242,8 @@ class Lock:
     def release(self) -> None:
         with contextlib.suppress(OSError):  # explicitly: a forked process may hold the descriptor too
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
-        os.close(self._descriptor)
+        with contextlib.suppress(OSError):  # what was done under the lock is done
+            os.close(self._descriptor)
 
 
 DISK = Storage()
