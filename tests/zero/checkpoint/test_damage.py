@@ -117,6 +117,14 @@ def edit(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 DEEP = 100_000
+RANDOM: dict[str, Any] = {
+    "torch": {"$tensor": "rank/0/rng"},
+    "device": {"$tensor": "rank/0/rng"},
+    "python": {"version": 3, "internal": {"$tensor": "rank/0/rng"}, "gauss": None},
+    "numpy": {
+        "kind": "MT19937", "keys": {"$tensor": "rank/0/rng"}, "position": 0, "has_gauss": 0, "cached": 0.0
+    },
+}  # fmt: skip
 W = "tensors//model/w"
 HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "path in a file name": edit("files//0//name", "../../etc/passwd"),
@@ -143,6 +151,29 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     # The state is nested DEEP lists deep:
     "deep": edit("state", None),
     "checksums before the file": edit("files//0//checksums_at", 1 << 30),
+    "parameters among options": edit("optimizer//param_groups//0//params", []),
+    "optimizers of no group": edit("optimizer//of_groups", ["test", "test"]),
+    "group that is not there": edit("parameters//0//group", 1),
+    "parameter of no dtype": edit("parameters//0//dtype", "PICKLE"),
+    "parameter twice": lambda m: m["parameters"].append(m["parameters"][0]),
+    "alias of another's name": edit("parameters//0//aliases", ["w"]),
+    "buffer of a parameter's name": edit("buffers", ["w"]),
+    "state twice": edit("parameters//0//state", ["step", "step"]),
+    "state and value": edit("parameters//0//values", {"step": 1}),
+    "a rank too few": lambda m: m["ranks"].pop(),
+    "saved in the year 30,000": edit("created", 9e11),
+    "saved at no time": edit("created", float("inf")),
+    "loss scale of zero": edit("loss_scale", {"scale": 0.0, "good_steps": 1.0}),
+    "random state of text": edit("ranks//1//rng", {"torch": "x"}),
+    "random state of a number": edit("ranks//1//rng", 5),
+    "random state of another tensor": edit("ranks//1//rng", {**RANDOM, "torch": {"$tensor": "rank/9/rng"}}),
+    "value of a number for a tensor": edit("state", {"x": {"$tensor": 5}}),
+    "value of a missing tensor": edit("ranks//0//state", [{"$tensor": "model/v"}]),
+    "value of no float": edit("parameters//0//values", {"x": {"$float": "abc"}}),
+    "value of no tuple": edit("optimizer//param_groups//0//betas", {"$tuple": 0.9}),
+    "value of no pairs": edit("state", {"$dict": [["a", 1], ["b"]]}),
+    "value of unhashable keys": edit("state", {"$dict": [[["a"], 1]]}),
+    "counter of dicts": edit("extra_state", {"m": {"$counter": [[{"a": 1}, 1]]}}),
 }
 
 
@@ -151,12 +182,23 @@ def test_hostile_manifests_are_refused(saved: Tree, what: str) -> None:
     def change(data: bytes) -> bytes:
         manifest = json.loads(form.unseal("zero-checkpoint", data))
         HOSTILE[what](manifest)
-        text = json.dumps({k: v for k, v in manifest.items() if k != "state"})[:-1]
+        text = json.dumps({k: v for k, v in manifest.items() if k != "state"})[:-1].replace(
+            "Infinity", "1e999"
+        )
         state = "[" * DEEP + "]" * DEEP if what == "deep" else json.dumps(manifest["state"])
         return resealed(f'{text},"state":{state}}}')
 
     with pytest.raises(zero.CorruptCheckpointError, match=r"manifest.json|rank-0000"):
         contents(RUNS / NAME, damaged(saved, "manifest.json", change))
+
+
+def test_random_states_of_the_right_form_are_not(saved: Tree) -> None:
+    def change(data: bytes) -> bytes:
+        manifest = json.loads(form.unseal("zero-checkpoint", data))
+        edit("ranks//1//rng", RANDOM)(manifest)
+        return resealed(json.dumps(manifest))
+
+    contents(RUNS / NAME, damaged(saved, "manifest.json", change))
 
 
 def resealed(text: str) -> bytes:

@@ -418,9 +418,10 @@ class Engine:
         checkpoint to names in the model, None for names to leave out. Random number generators are restored
         on the ranks that saved them.
 
-        Raises, on every rank: CheckpointError if there is no complete checkpoint, and StateError with all
-        names that do not fit, both before anything changes; CorruptCheckpointError if bytes are damaged,
-        after which the engine refuses to go on until a whole checkpoint has been loaded.
+        Raises, on every rank and before anything changes: CheckpointError if there is no complete checkpoint,
+        CorruptCheckpointError if its manifest is not valid, and StateError with all names, options and states
+        that do not fit. After a CorruptCheckpointError for damage that shows later, the engine refuses to go
+        on until a whole checkpoint has been loaded.
         """
         self._model_hooks.check_not_in_use("load_checkpoint")
         self._check_model()

@@ -105,7 +105,10 @@ class _Load:
         self._options = options
         self._reader = TensorReader(checkpoint)
         self._sources: dict[str, str] = {}
+        self._optimizer: OptimizerLoad | None = None  # None: it stays as it is
+        self._random_states: dict[str, Any] = {}
         self._extra_state = entries_of(engine.module).rest.keys()
+        self._extra_values: dict[str, Any] = {}
         self._state: dict[str, Any] = {}
         self._rank_states: tuple[dict[str, Any], ...] = ()
 
@@ -123,13 +126,30 @@ class _Load:
             mine, saved = self._extra_state, self._manifest.extra_state.keys()
             raise_for({"extra state missing": [*mine - saved], "extra state unexpected": [*saved - mine]})
         if not options.weights_only:
-            self._optimizer().check(options.strict)
-        lost = [name for name in options.restore if name not in self._manifest.state]
+            self._optimizer = OptimizerLoad(self._engine, self._manifest, self._reader, self._sources)
+            self._optimizer.check(options.strict)
+        self._decode()
+        self._check_restore(options.restore)
+
+    def _decode(self) -> None:
+        """Read all user values, and the random state of this rank if it is to be restored, and check that."""
+        manifest, decode = self._manifest, self._reader.decode
+        self._state = decode(manifest.state)
+        self._rank_states = tuple(decode(rank.state) for rank in manifest.ranks)
+        self._extra_values = {
+            name: decode(manifest.extra_state[name])
+            for name in self._extra_state & manifest.extra_state.keys()
+        }
+        if self._optimizer is not None and self._engine.rank < manifest.world_size:
+            self._random_states = decode(manifest.ranks[self._engine.rank].rng) or {}
+            if self._random_states:
+                random_state.check(self._random_states)
+
+    def _check_restore(self, restore: Mapping[str, Any]) -> None:
+        lost = [name for name in restore if name not in self._state]
         if lost:
-            raise StateError(
-                f"restore: the checkpoint's state has no {lost}; it has {list(self._manifest.state)}"
-            )
-        for name, value in options.restore.items():
+            raise StateError(f"restore: the checkpoint's state has no {lost}; it has {list(self._state)}")
+        for name, value in restore.items():
             if not hasattr(value, "load_state_dict"):
                 raise UsageError(
                     f"restore[{name!r}] is a {type(value).__name__}, which has no load_state_dict(): remove "
@@ -141,13 +161,11 @@ class _Load:
         keys = {name: model_key(source) for name, source in self._sources.items()}
         fill_units(self._engine.units, self._reader, keys)
         fill_buffers(self._engine.module, self._reader, keys)
-        self._set_extra_state()
-        decode = self._reader.decode
-        self._state = decode(self._manifest.state)
-        self._rank_states = tuple(decode(rank.state) for rank in self._manifest.ranks)
-        if not self._options.weights_only:
-            self._optimizer().fill()
-            self._restore_random_state()
+        load_rest(self._engine.module, self._extra_values)
+        if self._optimizer is not None:
+            self._optimizer.fill()
+        if self._random_states:
+            random_state.restore(self._engine.accelerator, self._random_states)
 
     def spread(self) -> None:
         """Refresh the resident units' whole parameters. Collective.
@@ -171,19 +189,4 @@ class _Load:
         manifest = self._manifest
         return Loaded(
             self._checkpoint.path, manifest.steps, manifest.world_size, self._state, self._rank_states
-        )
-
-    def _optimizer(self) -> OptimizerLoad:
-        return OptimizerLoad(self._engine, self._manifest, self._reader, self._sources)
-
-    def _restore_random_state(self) -> None:
-        if self._engine.rank < self._manifest.world_size:
-            rng = self._manifest.ranks[self._engine.rank].rng
-            random_state.restore(self._engine.accelerator, self._reader.decode(rng))
-
-    def _set_extra_state(self) -> None:
-        saved = self._manifest.extra_state
-        load_rest(
-            self._engine.module,
-            {name: self._reader.decode(saved[name]) for name in self._extra_state & saved.keys()},
         )

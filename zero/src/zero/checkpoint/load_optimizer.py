@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.engine_state import EngineParts, stride_of
 from zero.checkpoint.group_match import match_groups
+from zero.checkpoint.group_options import merged, misfits, take
 from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
-from zero.checkpoint.names import raise_for
+from zero.checkpoint.names import is_floating, raise_for
 from zero.checkpoint.tensor_reader import TensorReader
-from zero.errors import StateError
+from zero.errors import OptimizerError, StateError
 from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import in_memory_order, moved
@@ -71,8 +73,27 @@ class OptimizerLoad:
                 "without optimizer state (strict=False starts without it)": list(missing) if strict else [],
                 "with different optimizer state": list(other),
                 "in a different param_group than in the checkpoint": self._elsewhere if strict else [],
+                "options of param_groups": [
+                    f"param_groups[{own}]: {wrong}" for own in self._options for wrong in self._misfits(own)
+                ],
             }
         )
+
+    @cached_property
+    def _options(self) -> dict[int, dict[str, Any]]:
+        """The options to set, by the index of our param_group."""
+        saved = self._manifest.optimizer.param_groups
+        return {own: self._reader.decode(saved[group]) for own, group in self._saved_group.items()}
+
+    def _misfits(self, own: int) -> list[str]:
+        group, saved = self._optimizer.param_groups[own], self._options[own]
+        wrong = misfits(group, saved)
+        if not wrong:
+            try:
+                self._engine.sharded_optimizer.check_options(own, merged(group, saved))
+            except OptimizerError as error:
+                wrong.append(str(error))
+        return wrong
 
     @property
     def _saved_kinds(self) -> Sequence[str]:
@@ -95,12 +116,24 @@ class OptimizerLoad:
         kinds = kinds_of_groups(self._optimizer)
         if self._saved_kinds[entry.group] != kinds[piece.param_group]:
             return False
-        if kernel:
-            mine = set(self._optimizer.state[piece.parameter])
-            return not entry.state or set(entry.state) == mine
         tensors = {key: self._manifest.tensors[state_key(key, entry.name)] for key in entry.state}
+        if any(tensor.numel != 1 for key, tensor in tensors.items() if key == "step"):
+            return False
+        if kernel:
+            return self._kernel_takes(piece, entry, tensors)
         return piece.piece.length == numel or all(
             not tensor.shape or self._sharded(key, entry, tensor) for key, tensor in tensors.items()
+        )
+
+    def _kernel_takes(
+        self, piece: OwnedPiece, entry: ParameterEntry, tensors: Mapping[str, TensorEntry]
+    ) -> bool:
+        """Whether the checkpoint has the state of a kernel: numbers for each element, and the step."""
+        mine = set(self._optimizer.state[piece.parameter])
+        known = set(entry.state) in (set(), mine) and not any(v is not None for v in entry.values.values())
+        return known and all(
+            is_floating(tensor.dtype) and (key == "step" or self._sharded(key, entry, tensor))
+            for key, tensor in tensors.items()
         )
 
     def fill(self) -> None:
@@ -110,7 +143,8 @@ class OptimizerLoad:
                 self._fill_piece(owned, piece, entry)
             if owned.count is not None:
                 self._note_steps(piece)
-        self._restore_options()
+        for own, saved in self._options.items():
+            take(self._optimizer.param_groups[own], saved)
 
     def _pieces(self) -> Iterator[tuple[OwnedSubGroup, OwnedPiece, ParameterSpec, ParameterEntry | None]]:
         """This rank's pieces, with their parameters and these in the checkpoint: None if it has no state."""
@@ -135,7 +169,7 @@ class OptimizerLoad:
                     values.zero_()
         for key in entry.state:
             self._fill_state(key, owned, piece, entry)
-        for key, value in entry.values.items():
+        for key, value in entry.values.items() if owned.count is None else ():
             state[key] = moved(key, self._reader.decode(value), piece.parameter, home_of(owned))
 
     def _fill_state(self, key: str, owned: OwnedSubGroup, piece: OwnedPiece, entry: ParameterEntry) -> None:
@@ -159,19 +193,6 @@ class OptimizerLoad:
     def _sharded(self, key: str, entry: ParameterEntry, tensor: TensorEntry) -> bool:
         """Whether a state tensor has one value per element of its parameter."""
         return key != "step" and tensor.shape == self._manifest.tensors[model_key(entry.name)].shape
-
-    def _restore_options(self) -> None:
-        """Restore the param_groups' options, such as learning rates."""
-        groups = self._optimizer.param_groups
-        for own, saved in self._saved_group.items():
-            group = groups[own]
-            for name, value in self._reader.decode(self._manifest.optimizer.param_groups[saved]).items():
-                if isinstance(group.get(name), Tensor):
-                    group[name].copy_(
-                        value if isinstance(value, Tensor) else torch.tensor(value, device=HOST)
-                    )
-                else:
-                    group[name] = value
 
     def _with_state(self, name: str) -> ParameterEntry | None:
         """The parameter's entry in the checkpoint, if the optimizer had it in a group there."""

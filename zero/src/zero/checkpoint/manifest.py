@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 from zlib import crc32
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from zero.checkpoint.value_forms import RandomStates, check_value
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -41,6 +44,7 @@ _HEAD = '{"format":"%s","version":%d,"crc32":"%08x",\n'
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 Digest = Annotated[int, Field(ge=0, lt=1 << 32)]
 Sizes = Annotated[tuple[Count, ...], Field(max_length=MOST_DIMENSIONS)]
+Seconds = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # since 1970, before the year 10,000
 
 
 class _Record(BaseModel):
@@ -124,7 +128,7 @@ class ParameterEntry(_Record):
     dtype: of the weights in training (the stored values may be wider: fp32 masters). unit: the sharded unit
     it belongs to. group: its index in the optimizer's param_groups, if any. aliases: further names of the
     same parameter (tied weights). state: optimizer state tensors, `optimizer/<key>/<name>`. values:
-    optimizer state that is not a tensor.
+    optimizer state that is not a tensor, as user values.
     """
 
     name: str
@@ -136,39 +140,64 @@ class ParameterEntry(_Record):
     state: tuple[str, ...] = ()
     values: dict[str, Any] = {}
 
+    @model_validator(mode="after")
+    def _is_known(self) -> Self:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"parameter {self.name!r} has the unknown dtype {self.dtype!r}")
+        if len({*self.state, *self.values}) < len(self.state) + len(self.values):
+            raise ValueError(f"parameter {self.name!r} has some optimizer state twice")
+        return self
+
 
 class OptimizerEntry(_Record):
     """The optimizer.
 
     kind: the full name of its class; for several optimizers, the names joined by " + ". of_groups: the
-    optimizer class of each param_group. param_groups: the options of each, without the parameters.
+    optimizer class of each param_group. param_groups: the options of each, as user values, without the
+    parameters.
     """
 
     kind: str
     of_groups: tuple[str, ...] = ()
     param_groups: tuple[dict[str, Any], ...]
 
+    @model_validator(mode="after")
+    def _has_options(self) -> Self:
+        if any("params" in group for group in self.param_groups):
+            raise ValueError("a param_group has 'params', which only a program's own have")
+        if self.of_groups and len(self.of_groups) != len(self.param_groups):
+            raise ValueError(f"{len(self.of_groups)} optimizers for {len(self.param_groups)} param_groups")
+        return self
+
 
 class LossScaleEntry(_Record):
     """skipped_steps: how many of the steps taken were skipped."""
 
-    scale: float
-    good_steps: float
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    good_steps: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     skipped_steps: Count = 0
 
 
 class RankEntry(_Record):
-    """What belongs to one rank: the states of its random number generators, and its own user state."""
+    """What belongs to one rank. rng: the states of its random number generators, `RandomStates`, or nothing,
+    in converted checkpoints. state: its own user values."""
 
     rng: Any
     state: Any
+
+    @field_validator("rng")
+    @classmethod
+    def _is_random_state(cls, rng: Any) -> Any:
+        if rng:
+            RandomStates.model_validate(rng)
+        return rng
 
 
 class Manifest(_Record):
     """A whole checkpoint. created: seconds since 1970. steps: optimizer steps taken."""
 
     zero: str
-    created: float
+    created: Seconds
     steps: Count
     world_size: Annotated[int, Field(ge=1)]
     stage: Annotated[int, Field(ge=0, le=3)]
@@ -202,11 +231,33 @@ class Manifest(_Record):
                     raise ValueError(f"tensor {key!r} extends past the end of {file.name}")
                 if held[piece.file] > file.checksums_at:
                     raise ValueError(f"tensor {key!r} shares bytes of {file.name} with others")
+        self._check_names()
+        for value in self._values():
+            check_value(value, self.tensors)
         keys = [state_key(key, p.name) for p in self.parameters for key in p.state]
         for key in [*(model_key(p.name) for p in self.parameters), *map(model_key, self.buffers), *keys]:
             if key not in self.tensors:
                 raise ValueError(f"tensor {key!r} is missing")
         return self
+
+    def _check_names(self) -> None:
+        """Raise ValueError unless parameters, param_groups and ranks can be told apart and are there."""
+        taken: set[str] = set(self.buffers)
+        for parameter in self.parameters:
+            for name in (parameter.name, *parameter.aliases):
+                if name in taken:
+                    raise ValueError(f"there are several tensors of the name {name!r}")
+                taken.add(name)
+            if parameter.group is not None and parameter.group >= len(self.optimizer.param_groups):
+                raise ValueError(f"parameter {parameter.name!r} is in param_group {parameter.group}, of none")
+        if len(self.ranks) != self.world_size:
+            raise ValueError(f"it has the state of {len(self.ranks)} ranks instead of {self.world_size}")
+
+    def _values(self) -> Iterator[Any]:
+        """All user values."""
+        yield from (self.state, self.extra_state, *self.optimizer.param_groups)
+        yield from (value for rank in self.ranks for value in (rank.rng, rank.state))
+        yield from (value for parameter in self.parameters for value in parameter.values.values())
 
 
 class Latest(_Record):

@@ -108,10 +108,11 @@ def _renamer(rename: Rename | None, names: set[str]) -> Callable[[str], str | No
 def _misfit(target: Target, source: Saved) -> list[str]:
     if source.shape != target.shape:
         return [f"{target.name} (shape {source.shape} instead of {target.shape})"]
-    if _is_floating(source.dtype) != target.floating:
+    if is_floating(source.dtype) != target.floating:
         return [f"{target.name} (dtype {source.dtype})"]
     return []
 
 
-def _is_floating(dtype: str) -> bool:
+def is_floating(dtype: str) -> bool:
+    """Whether a dtype, named as in safetensors, is one of floating-point or complex numbers."""
     return dtype.startswith(("F", "BF", "C"))

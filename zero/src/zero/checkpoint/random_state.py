@@ -10,6 +10,7 @@ import torch
 
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
+from zero.errors import StateError
 
 
 def read(accelerator: Accelerator) -> dict[str, Any]:
@@ -30,12 +31,34 @@ def read(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
+def check(states: dict[str, Any]) -> None:
+    """Raise StateError if the host's generators cannot take the states. Changes nothing."""
+    try:
+        torch.Generator(device=HOST).set_state(states["torch"])
+        random.Random().setstate(_python(states))
+        np.random.RandomState().set_state(_numpy(states))
+    except Exception as error:
+        raise StateError(
+            f"the checkpoint's random state cannot be restored ({error}); weights_only=True leaves it out"
+        ) from error
+
+
 def restore(accelerator: Accelerator, states: dict[str, Any]) -> None:
     """Restore the generators, except the device's if the saved state is of another kind (another length)."""
     torch.set_rng_state(states["torch"])
-    if states["device"].shape == accelerator.rng.get_state().shape:
-        accelerator.rng.set_state(states["device"])
-    python, numpy = states["python"], states["numpy"]
-    random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
-    keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["kind"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    now, saved = accelerator.rng.get_state(), states["device"]
+    if (saved.shape, saved.dtype) == (now.shape, now.dtype):
+        accelerator.rng.set_state(saved)
+    random.setstate(_python(states))
+    np.random.set_state(_numpy(states))
+
+
+def _python(states: dict[str, Any]) -> tuple[int, tuple[int, ...], float | None]:
+    own = states["python"]
+    return own["version"], tuple(own["internal"].tolist()), own["gauss"]
+
+
+def _numpy(states: dict[str, Any]) -> tuple[str, Any, int, int, float]:
+    own = states["numpy"]
+    keys = own["keys"].numpy().astype(np.uint32)
+    return own["kind"], keys, own["position"], own["has_gauss"], own["cached"]

@@ -208,8 +208,13 @@ class ShardedOptimizer:
                 "the optimizer's param_groups have different parameters than at zero.initialize; give it all "
                 "parameters before that, and change only hyper-parameters later"
             )
-        for index, rule in self._rules.items():
-            rule.options(self.optimizer.param_groups[index])
+        for index in self._rules:
+            self.check_options(index, self.optimizer.param_groups[index])
+
+    def check_options(self, index: int, options: Mapping[str, Any]) -> None:
+        """Raise OptimizerError if param_group `index` has a kernel that lacks one of these options."""
+        if index in self._rules:
+            self._rules[index].options(options)
 
     def _check_caller(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._in_step:
