@@ -592,6 +592,7 @@ def test_loaded_is_a_plain_record() -> None:
         "world_size",
         "state",
         "rank_states",
+        "left_out",
     ]
 
 

@@ -49,6 +49,16 @@ def test_names_match_themselves() -> None:
     }
 
 
+def test_what_was_left_out_may_be_missing_under_its_new_name() -> None:
+    found, targets = stored("a"), wanted("x.a", "x.b", b=("x.c",))
+    rename = {"a": "x.a", "b": "x.b", "c": "x.c"}
+    assert match(found, wanted("a", "b"), None, True, lambda *_: False, ("b",)) == {"a": "a"}
+    assert match(found, targets[:2], rename, True, lambda *_: False, ("b", "c")) == {"x.a": "a"}
+    assert match(found, wanted("a", "b", b=("c",)), None, True, lambda *_: False, ("c",)) == {"a": "a"}
+    with pytest.raises(zero.StateError, match="missing in the checkpoint: c"):
+        match(found, wanted("a", "b", "c"), None, True, lambda *_: False, ("b",))
+
+
 @pytest.mark.parametrize(
     ("found", "targets", "expected"),
     [

@@ -38,6 +38,7 @@ from zero.optimizer.stepping import GroupStepping
 from zero.pretrained import Request, fill_engine
 from zero.settings.paths import as_path
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.stores import Stores
 from zero.warning import warn
@@ -306,16 +307,29 @@ class Engine:
     # -- whole values (collective: every rank must call these) ------------------------------------------
 
     @explained
-    def state_dict(self, master: bool = False) -> dict[str, Any]:
+    def state_dict(
+        self,
+        master: bool = False,
+        *,
+        trainable_only: bool = False,
+        include: str | Iterable[str] | None = None,
+    ) -> dict[str, Any]:
         """Return the whole model in rank 0's host memory, and {} on other ranks.
 
         The result can be loaded into the plain model. master: return the fp32 masters instead of the 16-bit
-        weights. Raises UsageError after an optimizer step or a load that was interrupted.
+        weights. trainable_only: return the parameters that are trained, such as adapters, and no frozen ones,
+        buffers or extra state. include: return what one of these shell patterns matches, e.g. "*.lora_*". A
+        tied parameter is returned under all its names or none. Units that have nothing to return are not
+        gathered.
+
+        Raises UsageError after an optimizer step or a load that was interrupted, for a pattern that matches
+        nothing, and if nothing is left.
         """
+        selection = Selection.of(trainable_only, include)
         self._integrity.check_complete()
         self._check_model()
         self._integrity.check_refreshed()
-        state = model_state.read(self.module, self._full_parameters, master)
+        state = model_state.read(self.module, self._full_parameters, master, selection)
         self._communicator.check()
         return state
 
@@ -380,6 +394,8 @@ class Engine:
         rank_state: Mapping[str, Any] | None = None,
         keep_last: int | None = None,
         async_: bool = False,
+        trainable_only: bool = False,
+        include: str | Iterable[str] | None = None,
     ) -> None:
         """Write everything needed to resume training to the directory `path`, e.g. "runs/a/step-100".
 
@@ -391,14 +407,17 @@ class Engine:
         of the checkpoints in the directory that were saved with keep_last, remove all but this many. async_:
         return once all ranks have copied their state, and write it while training goes on. The copy takes
         host memory of the state's size, which is kept for the next save. An error in writing is logged, and
-        raised by the next save_checkpoint, load_checkpoint or wait_for_checkpoint.
+        raised by the next save_checkpoint, load_checkpoint or wait_for_checkpoint. trainable_only, include:
+        what to save of the model, as in state_dict(), on all ranks alike; the checkpoint says what it is
+        without.
 
         Raises, on every rank, UsageError for what cannot be saved and CheckpointError if writing fails; what
         concerns one rank only names it. Existing checkpoints stay as they were. What fails after the
         checkpoint has its name, such as a removal, is logged as a warning, and done by the next save.
         """
         rank, given = rank_state or {}, state or {}
-        self._checkpoints.save(path, self.steps, given, rank, keep_last, async_, self._check_savable)
+        select = partial(Selection.of, trainable_only, include)
+        self._checkpoints.save(path, self.steps, given, rank, keep_last, async_, self._check_savable, select)
 
     @explained
     def load_checkpoint(
@@ -416,7 +435,8 @@ class Engine:
         load_state_dict(), by their key in `state`. strict: refuse missing and unexpected names.
         weights_only: load parameters and buffers only. rename: a mapping or function from names in the
         checkpoint to names in the model, None for names to leave out. Random number generators are restored
-        on the ranks that saved them.
+        on the ranks that saved them. What the checkpoint was saved without (trainable_only, include) keeps
+        its values: rank 0 logs a warning, and the result's `left_out` has the names.
 
         Raises, on every rank and before anything changes: CheckpointError if there is no complete checkpoint,
         CorruptCheckpointError if its manifest is not valid, and StateError with all names, options and states
@@ -428,8 +448,11 @@ class Engine:
         if not strict:  # what the checkpoint does not have stays as it is
             self._integrity.check_refreshed()
         options = LoadOptions(restore or {}, strict, weights_only, rename)
+        interrupted = self._integrity.interrupted
         with self._loading(everything=strict and not weights_only):
-            loaded = self._checkpoints.load(path, options, self._begin_load)
+            loaded = self._checkpoints.load(path, options, self._begin_checkpoint)
+        if interrupted and loaded.left_out:
+            self._integrity.interrupt()
         if not weights_only:
             self.steps = loaded.steps
         return loaded
@@ -515,6 +538,12 @@ class Engine:
         yield
         self._integrity.snapshot_versions()
         self._integrity.interrupted = before and not everything
+
+    def _begin_checkpoint(self, whole: bool) -> None:
+        """Begin to load a checkpoint. whole: it has the whole model; otherwise the rest stays as it is."""
+        if not whole:
+            self._integrity.check_refreshed()
+        self._begin_load()
 
     def _begin_load(self) -> None:
         self.zero_grad()

@@ -18,7 +18,7 @@ from torch import Tensor
 import zero
 from zero.checkpoint import user_state
 from zero.checkpoint.background import BackgroundSave
-from zero.checkpoint.engine_state import EngineParts, collect, describe
+from zero.checkpoint.engine_state import EngineParts, chosen_of, collect, describe
 from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.publication import Publication, check_name
 from zero.checkpoint.rank_file import pack
@@ -28,6 +28,7 @@ from zero.checkpoint.save_start import refuse, start
 from zero.checkpoint.storage import DISK, Storage
 from zero.errors import UsageError
 from zero.settings.paths import as_path
+from zero.sharding.selection import Selection
 from zero.tiers.values import lasting
 
 
@@ -51,9 +52,10 @@ class Checkpoints:
         keep_last: int | None,
         async_: bool,
         check: Callable[[], None],
+        select: Callable[[], Selection],
     ) -> None:
         """See Engine.save_checkpoint. steps: optimizer steps taken. check(): raises if there is nothing whole
-        to save.
+        to save. select(): which parameters and buffers are saved; raises if that makes no sense.
         """
         if self._engine.communicator.failed:
             check()  # at once, as other ranks may not be there to be told
@@ -71,7 +73,8 @@ class Checkpoints:
             check_name(where)
             publication = Publication(self.storage, where, keep_last)
             job = Job(messages, self.storage, self._engine.accelerator, publication)
-            self._prepare(job, steps, state, rank_state, async_)
+            chosen = chosen_of(self._engine, select())
+            self._prepare(job, steps, state, rank_state, chosen, async_)
         except Exception as error:
             raise refuse(messages, error) from error
         except BaseException as interrupt:
@@ -87,7 +90,7 @@ class Checkpoints:
             job.run()
 
     @lasting()
-    def load(self, path: str | Path, options: LoadOptions, before_change: Callable[[], None]) -> Loaded:
+    def load(self, path: str | Path, options: LoadOptions, before_change: Callable[[bool], None]) -> Loaded:
         """See Engine.load_checkpoint."""
         self.wait()
         return load(self._engine, self.storage, as_path(path).absolute(), options, before_change)
@@ -101,21 +104,27 @@ class Checkpoints:
                 raise failure
 
     def _prepare(
-        self, job: Job, steps: int, state: Mapping[str, Any], rank_state: Mapping[str, Any], copy: bool
+        self,
+        job: Job,
+        steps: int,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any],
+        chosen: set[str],
+        copy: bool,
     ) -> None:
         """Do everything that reads the engine, which may change while the job runs in the background.
 
-        copy: copy the state, as a save in the background needs.
+        chosen: names of what is saved of the model. copy: copy the state, as a save in the background needs.
         """
         self._engine.accelerator.streams.synchronize()
         self._engine.communicator.check()  # results of a failed collective must not be published
-        job.mine = collect(self._engine, _plain(rank_state))
+        job.mine = collect(self._engine, _plain(rank_state), chosen)
         if job.messages.rank == 0:
             job.described = {
                 "zero": zero.__version__,
                 "created": time.time(),
                 "steps": steps,
-                **describe(self._engine, job.mine.parts),
+                **describe(self._engine, job.mine.parts, chosen),
                 "state": user_state.encode(_plain(state), "state", job.mine.parts, "state"),
             }
         if copy:

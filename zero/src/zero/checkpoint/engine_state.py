@@ -7,7 +7,7 @@ if the group were sharded. Module buffers, and optimizer state that is not one v
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding import layout
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.layout import ParameterSpec, Piece
+from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of
 from zero.tiers.joined import joined
@@ -84,12 +85,21 @@ class RankState:
     state: Any = None
 
 
-def collect(engine: EngineParts, rank_state: Any) -> RankState:
-    """Everything this rank writes, except what only rank 0 does. The tensors are the engine's, not copies."""
+def chosen_of(engine: EngineParts, selection: Selection) -> set[str]:
+    """The names of the parameters, buffers and extra state to save."""
+    groups = [group for unit in engine.units for group in unit.groups if group.trainable]
+    return selection.chosen(entries_of(engine.module), {p for group in groups for p in group.parameters})
+
+
+def collect(engine: EngineParts, rank_state: Any, chosen: Container[str]) -> RankState:
+    """Everything this rank writes, except what only rank 0 does. The tensors are the engine's, not copies.
+
+    chosen: see `chosen_of`.
+    """
     found = RankState()
     for unit in engine.units if engine.writes_shards else ():
         for group in unit.groups:
-            _collect_group(engine, group, found)
+            _collect_group(engine, group, found, chosen)
     prefix = f"rank/{engine.rank}"
     found.rng = user_state.encode(
         random_state.read(engine.accelerator), f"{prefix}/rng", found.parts, "the random state"
@@ -98,11 +108,15 @@ def collect(engine: EngineParts, rank_state: Any) -> RankState:
     return found
 
 
-def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
-    """The manifest's members that rank 0 knows; tensors that only rank 0 writes are added to `parts`."""
+def describe(engine: EngineParts, parts: list[Part], chosen: Container[str]) -> dict[str, Any]:
+    """The manifest's members that rank 0 knows; tensors that only rank 0 writes are added to `parts`.
+
+    chosen: see `chosen_of`.
+    """
     entries = entries_of(engine.module)
+    parameters = [names[0] for names in entries.parameters.values()]
     groups = [group for unit in engine.units for group in unit.groups]
-    parts.extend(part for group in groups for part in _empty_parameters(group))
+    parts.extend(part for group in groups for part in _empty_parameters(group, chosen))
     return {
         "world_size": engine.world_size,
         "stage": engine.config.stage,
@@ -124,11 +138,14 @@ def describe(engine: EngineParts, parts: list[Part]) -> dict[str, Any]:
             }
             for group in groups
             for name, parameter in zip(group.names, group.parameters, strict=True)
+            if name in chosen
         ],
-        "buffers": _buffers(entries.buffers, parts),
+        "left_out": [n for n in (*parameters, *entries.buffers, *entries.rest) if n not in chosen],
+        "buffers": _buffers({n: b for n, b in entries.buffers.items() if n in chosen}, parts),
         "extra_state": {
             name: user_state.encode(value, f"extra/{name}", parts, f"the module's {name!r}")
             for name, value in entries.rest.items()
+            if name in chosen
         },
     }
 
@@ -138,16 +155,18 @@ def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
     return None if not spec.numel or is_row_major(spec.shape, spec.stride) else spec.stride
 
 
-def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState) -> None:
+def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState, chosen: Container[str]) -> None:
     shards, flat = engine.communicator.shards, group.widest
     written: dict[int, slice] = {}  # by parameter, the elements of it
     for piece in _written_by(group, shards.rank, shards.size):
         spec, values = group.layout.specs[piece.index], flat[piece.shard_slice]
+        if spec.name not in chosen:
+            continue
         found.parts.append(Part(model_key(spec.name), spec.shape, values, piece.start, stride_of(spec)))
         written[piece.index] = slice(piece.start, piece.start + piece.length)
     pieces: dict[int, list[OwnedPiece]] = {}
     for owned in engine.sharded_optimizer.owned.get(group, ()):
-        for mine in owned.pieces:
+        for mine in (piece for piece in owned.pieces if owned.name_of(piece) in chosen):
             pieces.setdefault(mine.piece.index, []).append(mine)
     for index, of_parameter in pieces.items():
         first, last = of_parameter[0].piece, of_parameter[-1].piece
@@ -207,9 +226,9 @@ def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: OwnedPiec
         )
 
 
-def _empty_parameters(group: FlatGroup) -> Iterator[Part]:
+def _empty_parameters(group: FlatGroup, chosen: Container[str]) -> Iterator[Part]:
     for spec in group.layout.specs:
-        if not spec.numel:
+        if not spec.numel and spec.name in chosen:
             yield Part(model_key(spec.name), spec.shape, group.shard[:0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +19,12 @@ from zero.checkpoint.storage import Storage
 from zero.checkpoint.tensor_reader import TensorReader
 from zero.checkpoint.together import Together
 from zero.checkpoint.weights import fill_buffers, fill_units, targets
-from zero.errors import CheckpointError, StateError, UsageError
+from zero.errors import CheckpointError, StateError, UsageError, some
 from zero.sharding.sharded_unit import refill
 from zero.sharding.state_entries import entries_of, load_rest
+
+_log = logging.getLogger("zero")
+_SAVED_WITHOUT = "%s was saved without %d of the model's parameters and buffers, which keep their values: %s"
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,8 @@ class Loaded:
 
     path: the checkpoint's directory. steps: optimizer steps taken when it was saved. world_size: how many
     ranks saved it. state: as given to save_checkpoint, with tensors on the host. rank_states: the rank_state
-    of every rank that saved, by rank.
+    of every rank that saved, by rank. left_out: the model's parameters and buffers that the checkpoint was
+    saved without, which keep their values.
     """
 
     path: Path
@@ -47,14 +52,20 @@ class Loaded:
     world_size: int
     state: dict[str, Any]
     rank_states: tuple[dict[str, Any], ...]
+    left_out: tuple[str, ...]
 
 
 def load(
-    engine: EngineParts, storage: Storage, path: Path, options: LoadOptions, before_change: Callable[[], None]
+    engine: EngineParts,
+    storage: Storage,
+    path: Path,
+    options: LoadOptions,
+    before_change: Callable[[bool], None],
 ) -> Loaded:
     """Load a checkpoint. Collective.
 
-    before_change: called after everything has been checked and before the first value changes.
+    before_change: called after everything has been checked and before the first value changes, with whether
+    the checkpoint has the whole model.
     """
     together = Together(engine.communicator, "the checkpoint")
     found = together(lambda: os.path.relpath(find(path, storage), path) if engine.rank == 0 else None)[0]
@@ -66,10 +77,12 @@ def load(
         _check_same(together(lambda: [str(where), _open(engine, storage, where, opened)]))
         load = _Load(engine, opened[0], options)
         together(load.check)
-        before_change()
+        before_change(not load.left_out)
         together(load.fill)
         load.spread()
         together(load.restore)
+        if load.left_out and engine.rank == 0:
+            _log.warning(_SAVED_WITHOUT, where, len(load.left_out), some(load.left_out))
         return load.loaded
     finally:
         for checkpoint in opened:
@@ -96,7 +109,10 @@ def _check_same(seen: Sequence[tuple[str, int]]) -> None:
 
 
 class _Load:
-    """One load. Its public methods are called in the order in which they stand."""
+    """One load. Its public methods are called in the order in which they stand.
+
+    left_out: see `Loaded`, from check() on.
+    """
 
     def __init__(self, engine: EngineParts, checkpoint: Checkpoint, options: LoadOptions) -> None:
         self._engine = engine
@@ -105,6 +121,7 @@ class _Load:
         self._options = options
         self._reader = TensorReader(checkpoint)
         self._sources: dict[str, str] = {}
+        self.left_out: tuple[str, ...] = ()
         self._optimizer: OptimizerLoad | None = None  # None: it stays as it is
         self._random_states: dict[str, Any] = {}
         self._extra_state = entries_of(engine.module).rest.keys()
@@ -114,17 +131,21 @@ class _Load:
 
     def check(self) -> None:
         """Raise StateError or UsageError if anything does not fit. Changes nothing."""
-        options = self._options
+        options, left_out, wanted = self._options, self._manifest.left_out, targets(self._engine.module)
         self._sources = match(
             stored_in(self._manifest),
-            targets(self._engine.module),
+            wanted,
             options.rename,
             options.strict,
             lambda one, other: self._reader.same(model_key(one), model_key(other)),
+            left_out,
         )
+        if left_out:
+            self.left_out = tuple(target.name for target in wanted if target.name not in self._sources)
         if options.strict:
             mine, saved = self._extra_state, self._manifest.extra_state.keys()
-            raise_for({"extra state missing": [*mine - saved], "extra state unexpected": [*saved - mine]})
+            missing = mine - saved - set(left_out)
+            raise_for({"extra state missing": [*missing], "extra state unexpected": [*saved - mine]})
         if not options.weights_only:
             self._optimizer = OptimizerLoad(self._engine, self._manifest, self._reader, self._sources)
             self._optimizer.check(options.strict)
@@ -188,5 +209,10 @@ class _Load:
         """The result for the caller."""
         manifest = self._manifest
         return Loaded(
-            self._checkpoint.path, manifest.steps, manifest.world_size, self._state, self._rank_states
+            self._checkpoint.path,
+            manifest.steps,
+            manifest.world_size,
+            self._state,
+            self._rank_states,
+            self.left_out,
         )

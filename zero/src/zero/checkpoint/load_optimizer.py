@@ -64,9 +64,11 @@ class OptimizerLoad:
         missing: dict[str, None] = {}  # a parameter may have several pieces
         other: dict[str, None] = {}
         for owned, piece, spec, entry in self._pieces():
-            if entry is None:
+            if entry is None and spec.name in self._sources:
                 missing[spec.name] = None
-            elif not self._state_fits(entry, piece, spec.numel, owned.count is not None):
+            elif entry is not None and not self._state_fits(
+                entry, piece, spec.numel, owned.count is not None
+            ):
                 other[f"{spec.name} ({', '.join(entry.state)})"] = None
         raise_for(
             {

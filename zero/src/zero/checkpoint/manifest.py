@@ -194,7 +194,8 @@ class RankEntry(_Record):
 
 
 class Manifest(_Record):
-    """A whole checkpoint. created: seconds since 1970. steps: optimizer steps taken."""
+    """A whole checkpoint. created: seconds since 1970. steps: optimizer steps taken. left_out: names of the
+    parameters, buffers and extra state that the model had and that were not to be saved."""
 
     zero: str
     created: Seconds
@@ -207,6 +208,7 @@ class Manifest(_Record):
     optimizer: OptimizerEntry
     parameters: tuple[ParameterEntry, ...]
     buffers: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
     extra_state: dict[str, Any]
     state: Any
     ranks: tuple[RankEntry, ...]
@@ -242,7 +244,7 @@ class Manifest(_Record):
 
     def _check_names(self) -> None:
         """Raise ValueError unless parameters, param_groups and ranks can be told apart and are there."""
-        taken: set[str] = set(self.buffers)
+        taken: set[str] = {*self.buffers, *self.left_out}
         for parameter in self.parameters:
             for name in (parameter.name, *parameter.aliases):
                 if name in taken:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero.checkpoint.manifest import Manifest, model_key
@@ -44,17 +44,19 @@ def match(
     rename: Rename | None,
     strict: bool,
     same: Callable[[str, str], bool],
+    left_out: Sequence[str] = (),
 ) -> dict[str, str]:
     """For each target's name, the name in the checkpoint that its values come from.
 
     rename: maps a name in the checkpoint to a new name, or to None to leave it out. same: whether two names
-    in the checkpoint have the same values, which is required if both go to one tied parameter. Raises
+    in the checkpoint have the same values, which is required if both go to one tied parameter. left_out:
+    names that the checkpoint was to be without, which may be missing. Raises
     UsageError for a rename of names that do not exist, and StateError with all names that are missing or
     unexpected (both only if strict), or do not fit.
     """
     wanted = {name: target for target in targets for name in (target.name, *target.aliases)}
     names = {source: (source.name, *source.aliases) for source in stored}
-    new_name = _renamer(rename, {name for several in names.values() for name in several})
+    new_name = _renamer(rename, {*left_out, *(name for several in names.values() for name in several)})
     sources: dict[str, str] = {}
     claimed: dict[str, str] = {}
     unexpected, wrong = [], []
@@ -71,7 +73,10 @@ def match(
                 wrong.append(f"{name} (both {other} and {source.name} in the checkpoint; rename one to None)")
         for misfitting in dict.fromkeys(wanted[name] for name in found):
             wrong.extend(_misfit(misfitting, source))
-    missing = [name for name, target in wanted.items() if target.name == name and name not in sources]
+    excused = {wanted[n].name for n in map(new_name, left_out) if n in wanted}
+    missing = [
+        n for n, target in wanted.items() if target.name == n and n not in sources and n not in excused
+    ]
     advice = "" if strict else " (rename to None what should keep the value that it has)"
     problems = {f"mismatched{advice}": wrong}
     if strict:

@@ -4,7 +4,9 @@ Modules, lowest first:
 
 layout, cast            where parameters sit in a buffer, arithmetic only; the format it is gathered in
 guard, alterations      what a parameter is while it has no values; changes to it that bypass the engine
-state_entries, units    names as a state dict has them; the module tree divided into units
+state_entries, selection
+                        names as a state dict has them; some of them
+units                   the module tree divided into units
 autocast                which parameters may be cast before they are gathered
 sub_group, shard_source a stretch of a shard with its optimizer state; a shard on its way into a gather
 binding                 the memory that parameters are views of

@@ -8,7 +8,8 @@ identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -75,12 +76,58 @@ class ShardedParameter(nn.Parameter):
         own = {} if found is None else found.__dict__
         if UNIT_ATTRIBUTE in own and own[UNIT_ATTRIBUTE].lend():
             return func(*args, **(kwargs or {}))
-        name, reason = own.get(NAME_ATTRIBUTE, "?"), own.get(REASON_ATTRIBUTE, SHARDED)
-        raise ShardedParameterError(f"{describe(func)} needs the values of parameter {name!r}, {reason}")
+        if func is torch.Tensor.detach and _blocks and REASON_ATTRIBUTE not in own:
+            return AbsentValues.of(args[0])
+        raise _refused(func, own)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         name = self.__dict__.get(NAME_ATTRIBUTE, "?")
         return f"ShardedParameter({name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class AbsentValues(torch.Tensor):
+    """What `parameter.detach()` gives, inside a `zero.gathered` block, of a parameter that is not in it.
+
+    So `model.state_dict()` has all names there, of which programs may take those that are in the block. It
+    has a parameter's shape and dtype, and no memory.
+    """
+
+    @classmethod
+    def of(cls, parameter: ShardedParameter) -> AbsentValues:
+        shape, stride = tuple(parameter.shape), parameter.stride()
+        values = torch.empty_strided(shape, stride, dtype=parameter.dtype, device="meta").as_subclass(cls)
+        values.__dict__[NAME_ATTRIBUTE] = parameter.__dict__.get(NAME_ATTRIBUTE, "?")
+        return values
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        found = _first_sharded(args, kwargs)
+        raise _refused(func, {} if found is None else found.__dict__)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"AbsentValues({self.__dict__[NAME_ATTRIBUTE]!r}, shape={tuple(self.shape)})"
+
+
+_blocks: list[object] = []  # the `zero.gathered` blocks that this process is in
+
+
+@contextmanager
+def detachable() -> Iterator[None]:
+    """In the block, `detach()` of a sharded parameter gives `AbsentValues`; everything else still raises."""
+    _blocks.append(None)
+    try:
+        yield
+    finally:
+        _blocks.pop()
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
@@ -122,11 +169,18 @@ def describe(func: Callable[..., Any]) -> str:
     return f"`{name}`"
 
 
-def _first_sharded(args: Iterable[Any], kwargs: dict[str, Any] | None) -> ShardedParameter | None:
+def _refused(func: Callable[..., Any], own: dict[str, Any]) -> ShardedParameterError:
+    name, reason = own.get(NAME_ATTRIBUTE, "?"), own.get(REASON_ATTRIBUTE, SHARDED)
+    return ShardedParameterError(f"{describe(func)} needs the values of parameter {name!r}, {reason}")
+
+
+def _first_sharded(
+    args: Iterable[Any], kwargs: dict[str, Any] | None
+) -> ShardedParameter | AbsentValues | None:
     values = [*args, *(kwargs or {}).values()]
     while values:
         value = values.pop(0)
-        if isinstance(value, ShardedParameter):
+        if isinstance(value, (ShardedParameter, AbsentValues)):
             return value
         if isinstance(value, (list, tuple)):
             values.extend(value)

@@ -30,6 +30,11 @@ class StateEntries:
     rest: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All names, those of tied parameters included."""
+        return (*self.by_name, *self.buffers, *self.rest)
+
+    @property
     def by_name(self) -> dict[str, nn.Parameter]:
         """Parameters by each of their names."""
         return {name: parameter for parameter, names in self.parameters.items() for name in names}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zero.deferred import deferred_init
 from zero.errors import UsageError
-from zero.sharding.guard import NAME_ATTRIBUTE, ShardedParameter
+from zero.sharding.guard import NAME_ATTRIBUTE, ShardedParameter, detachable
 from zero.sharding.uncopied import Uncopied
 from zero.whole.full_parameters import FullParameters
 
@@ -61,7 +61,9 @@ def gathered(
 
     write_rank: the rank that may change the values in place (under torch.no_grad()); when the block ends, its
     values go to every rank's shards and fp32 masters. Without it the values are read-only, and a change
-    raises UsageError. Parameters that no engine owns are left alone. If a block that has changed parameters
+    raises UsageError. Parameters that no engine owns are left alone. A model's `state_dict()` in the block
+    has all its names, and whatever is not gathered raises once it is read. If a block that has changed
+    parameters
     which are always whole (stages 0 to 2) raises, the engine refuses to go on, as after an interrupted step.
     A graph of torch.compile breaks here.
     """
@@ -114,7 +116,8 @@ def _gathered(
             full.hold(mine)
             held.append(full)
         versions = {p: p._version for mine in owners.values() for p in mine}
-        yield
+        with detachable():
+            yield
         if write_rank is None:
             for full, mine in names.items():
                 full.check_shapes(mine)

@@ -12,30 +12,39 @@ from torch import Tensor, nn
 from accelz.flat_buffer import HOST
 from zero.errors import StateError, some
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.selection import EVERYTHING, Selection
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of, load_rest
 from zero.whole.full_parameters import FullParameters, spread_buffer, view_of
 
 
-def read(model: nn.Module, full_parameters: FullParameters, master: bool) -> dict[str, Any]:
+def read(
+    model: nn.Module, full_parameters: FullParameters, master: bool, selection: Selection = EVERYTHING
+) -> dict[str, Any]:
     """Return what `model.state_dict()` would be unsharded, in rank 0's host memory ({} on other ranks).
 
-    master: return fp32 masters where there are any. One group at a time is whole on the device.
+    master: return fp32 masters where there are any. selection: the entries to return. One group at a time is
+    whole on the device, and only those that have any of these entries.
     """
     values: dict[nn.Parameter, Tensor] = {}
+    entries, pairs = entries_of(model), [(u, g) for u in full_parameters.units for g in u.groups]
+    owner = entries.by_name
+    chosen = selection.chosen(entries, {p for _, g in pairs if g.trainable for p in g.parameters})
+    wanted = {owner[name] for name in chosen if name in owner}
     with full_parameters.communicator.together():
-        for unit, group in ((u, g) for u in full_parameters.units for g in u.groups):
+        for unit, group in ((u, g) for u, g in pairs if not wanted.isdisjoint(g.parameters)):
             shard = group.master if master and group.master is not None else group.shard
             full = full_parameters.gather(unit, group, shard)
             if full_parameters.is_source:
                 for index, parameter in enumerate(group.parameters):
-                    values[parameter] = view_of(full, group, index).to(HOST, copy=True).contiguous()
+                    if parameter in wanted:
+                        values[parameter] = view_of(full, group, index).to(HOST, copy=True).contiguous()
     if not full_parameters.is_source:
         return {}
-    owner = entries_of(model).by_name
     return {
         name: values[owner[name]] if name in owner else _copied(value)
         for name, value in model.state_dict(keep_vars=True).items()
+        if name in chosen
     }
 
 
