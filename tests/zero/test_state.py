@@ -200,7 +200,7 @@ class Aliased(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = nn.Parameter(torch.randn(96, 96))
+        self.now = nn.Parameter(torch.randn(96, 96), requires_grad=False)  # else the engine refuses it
         self.register_buffer("first", self.now.detach())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the parametrization does not keep an alias
@@ -279,6 +279,14 @@ def test_what_shares_a_parameters_memory_can_be_read_before_initialize() -> None
     assert torch.equal(born.first, plain.now)
     assert torch.equal(born.layer.weight, plain.layer.weight)
     assert born.layer.weight.data_ptr() == born.layer.weight_orig.data_ptr()
+
+
+def test_values_that_have_come_last_as_long_as_their_parameter() -> None:
+    with zero.init():
+        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    deferred_init.materialize([model[0].weight])
+    storage = model[0].weight.untyped_storage()
+    assert torch._C._storage_Use_Count(storage._cdata) == 2  # of the parameter and of `storage`
 
 
 def test_parameters_over_the_same_memory_are_refused_born_or_not() -> None:

@@ -67,6 +67,12 @@ class Recording:
         self.nbytes.append(nbytes)
         return len(self.storages) - 1
 
+    def let_go(self, number: int) -> None:
+        """Forget a storage that has its bytes: they last as long as the tensors that use them."""
+        storage = self.storages[number]
+        self.numbers.pop(storage._cdata, None)
+        self.storages[number] = torch.UntypedStorage(0, device=storage.device)
+
     def record(self, operation: Operation) -> None:
         for storage in operation.writes:
             self.writing.setdefault(storage, []).append(len(self.operations))
@@ -82,9 +88,8 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
 def allocate(recording: Recording, numbers: Sequence[int]) -> None:
     """Give hollow storages their bytes, uninitialised."""
     for number in numbers:
-        storage = recording.storages[number]
-        storage.resize_(recording.nbytes[number])
-        recording.numbers.pop(storage._cdata, None)
+        recording.storages[number].resize_(recording.nbytes[number])
+        recording.let_go(number)
 
 
 def replay(recording: Recording, numbers: Sequence[int]) -> None:
@@ -105,7 +110,7 @@ def replay(recording: Recording, numbers: Sequence[int]) -> None:
         for index in chosen:
             _run(recording.operations[index], memory)
     for number in targets:  # have values from here on, and are no longer recorded
-        del recording.numbers[recording.storages[number]._cdata]
+        recording.let_go(number)
 
 
 def _closure(recording: Recording, targets: Sequence[int]) -> list[int]:
