@@ -3,6 +3,10 @@
 Modules, lowest first:
 
 offload_fit             what the tiers refuse
+spans                   what lies where in memory
+reached                 what a model reaches
+holders                 what else holds an object
+aliases                 what shares a parameter's memory, and would not be trained with it
 preparation             model, optimizer and settings examined together
 checks                  everything else that is refused
 drafts                  units before they are built

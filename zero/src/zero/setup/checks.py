@@ -23,6 +23,7 @@ from zero.errors import ConfigError, ModelError
 from zero.optimizer.joint import kinds_of_groups
 from zero.optimizer.stepping import of_param_groups
 from zero.setup.preparation import Prepared
+from zero.setup.spans import span_of
 from zero.sharding.guard import LOST, NAME_ATTRIBUTE, ShardedParameter, is_lost
 
 
@@ -241,11 +242,9 @@ def _check_overlaps(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise ModelError for two Parameter objects over the same memory: flattening would separate them."""
     spans = []
     for name, parameter in named:
-        if deferred_init.is_deferred(parameter) or parameter.is_meta or parameter.numel() == 0:
-            continue
-        start = parameter.data_ptr()
-        reach = sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)) + 1
-        spans.append((start, start + reach * parameter.element_size(), name))
+        if not (deferred_init.is_deferred(parameter) or parameter.is_meta):
+            span = span_of(parameter)
+            spans.extend([] if span is None else [(*span, name)])
     spans.sort()
     for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:

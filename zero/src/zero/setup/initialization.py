@@ -16,6 +16,7 @@ from zero.config import Config
 from zero.engine import Engine
 from zero.optimizer.state_size import moments_of
 from zero.pretrained import keep_promises
+from zero.setup.aliases import check_aliases
 from zero.setup.build import build_units
 from zero.setup.checks import (
     check_dtypes,
@@ -67,6 +68,7 @@ def initialize(
     config = settings(config)
     check_process_group(process_group)
     check_model(model)
+    check_aliases(model)
     accelerator = accelz.current()
     check_dtypes(model, config, accelerator)
     check_movable(model, accelerator.device)

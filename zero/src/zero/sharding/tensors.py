@@ -22,9 +22,22 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
         item = stack.pop()
         if isinstance(item, Tensor):
             yield item
-        elif not isinstance(item, _ATOMS) and id(item) not in seen:
+        elif not is_atom(item) and id(item) not in seen:
             seen.add(id(item))
             stack.extend(_children(item))
+
+
+def is_atom(item: Any) -> bool:
+    """Return whether an object is of a kind that holds no other objects."""
+    return isinstance(item, _ATOMS)
+
+
+def attributes(item: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes that an object itself has, with their names."""
+    yield from [*getattr(item, "__dict__", {}).items()]
+    for kind in type(item).__mro__:
+        for name in _names(kind.__dict__.get("__slots__", ())):
+            yield name, getattr(item, name, None)
 
 
 def _children(item: Any) -> list[Any]:
@@ -36,8 +49,7 @@ def _children(item: Any) -> list[Any]:
         return [getattr(item, f.name) for f in dataclasses.fields(item)]
     if isinstance(item, (torch.nn.Module, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)):
         return []
-    slots = (name for kind in type(item).__mro__ for name in _names(kind.__dict__.get("__slots__", ())))
-    return [*getattr(item, "__dict__", {}).values(), *(getattr(item, name, None) for name in slots)]
+    return [value for _, value in attributes(item)]
 
 
 def _names(slots: Any) -> Iterable[str]:
