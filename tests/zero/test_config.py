@@ -318,6 +318,7 @@ def test_the_public_face_is_frozen() -> None:
         "reduce_dtype",
         "gather_dtype",
         "autocast_modules",
+        "exact_parameters",
         "clip_norm",
         "loss_scale",
         "loss_scale_window",

@@ -194,7 +194,7 @@ class StorageSwap(FlatBufferStrategy):
         _zero_gaps(data, slots)
         buffer = FlatBuffer(data, parameters, slots)
         for parameter, view in zip(parameters, buffer.views, strict=True):
-            view.copy_(parameter.data)
+            _copy(view, parameter.data)
             rebind(parameter, view)
         return buffer
 
@@ -214,16 +214,26 @@ class CopyAndShrink(FlatBufferStrategy):
         staged = torch.empty(numel, dtype=dtype, device=HOST)
         _zero_gaps(staged, slots)
         for parameter, slot in zip(parameters, slots, strict=True):
-            staged.as_strided(slot.shape, slot.stride, slot.offset).copy_(parameter.data)
+            _copy(staged.as_strided(slot.shape, slot.stride, slot.offset), parameter.data)
             parameter.data = parameter.data.new_empty(0)
         buffer = FlatBuffer(staged.to(self.device), parameters, slots)
         buffer.bind()
         return buffer
 
 
+def _copy(to: Tensor, values: Tensor) -> None:
+    """Copy values, cast. Bytes that need no cast are copied as bytes: torch cannot copy all float4."""
+    as_bytes = to.dtype is values.dtype and to.element_size() == 1
+    if as_bytes:
+        to.view(torch.uint8).copy_(values.view(torch.uint8))
+    else:
+        to.copy_(values)
+
+
 def _zero_gaps(data: Tensor, slots: Sequence[Slot]) -> None:
+    values = data.view(torch.uint8) if data.element_size() == 1 else data  # torch cannot fill float4
     end = 0
     for slot in sorted(slots, key=lambda s: s.offset):
-        data[end : slot.offset].zero_()
+        values[end : slot.offset].zero_()
         end = max(end, slot.offset + slot.numel)
-    data[end:].zero_()
+    values[end:].zero_()

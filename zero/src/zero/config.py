@@ -16,6 +16,7 @@ from zero.settings.validated import Validated
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _NOTHING, _AUTO = Offload(), Offload(optimizer="host")  # made once: every forward asks for one
+ParameterRule = tuple[str, ...] | Callable[[str, nn.Parameter], bool]
 UnitRule = Literal["auto"] | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool]
 
 
@@ -38,6 +39,10 @@ class Config(Validated):
     gather_dtype: 8-bit dtype in which matrices travel for computation (stage 3), rounded in blocks of 128
         with one scale per block (ZeRO++, Wang et al., 2023); masters, vectors and `zero.gathered` stay
         exact. None sends values as they are.
+    exact_parameters: parameters that keep their dtype whatever `precision` says, and whose bits neither
+        `gather_dtype` nor autocast changes on their way: names as in `named_parameters()`, in which * stands
+        for any part, or a function (name, parameter) -> bool. Always among them are frozen parameters in 8
+        bits and fewer, and frozen ones with "quant" or "packed" in the name of their class or attributes.
     autocast_modules: module classes of your own (or their names) whose matrices torch.autocast casts before
         each use, as it does for Linear layers and convolutions; these matrices are cast before they travel
         (stage 3).
@@ -72,6 +77,7 @@ class Config(Validated):
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     gather_dtype: Literal["int8", "fp8"] | None = None
     autocast_modules: tuple[type[nn.Module] | str, ...] = ()
+    exact_parameters: ParameterRule = ()
     clip_norm: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     loss_scale: Literal["dynamic"] | float | None = None
     loss_scale_window: int = Field(default=2000, ge=1)
@@ -103,6 +109,11 @@ class Config(Validated):
             if isinstance(module, nn.Module):
                 raise ValueError(f"write the class, {type(module).__name__}, or its name instead of a module")
         return given
+
+    @field_validator("exact_parameters", mode="before")
+    @classmethod
+    def _as_names(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
     @field_validator("offload", mode="before")
     @classmethod

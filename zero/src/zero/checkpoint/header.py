@@ -11,6 +11,11 @@ from zero.checkpoint.storage import PAGE
 METADATA = "__metadata__"  # the name that safetensors reserves
 
 
+def in_values(dtype: str, shape: Sequence[int]) -> list[int]:
+    """A tensor's shape as safetensors counts it: in values, of which F4 has two in an element of torch."""
+    return [*shape[:-1], 2 * shape[-1]] if dtype == "F4" and shape else list(shape)
+
+
 def lay_out(
     metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]
 ) -> tuple[bytes, list[int]]:
@@ -24,7 +29,7 @@ def lay_out(
     ends = [0]
     for name, dtype, shape, nbytes in tensors:
         offsets = [ends[-1], ends[-1] + nbytes]
-        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+        described[name] = {"dtype": dtype, "shape": in_values(dtype, shape), "data_offsets": offsets}
         ends.append(offsets[1])
     text = json.dumps(described, separators=(",", ":")).encode()
     begin = -(-(8 + len(text)) // PAGE) * PAGE

@@ -367,7 +367,8 @@ def _transportable(tensor: Tensor) -> Tensor:
     The view is made outside of inference mode, as the collective may complete outside of it.
     """
     with torch.inference_mode(False):
-        return tensor if tensor.is_floating_point() else tensor.view(torch.uint8)
+        summed = tensor.is_floating_point() and tensor.element_size() > 1
+        return tensor if summed else tensor.view(torch.uint8)
 
 
 _SETTINGS_ADVICE = (

@@ -44,10 +44,6 @@ def _widened(values: memoryview, stored: str) -> Floats:
         return np.frombuffer(values, _PLAIN[stored])
     if stored == "BF16":
         return (np.frombuffer(values, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    if stored == "F8_E5M2":
-        return (np.frombuffer(values, np.uint8).astype(np.uint16) << 8).view(np.float16)
-    if stored == "F8_E4M3":
-        return _E4M3[np.frombuffer(values, np.uint8)]
     raise CheckpointError(f"cannot cast values from {stored}")
 
 
@@ -67,15 +63,3 @@ def _to_bf16(source: npt.NDArray[np.float32], into: npt.NDArray[np.uint16]) -> N
         nan = np.isnan(source[first : first + _AT_ONCE])
         if nan.any():
             into[first : first + _AT_ONCE][nan] = _QUIET_NAN
-
-
-def _e4m3() -> npt.NDArray[np.float32]:
-    """All values of the 8-bit format with 4 exponent bits, which has no infinities, by their byte."""
-    byte = np.arange(128)
-    exponent, mantissa = byte >> 3, byte & 7
-    positive = np.ldexp(np.where(exponent, 8.0 + mantissa, mantissa), np.maximum(exponent, 1) - 10)
-    positive[127] = np.nan
-    return np.concatenate([positive, -positive]).astype(np.float32)
-
-
-_E4M3 = _e4m3()

@@ -73,10 +73,10 @@ def choose(
 ) -> list[Chosen]:
     """The tensors to write, in the source's order.
 
-    dtype: of all floating-point tensors; "keep" is each weight's dtype in training, "stored" that in the
-    source, which may be a wider master's. include, exclude: shell patterns of names; without any to include,
-    everything is. A tied tensor takes the first of its names that is left. Raises UsageError for a pattern
-    that matches nothing, and if no tensor is left.
+    dtype: of all floating-point tensors of 16 bits and more; "keep" is each weight's dtype in training,
+    "stored" that in the source, which may be a wider master's. include, exclude: shell patterns of names;
+    without any to include, everything is. A tied tensor takes the first of its names that is left. Raises
+    UsageError for a pattern that matches nothing, and if no tensor is left.
     """
     _check_patterns(tensors, [*include, *exclude])
 
@@ -97,11 +97,11 @@ def choose(
 
 
 def output_dtype(tensor: TensorInfo, dtype: Dtype) -> str:
-    """The dtype that a tensor is written in. Only floating-point tensors are cast."""
+    """The dtype that a tensor is written in. Only floating-point numbers are cast, not storage formats."""
     if dtype == "stored":
         return tensor.dtype
-    floating = tensor.dtype.startswith(("F", "BF"))
-    if dtype == "keep" or not floating:
+    numbers = tensor.dtype.startswith(("F", "BF")) and ITEM_BYTES[tensor.dtype] > 1
+    if dtype == "keep" or not numbers:
         return tensor.training_dtype
     return _CAST[dtype]
 

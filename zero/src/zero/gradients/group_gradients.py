@@ -18,6 +18,7 @@ from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
+from zero.tiers.values import at_least_fp32
 
 T = TypeVar("T")
 
@@ -51,13 +52,13 @@ class GradientPolicy:
     def whole_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the whole buffer for gradients in `dtype`: sums of micro-batches are at least fp32."""
         if self.local and self.steps > 1:
-            return torch.promote_types(dtype, torch.float32)
+            return at_least_fp32(dtype)
         return self.reduce_dtype or dtype
 
     def slice_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the reduced slice of gradients in `dtype`: sums of micro-batches are at least fp32."""
         sent = self.reduce_dtype or self.whole_dtype(dtype)
-        return torch.promote_types(sent, torch.float32) if self.steps > 1 else sent
+        return at_least_fp32(sent) if self.steps > 1 else sent
 
 
 class GroupGradients:

@@ -23,6 +23,7 @@ from zero.integrity import Integrity
 from zero.offload.memory_tracer import MemoryTracer
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
+from zero.sharding.exact import computes_in
 from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import Keep, ShardedUnit
 from zero.sharding.tensors import map_tensors
@@ -268,7 +269,7 @@ class ModelHooks(Uncopied):
         dtype = self._config.dtype
         if not self._config.cast_inputs or dtype is None or dtype.itemsize > 2:
             return None
-        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))  # type: ignore[no-any-return]
+        return map_tensors(lambda t: t.to(dtype) if computes_in(t.dtype) else t, (args, kwargs))  # type: ignore[no-any-return]
 
     def _backward_over(self, unit: ShardedUnit) -> None:
         if self.phase.in_backward:

@@ -20,6 +20,7 @@ from zero.errors import OptimizerError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for
 from zero.optimizer.piece_state import is_elementwise, kept_tensors
+from zero.tiers.values import at_least_fp32
 
 SIDES = {  # of a stand-in, by its dimensions; larger than most sizes that state has of its own
     1: (101,),
@@ -71,7 +72,7 @@ def _moments_after_a_step(optimizer: Optimizer, dtype: torch.dtype | None) -> di
 
 def _stand_in(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     """A stand-in for a parameter's master: small, with as many dimensions, on the host, with a gradient."""
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = at_least_fp32(dtype)
     small = nn.Parameter(torch.zeros(_sides(parameter.shape), dtype=wide, device=HOST))
     small.grad = torch.zeros_like(small)
     return small

@@ -19,6 +19,7 @@ from zero.sharding.cast import OWN, Cast
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
 from zero.tiers.record import DiskFormat
+from zero.tiers.values import at_least_fp32
 
 Dtype = torch.dtype | None
 IN_A_SUM = 3  # gradients that autograd holds at once of a parameter used more than once: two, and their sum
@@ -122,7 +123,7 @@ class PlannedGroup:
     @property
     def wide(self) -> torch.dtype:
         """The dtype of masters and moments."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return at_least_fp32(self.dtype)
 
     def is_master(self, tier: Tier) -> bool:
         """Whether the shard itself is the master of a record in `tier`."""

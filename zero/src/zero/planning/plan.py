@@ -21,6 +21,7 @@ from zero.planning.traffic import TrafficPlan, plan_traffic
 from zero.setup.checks import check_model
 from zero.setup.drafts import draft_units
 from zero.setup.preparation import prepare, settings
+from zero.sharding.exact import computes_in
 from zero.tiers.placement import Placer
 
 AUTOCAST = (torch.bfloat16, torch.float16, torch.float32)
@@ -99,7 +100,7 @@ def plan(
 
 def _check_dtypes(model: nn.Module, config: Config) -> None:
     """Raise ConfigError for parameters that no device trains as they are."""
-    narrow = {p.dtype for p in model.parameters() if p.is_floating_point() and p.dtype.itemsize < 2}
+    narrow = {p.dtype for p in model.parameters() if p.requires_grad and not computes_in(p.dtype)}
     if narrow and config.dtype is None:
         raise ConfigError(
             f"parameters are {', '.join(sorted(map(str, narrow)))}, which no device can train in; choose a "

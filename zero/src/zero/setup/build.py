@@ -8,7 +8,7 @@ from accelz.flat_buffer import unshare
 from zero.communication.communicator import Communicator
 from zero.config import Config
 from zero.deferred import deferred_init
-from zero.setup.drafts import UnitDraft, target_dtype
+from zero.setup.drafts import UnitDraft
 from zero.setup.initial_values import InitialValues
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE
@@ -47,7 +47,7 @@ def _build_unit(
     group, accelerator, plan = communicator.shards, stores.accelerator, draft.plan
     shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
-    nbytes = sum(p.numel() * target_dtype(p, config).itemsize for _, p in plan.parameters)
+    nbytes = sum(p.numel() * g.kind.dtype.itemsize for g in draft.groups for _, p in g.named)
     with room_for(accelerator, "to shard", plan.name, nbytes):
         deferred_init.materialize(p for _, p in plan.parameters)
         groups = [

@@ -80,11 +80,14 @@ def _ranks_of(group: dist.ProcessGroup) -> list[int]:
         raise ConfigError("the process_group has been destroyed: make another one") from error
 
 
-def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> None:
-    """Raise ConfigError if the device lacks a dtype that training would use."""
-    wanted = (
-        {config.dtype} if config.dtype else {p.dtype for p in model.parameters() if p.is_floating_point()}
-    )
+def check_dtypes(prepared: Prepared, config: Config, accelerator: Accelerator) -> None:
+    """Raise ConfigError if the device lacks a dtype that training would use.
+
+    Frozen parameters that are exact are only moved, as bytes.
+    """
+    parameters = [p for plan in prepared.plans for _, p in plan.parameters if p.is_floating_point()]
+    wanted = {p.dtype for p in parameters if p.requires_grad and (p in prepared.exact or not config.dtype)}
+    wanted |= {config.dtype or p.dtype for p in parameters if p not in prepared.exact}
     if config.reduce_dtype:
         wanted.add(DTYPES[config.reduce_dtype])
     missing = wanted - accelerator.capabilities.dtypes
@@ -92,7 +95,8 @@ def check_dtypes(model: nn.Module, config: Config, accelerator: Accelerator) -> 
         have = ", ".join(sorted(str(d) for d in accelerator.capabilities.dtypes))
         raise ConfigError(
             f"the device {accelerator.name!r} does not support {', '.join(str(d) for d in missing)} "
-            f"(it has {have}); choose another precision"
+            f"(it has {have}); choose another precision, "
+            "or name frozen parameters that are only unpacked in exact_parameters"
         )
 
 
@@ -151,7 +155,14 @@ def _is_in_graph(parameter: nn.Parameter) -> bool:
     return holders() > 1 or node is None
 
 
-_COMPARED_ELSEWHERE = ("units", "autocast_modules", "whole_parameters", "offload", "compile")
+_COMPARED_ELSEWHERE = (
+    "units",
+    "exact_parameters",
+    "autocast_modules",
+    "whole_parameters",
+    "offload",
+    "compile",
+)
 """Settings that are not compared themselves, because what they lead to is."""
 
 
@@ -187,7 +198,8 @@ def _layout(prepared: Prepared) -> str:
             text.append(
                 f"{name} {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad} "
                 f"param_group={prepared.param_group_of.get(parameter)} "
-                f"pretrained={deferred_init.promised(parameter)} cast={parameter in prepared.castable}"
+                f"pretrained={deferred_init.promised(parameter)} cast={parameter in prepared.castable} "
+                f"exact={parameter in prepared.exact}"
             )
     return "\n".join(text)
 

@@ -86,13 +86,15 @@ class _Ways:
     quant_dtype: dtype that matrices are rounded to, in blocks with one scale each; None for no rounding.
     Vectors are never rounded: most are shorter than a block, and a norm's weights do not tolerate it.
     castable: parameters that autocast casts before each use, which may be cast before they are gathered.
+    exact: parameters that are never converted.
     """
 
     quant_dtype: torch.dtype | None = None
     castable: Collection[nn.Parameter] = ()
+    exact: Collection[nn.Parameter] = ()
 
     def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> GatherOptions:
-        coded = parameter.is_floating_point() and parameter.dim() > 1
+        coded = parameter.is_floating_point() and parameter.dim() > 1 and parameter not in self.exact
         narrows = dtype is torch.float32 and parameter in self.castable
         return GatherOptions(self.quant_dtype if coded else None, narrows)
 
@@ -113,7 +115,7 @@ def draft_units(
     ranks: how many share a copy of the model. moments: how many values optimizers keep per element of each
     parameter; empty if no setting limits the memory of optimizer state.
     """
-    ways = _Ways(config.codes if ranks > 1 else None, prepared.castable)
+    ways = _Ways(config.codes if ranks > 1 else None, prepared.castable, prepared.exact)
     cuts = []
     for plan in prepared.plans:
         whole = config.stage < 3 or plan.persistent
@@ -186,9 +188,10 @@ def reserve_disk(
             )
 
 
-def target_dtype(parameter: nn.Parameter, config: Config) -> torch.dtype:
+def _target_dtype(parameter: nn.Parameter, config: Config, exact: Collection[nn.Parameter]) -> torch.dtype:
     """Return the dtype that the parameter will have in the engine."""
-    return config.dtype if config.dtype and parameter.is_floating_point() else parameter.dtype
+    cast = config.dtype and parameter.is_floating_point() and parameter not in exact
+    return config.dtype if config.dtype and cast else parameter.dtype
 
 
 def _candidate(
@@ -245,7 +248,7 @@ def _partition(
     param_group_of, stepping = prepared.param_group_of, prepared.stepping
     unknown = of_unknown(stepping)
     for name, parameter in plan.parameters:
-        dtype = target_dtype(parameter, config)
+        dtype = _target_dtype(parameter, config, prepared.exact)
         stepped = stepping.get(parameter, unknown) if parameter.requires_grad else Stepping()
         kind = GroupKind(dtype, parameter.requires_grad, ways.of(parameter, dtype), stepped)
         groups.setdefault(kind, []).append((name, parameter))

@@ -30,6 +30,7 @@ from zero.setup.drafts import draft_units, reserve_disk
 from zero.setup.initial_values import InitialValues
 from zero.setup.offload_fit import warn_of_nothing_to_move
 from zero.setup.preparation import prepare, settings
+from zero.sharding.exact import computes_in
 from zero.sharding.guard import ANEW, abandon
 from zero.tiers.placement import Placer
 from zero.tiers.room import OutOfMemoryError, room_for
@@ -70,10 +71,10 @@ def initialize(
     check_model(model)
     check_aliases(model)
     accelerator = accelz.current()
-    check_dtypes(model, config, accelerator)
     check_movable(model, accelerator.device)
     with held_back() as held:
         prepared = prepare(model, optimizer, config, for_graphs=True)
+    check_dtypes(prepared, config, accelerator)
     budgeted = config.tiers.budget("optimizer") is not None
     moments = moments_of(prepared.optimizer, config.dtype) if budgeted else {}
 
@@ -135,7 +136,7 @@ def _move_buffers(
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            cast = config.dtype if config.cast_buffers and buffer.is_floating_point() else None
+            cast = config.dtype if config.cast_buffers and computes_in(buffer.dtype) else None
             what = f"buffer {module_name}.{name}"
             with room_for(accelerator, f"for {what}", None, buffer.nbytes):
                 module._buffers[name] = moved = _writable(buffer.to(accelerator.device, cast))

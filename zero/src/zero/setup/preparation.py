@@ -16,6 +16,7 @@ from zero.optimizer.joint import joint
 from zero.optimizer.stepping import Stepping, steppings
 from zero.setup.offload_fit import check_offload
 from zero.sharding.autocast import cast_before_use
+from zero.sharding.exact import exact_parameters
 from zero.sharding.units import UnitPlan, find_units
 
 
@@ -23,12 +24,13 @@ from zero.sharding.units import UnitPlan, find_units
 class Prepared:
     """What `prepare` found out.
 
-    plans: the units to be built. castable: parameters that autocast casts before each use. optimizer: the one
-    that was given, or several joined into one. param_group_of: the index of each parameter's param group.
-    stepping: how each parameter is stepped.
+    plans: the units to be built. exact: parameters that keep their dtype and travel as they are. castable:
+    parameters that autocast casts before each use. optimizer: the one that was given, or several joined into
+    one. param_group_of: the index of each parameter's param group. stepping: how each parameter is stepped.
     """
 
     plans: Sequence[UnitPlan]
+    exact: Collection[nn.Parameter]
     castable: Collection[nn.Parameter]
     optimizer: Optimizer
     param_group_of: dict[nn.Parameter, int]
@@ -57,8 +59,9 @@ def prepare(
     plans = find_units(model, config.units, config.persistent_below)
     if for_graphs and config.compiling is not None and config.stage == 3:
         plans = split_by_use(plans)
-    castable = cast_before_use(model, config)
+    exact = exact_parameters(model, config)
+    castable = cast_before_use(model, config) - exact
     optimizer = joint(optimizer)
     param_group_of = check_optimizer(optimizer, model, config)
     check_offload(model, optimizer, config)
-    return Prepared(plans, castable, optimizer, param_group_of, steppings(optimizer, config))
+    return Prepared(plans, exact, castable, optimizer, param_group_of, steppings(optimizer, config))

@@ -7,6 +7,7 @@ guard, alterations      what a parameter is while it has no values; changes to i
 state_entries, selection
                         names as a state dict has them; some of them
 units                   the module tree divided into units
+exact                   which parameters keep their bits
 autocast                which parameters may be cast before they are gathered
 sub_group, shard_source a stretch of a shard with its optimizer state; a shard on its way into a gather
 binding                 the memory that parameters are views of

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accelz.flat_buffer import FlatBuffer, rebind
 from zero.sharding.alterations import elsewhere, reshaped
+from zero.sharding.exact import computes_in
 
 
 class Binding:
@@ -53,7 +54,9 @@ class Binding:
     def differs(self, index: int) -> bool:
         """Return whether a parameter's values differ from the group's, in anything but their shape."""
         values, view = self._both(index)
-        return values.shape == view.shape and not (self._fits(index) and torch.equal(values, view))
+        if values.shape != view.shape:
+            return False
+        return not (self._fits(index) and torch.equal(_comparable(values), _comparable(view)))
 
     def _fits(self, index: int) -> bool:
         values, view = self._both(index)
@@ -61,3 +64,9 @@ class Binding:
 
     def _both(self, index: int) -> tuple[Tensor, Tensor]:
         return self.buffer.parameters[index].data, self.buffer.views[index]
+
+
+def _comparable(values: Tensor) -> Tensor:
+    """View what torch does not compare, storage formats, as bytes."""
+    stored = values.is_floating_point() and not computes_in(values.dtype)
+    return values.view(torch.uint8) if stored else values

@@ -45,7 +45,7 @@ from zero.tiers.room import allocate, room_for
 from zero.tiers.stored import Stored
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section
-from zero.tiers.values import Values, lasting
+from zero.tiers.values import Values, at_least_fp32, lasting
 
 Pending = NamedHandle | SideStreamWork
 """A transfer under way to or from a buffer."""
@@ -151,7 +151,7 @@ class FlatGroup:
                 sub.record = Record(sub.tier, sub.shard)
 
     def _make_record(self, sub: SubGroup) -> None:
-        dtype = torch.promote_types(self.dtype, torch.float32)
+        dtype = at_least_fp32(self.dtype)
         upper = (lambda: sub.shard) if self.dtype is torch.bfloat16 else None
         sub.record = self._stores.record(
             self._mine[sub.window], dtype, sub.tier, self.placement.moments, upper

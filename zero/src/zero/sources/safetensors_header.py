@@ -128,6 +128,7 @@ def _placed(
                 known = ", ".join(ITEM_BYTES)
                 raise CheckpointError(f"{path}: {name!r} is {_shown(dtype)}; supported are {known}")
             first, last = places[name]
+            shape = _in_elements(dtype, shape)
             tensor = SafeTensor(path, name, dtype, shape, begin + first, tuple(aliases.get(name, ())))
             if first != end or last - first != tensor.nbytes or math.prod(filter(None, shape)) >= 1 << 62:
                 raise ValueError(f"the byte range of {name!r} does not match its shape")
@@ -150,3 +151,12 @@ def _naturals(values: Any, most: int) -> tuple[int, ...]:
 def _shown(value: Any) -> str:
     text = repr(value) if not isinstance(value, str) else value
     return text if len(text) < 80 else f"{text[:80]}…"
+
+
+def _in_elements(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor's shape as torch counts it; see `in_values`. Raises ValueError for half an element."""
+    if dtype != "F4" or not shape:
+        return shape
+    if shape[-1] % 2:
+        raise ValueError("its rows of F4 do not fill their bytes")
+    return (*shape[:-1], shape[-1] // 2)

@@ -12,7 +12,7 @@ from zero.settings.offload import Tier
 from zero.tiers.placement import Placement
 from zero.tiers.split_master import LOWER, SplitMaster
 from zero.tiers.swap_file import PAGE, Section
-from zero.tiers.values import Values
+from zero.tiers.values import Values, at_least_fp32
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class DiskFormat:
 
     def nbytes(self, numel: int, dtype: torch.dtype, placement: Placement, gradient: torch.dtype) -> int:
         """Return the bytes of a group of `numel` elements in `dtype`. gradient: its reduced slice's dtype."""
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = at_least_fp32(dtype)
         of_record = self.record(wide, dtype is torch.bfloat16)
         sections = [(n, d) for n, tier in placement.optimizer if tier == "disk" for d in of_record]
         if placement.params == "disk":
