@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from accelz.flat_buffer import StorageSwap
 from accelz.gloo_lanes import GlooLanes
-from tests.zero.compiled.models import fresh, tokens
+from tests.zero.compiled.models import WIDTH, fresh, tokens
 from tests.zero.models import device_of
 from tests.zero.training import adamw, scaled_error
 
@@ -109,3 +112,97 @@ def test_what_is_kept_for_the_backward_is_not_gathered_again(cluster: Clusters, 
     layer = 32 * 32 * 4
     for gathered in cluster(2).run(kept_body, limit=280):
         assert gathered == [4 * layer, 4 * layer]  # three forward; backward needs two, and has one of them
+
+
+class Attention(nn.Module):
+    """Attention is a random operation, even without dropout: what recomputes it keeps a generator's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.mix(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class MultiLayer(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """Every expert for every row, weighted by the router's choice of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3, bias=False)
+        self.up = nn.Parameter(torch.randn(3, WIDTH, WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, -1)
+        gate = torch.zeros_like(x[..., :3]).scatter(-1, chosen, weights)
+        return x + torch.einsum("btd,edf,bte->btf", x, self.up, gate)
+
+
+def keep_matrices(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    keep = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+RECOMPUTING: dict[str, dict[str, Any]] = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": partial(create_selective_checkpoint_contexts, keep_matrices),
+    },
+}
+
+
+class Recomputing(nn.Module):
+    """One block of each kind, each recomputed as `how` says."""
+
+    def __init__(self, how: dict[str, Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Attention(), MultiLayer(), Experts()])
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.how)
+        return x.square().mean()
+
+
+def recomputing_body(context: Context) -> dict[str, tuple[float, str]]:
+    """How far generated code's losses are from eager training's, and how the model was compiled."""
+    found = {}
+    for name, how in RECOMPUTING.items():
+        losses: dict[bool, list[float]] = {False: [], True: []}
+        for compile in losses:
+            torch.manual_seed(3)
+            model = Recomputing(how)
+            engine = zero.initialize(model, adamw(model), zero.Config(compile=compile, timeout=100))
+            for step in range(3):
+                x = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(2 * step + context.rank))
+                loss = engine(x.to(device_of(model)).requires_grad_())
+                engine.backward(loss)
+                engine.step()
+                losses[compile].append(loss.item())
+        found[name] = scaled_error(losses[True], losses[False]), engine.explain().mode
+    return found
+
+
+def test_whatever_a_checkpoint_recomputes(cluster: Clusters, device: str) -> None:
+    if device == "sim":
+        pytest.skip("inductor generates no code for the simulated device")
+    for found in cluster(2).run(recomputing_body, limit=280):
+        assert {mode for _, mode in found.values()} == {"graph"}
+        assert max(error for error, _ in found.values()) < (1e-5 if device == "cpu" else 1e-3), found

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, fx
+from torch._prims import rng_prims
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zero
@@ -319,6 +321,23 @@ def test_tie_releases() -> None:
         "release_param = zero.release_param([getitem], 7, 0, False, [mm])",
         "release_param_1 = zero.release_param([getitem_1], 7, 1, False, [mm_1])",
     ]
+
+
+def test_releases_are_not_tied_to_states_of_generators() -> None:
+    """A random operation that the backward repeats hands out the state it found, which nothing computes."""
+    graph = graph_of(lambda x, a: torch.rand_like(x @ a), "x", "a")
+    (drawn,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.rand_like.default)
+    with graph.graph.inserting_before(drawn):
+        saved = graph.graph.call_function(rng_prims.run_and_save_rng_state, (drawn.target, *drawn.args))
+        state, value = (graph.graph.call_function(operator.getitem, (saved, index)) for index in range(2))
+    state.meta["val"], value.meta["val"] = torch.get_rng_state(), drawn.meta["val"]
+    outputs(graph.graph).args = ((value, state),)
+    graph.graph.erase_node(drawn)
+    insert_gathers(graph)
+    value.append(*graph.releases().values())
+    assert tie_releases(graph) == 1
+    (release,) = graph.releases().values()
+    assert release.args[4] == [value]
 
 
 def test_reduce_gradients() -> None:

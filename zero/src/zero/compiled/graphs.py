@@ -6,6 +6,7 @@ alias    a node whose output may be a view of a value: views, and whatever does 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -161,6 +162,17 @@ def cast_of(node: fx.Node) -> torch.dtype | None:
     else:
         dtype = node.args[1]
     return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def is_generator_state(node: fx.Node) -> bool:
+    """Whether a node is the state that a random operation found, beside the operation's result.
+
+    It is a tensor of the host that no operation has computed, and a real one even where the compiler
+    traces the graph with fake tensors. So it must not become an argument of an operation that has others.
+    """
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    return node.all_input_nodes[0].target is rng_prims.run_and_save_rng_state
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from zero.compiled.graphs import ShardedGraph, dtype_of, is_alias
+from zero.compiled.graphs import ShardedGraph, dtype_of, is_alias, is_generator_state
 from zero.compiled.ops import RELEASE
 
 
@@ -33,7 +33,12 @@ def _tie(wait: fx.Node, order: dict[fx.Node, int]) -> int:
             results.add(node)
         node = node.next
     needed = [r for r in results if any(order[user] > order[node] for user in r.users)]
-    tied = sorted((r for r in needed if dtype_of(r) is not None), key=order.__getitem__)
+    tied = [r for r in sorted(needed, key=order.__getitem__) if _is_computed(r)]
     keep = node.args[3] if len(node.args) > 3 else False
     node.args = (*node.args[:3], keep, tied)
     return len(tied)
+
+
+def _is_computed(node: fx.Node) -> bool:
+    """Whether the compiler computes a tensor here, and so may do it later."""
+    return dtype_of(node) is not None and not is_generator_state(node)
