@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.lowering import clone, register_lowering
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -206,3 +209,83 @@ def test_whatever_a_checkpoint_recomputes(cluster: Clusters, device: str) -> Non
     for found in cluster(2).run(recomputing_body, limit=280):
         assert {mode for _, mode in found.values()} == {"graph"}
         assert max(error for error, _ in found.values()) < (1e-5 if device == "cpu" else 1e-3), found
+
+
+@torch.library.custom_op("zero_tests::uncompiled", mutates_args=())
+def uncompiled(x: Tensor, where: str) -> Tensor:
+    """A copy of `x` that inductor cannot compile in the backward."""
+    return x.clone()
+
+
+uncompiled.register_fake(lambda x, where: torch.empty_like(x))
+uncompiled.register_autograd(lambda context, gradient: (uncompiled(gradient, "backward"), None))
+
+
+def lower_in_forwards_only(x: Any, where: str) -> Any:
+    if where == "backward":
+        raise NotImplementedError("as the test wants")
+    return clone(x)
+
+
+class Uncompiled(MultiLayer):
+    """Two layers with dropout, and an operation that inductor cannot compile."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return uncompiled(F.dropout(super().forward(x), 0.3), "forward")
+
+
+class Chain(nn.Module):
+    """Blocks that are recomputed; with a graph break between them if it is `broken`."""
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Uncompiled() for _ in range(2))
+        self.broken = broken
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if self.broken:
+                torch._dynamo.graph_break()
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+def train_uncompiled(context: Context, compile: zero.Compile, broken: bool) -> tuple[list[float], str, str]:
+    torch.manual_seed(3)
+    model = Chain(broken)
+    engine = zero.initialize(
+        model, adamw(model), zero.Config(compile=compile, units=(Uncompiled,), timeout=60)
+    )
+    losses = []
+    torch.manual_seed(5 + context.rank)
+    for step in range(3):
+        loss = engine(torch.full((2, 4, WIDTH), 0.1 * (step + 1), device=device_of(model)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, engine.explain().mode, engine.explain().not_generated
+
+
+def uncompiled_body(context: Context, broken: bool) -> list[tuple[bool, int, str, bool]]:
+    """Where it fails: in the backward; in the forward, for want of a C++ compiler."""
+    register_lowering(torch.ops.zero_tests.uncompiled.default)(lower_in_forwards_only)
+    no_compiler = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
+    found = []
+    for settings in ({}, no_compiler):
+        with warnings.catch_warnings(record=True) as caught, inductor_config.patch(settings):
+            warnings.simplefilter("always")
+            generated, mode, why = train_uncompiled(context, zero.Compile(), broken)
+        told = sum("inductor could not compile" in str(warning.message) for warning in caught)
+        one_by_one, _, none = train_uncompiled(context, zero.Compile(inner="aot_eager"), broken)
+        found.append((generated == one_by_one, told, mode, bool(why) and not none))
+    return found
+
+
+@pytest.mark.parametrize(("broken", "mode"), [(False, "graph"), (True, "units")])
+def test_what_inductor_cannot_compile_runs_one_by_one(
+    cluster: Clusters, device: str, broken: bool, mode: str
+) -> None:
+    if device != "cpu":
+        pytest.skip("the C++ compiler generates code for the host")
+    for found in cluster(2).run(uncompiled_body, broken=broken, limit=120):
+        assert found == [(True, 1, mode, True)] * 2

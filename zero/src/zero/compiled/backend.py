@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -27,7 +27,8 @@ class ShardingBackend:
     """A dynamo backend for graphs some of whose inputs are the engine's parameters.
 
     parameters: by number. activations: the part, of 1, of those saved for backward that waits on the host.
-    reports: of all graphs so far. Keeps no tensor, because dynamo keeps backends.
+    reports: of all graphs so far. generator: of code, where the settings want it. Keeps no tensor, because
+    dynamo keeps backends.
     """
 
     def __init__(
@@ -37,23 +38,25 @@ class ShardingBackend:
         self.settings = settings
         self.activations = activations
         self.reports: list[GraphReport] = []
+        self.generator = inductor.CodeGenerator()
         self._numbers = {id(p): n for n, p in enumerate(parameters)}
 
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> inductor.Compiled:
         parameters = self._locate(inputs)
         self._check_results(module, parameters)
-        graph = _Compilation(self, parameters)
-        if self.settings.inner == "inductor":
-            return inductor.compile_graph(module, inputs, graph.partition, graph.inference)
-        compiler = aot_autograd(
-            fw_compiler=boxed_nop,
-            bw_compiler=boxed_nop,
-            inference_compiler=lambda module, fakes: boxed_nop(graph.inference(module), fakes),
-            partition_fn=graph.partition,
-            keep_inference_input_mutations=True,
+        graph, reported = _Compilation(self, parameters), len(self.reports)
+        if self.settings.inner == "aot_eager":
+            return graph.one_by_one(module, inputs)
+
+        def otherwise(untouched: fx.GraphModule) -> inductor.Compiled:
+            del self.reports[reported:]
+            return graph.one_by_one(untouched, inputs)
+
+        return self.generator.generate(
+            module,
+            lambda: inductor.compile_graph(module, inputs, graph.partition, graph.inference),
+            otherwise,
         )
-        compiled: Callable[..., Any] = compiler(module, inputs)
-        return compiled
 
     def _check_results(self, module: fx.GraphModule, inputs: Sequence[ParameterFacts | None]) -> None:
         """Raise NotOneGraph if a result is a view of a parameter: its bytes would go before anybody reads
@@ -85,6 +88,18 @@ class _Compilation:
         self._backend = backend
         self._facts = backend.facts
         self._inputs = inputs
+
+    def one_by_one(self, module: fx.GraphModule, inputs: Sequence[Any]) -> inductor.Compiled:
+        """What runs the operations of the graph after the passes, without generated code."""
+        compiler = aot_autograd(
+            fw_compiler=boxed_nop,
+            bw_compiler=boxed_nop,
+            inference_compiler=lambda module, fakes: boxed_nop(self.inference(module), fakes),
+            partition_fn=self.partition,
+            keep_inference_input_mutations=True,
+        )
+        compiled: inductor.Compiled = compiler(module, inputs)
+        return compiled
 
     def partition(self, joint: fx.GraphModule, fakes: Sequence[Any], **options: Any) -> Graphs:
         """Cut a joint graph into forward and backward, and run the passes on both."""

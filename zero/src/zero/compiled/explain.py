@@ -62,6 +62,7 @@ class Explanation:
     measured_peak: most bytes of whole units at one time in a graph since the engine was made.
     room: bytes for units that persist; None if that is not decided, or not wanted. persistent: those units,
         worth most first.
+    not_generated: why inductor could not compile some graph, whose operations run one by one; or "".
     """
 
     mode: str
@@ -70,11 +71,14 @@ class Explanation:
     measured_peak: int
     room: int | None = None
     persistent: tuple[PersistCandidate, ...] = ()
+    not_generated: str = ""
 
     def __str__(self) -> str:
+        without = [f"not all code was generated, because: {self.not_generated}"] if self.not_generated else []
         if self.mode == "units":
-            return f"compiled unit by unit, gathered by the engine's hooks, because: {self.why}"
-        lines = [line for report in self.graphs for line in _lines(report)]
+            by_units = f"compiled unit by unit, gathered by the engine's hooks, because: {self.why}"
+            return "\n".join([by_units, *without])
+        lines = [*without, *(line for report in self.graphs for line in _lines(report))]
         if self.room is not None:
             lines.append(_kept(self.room, self.persistent))
         return "\n".join([*lines, f"measured peak of gathered bytes: {sizes.human(self.measured_peak)}"])

@@ -3,10 +3,16 @@
 It puts new values into memory whose values are no longer needed, but never into memory that an operation
 declares to alias its arguments, as `wait_allgather` does: the memory of a gathered value is the engine's,
 even after its release.
+
+What it cannot compile runs one operation at a time. So that this is known before anything has run, a backward
+is compiled together with its forward: of one graph, both are generated or neither is, which random numbers
+that the backward draws again need.
 """
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +21,51 @@ from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+Compiled = Callable[..., Any]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+AT_ONCE = {"force_non_lazy_backward_lowering": True}
+
+
+class CodeGenerator:
+    """Inductor for one engine's graphs. failed: why it could not compile one of them; "" if it could all."""
+
+    def __init__(self) -> None:
+        self.failed = ""
+
+    def generate(
+        self,
+        module: fx.GraphModule,
+        compile: Callable[[], Compiled],
+        otherwise: Callable[[fx.GraphModule], Compiled],
+    ) -> Compiled:
+        """Compile dynamo's graph, `module`. otherwise: makes something of the graph as it was if that fails;
+        what it raises was no fault of inductor's."""
+        untouched = copy.deepcopy(module)
+        try:
+            return compile()
+        except Exception as error:
+            compiled = otherwise(untouched)
+            self._tell(error)
+            return compiled
+
+    def compile_unit(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """The dynamo backend for units that hooks gather."""
+
+        def compile() -> Compiled:
+            with functorch_config.patch(AT_ONCE):
+                compiled: Compiled = compile_fx(module, inputs)
+            return compiled
+
+        return self.generate(module, compile, lambda untouched: untouched.forward)
+
+    def _tell(self, error: Exception) -> None:
+        told, self.failed = self.failed, str(error).strip().split("\n")[0]
+        if not told:
+            warnings.warn(
+                "zero: inductor could not compile a graph of the model, whose operations run one by one "
+                f'instead, as with zero.Compile(inner="aot_eager"): {self.failed}',
+                stacklevel=2,
+            )
 
 
 def compile_graph(
@@ -23,7 +73,7 @@ def compile_graph(
     inputs: Sequence[Any],
     partition: Partition,
     inference: Callable[[fx.GraphModule], fx.GraphModule],
-) -> Callable[..., Any]:
+) -> Compiled:
     """Compile dynamo's graph. partition: takes the place of inductor's own. inference: runs before its
     compiler, on graphs without a backward."""
 
@@ -35,7 +85,8 @@ def compile_graph(
     # The passes have put nodes into an order that takes little memory and is the same on all ranks. Another
     # one, found by the sizes of a rank's own batch, might not be.
     patches = {"custom_partitioner_fn": _Partitioner(partition), "reorder_for_peak_memory": False}
-    with functorch_config.patch(enable_autograd_cache=False):  # it would skip the passes and their reports
+    settings = {**AT_ONCE, "enable_autograd_cache": False}  # a cache would skip the passes and their reports
+    with functorch_config.patch(settings):
         compiled: Any = compile_fx(module, inputs, inner, patches)
     assert callable(compiled)
     return compiled  # type: ignore[no-any-return]

@@ -83,9 +83,7 @@ class CompiledModel:
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZeroError):
                 raise error.inner_exception from error
-            if isinstance(error.inner_exception, _UNTRACED):
-                return self._by_units(error.inner_exception, args, kwargs)
-            raise
+            return self._by_units(error.inner_exception, args, kwargs)
         except _UNTRACED as error:
             return self._by_units(error, args, kwargs)
 
@@ -93,7 +91,8 @@ class CompiledModel:
         """What the passes did so far."""
         mode = "graph" if self._is_one_graph else "units"
         reports, kept = tuple(self._backend.reports), self._persistence
-        return Explanation(mode, self._why, reports, self._runtime.peak, kept.room, kept.chosen)
+        failed = self._backend.generator.failed
+        return Explanation(mode, self._why, reports, self._runtime.peak, kept.room, kept.chosen, failed)
 
     def after_step(self) -> None:
         """Collective, between optimizer steps."""
@@ -163,11 +162,10 @@ class CompiledModel:
 
     def _compile_units(self) -> None:
         self._units_wait = False
+        inner = self._settings.inner
+        backend = self._backend.generator.compile_unit if inner == "inductor" else inner
         for module in dict.fromkeys(a for u in self._units for a in u.hooked_modules if self._is_block(a)):
-            forward = torch.compile(
-                module.forward, backend=self._settings.inner, dynamic=self._settings.dynamic
-            )
-            module.forward = forward
+            module.forward = torch.compile(module.forward, backend=backend, dynamic=self._settings.dynamic)
 
     def _is_block(self, module: nn.Module) -> bool:
         """Not the root, which what it calls would be compiled into."""
