@@ -74,6 +74,9 @@ def test_arrows() -> None:
     assert list(lint_rooms.misplaced(graph, ["low", "high"])) == [
         "zero.low.b imports zero.high: 'high' is not below 'low'"
     ]
+    assert list(lint_rooms.misplaced({"zero.low.a": {"zero"}, "zero": {"zero.low.a"}}, ["low"])) == [
+        "zero.low.a imports zero itself, which is above all rooms"
+    ]
     found = list(lint_rooms.misplaced({"zero.new": set()}, ["gone"]))
     assert [("no room 'new'" in found[0]), ("'gone', but zero does not" in found[1])] == [True, True]
     (cycle,) = lint_rooms.cycles({"zero.a": {"zero.b"}, "zero.b": {"zero.a"}})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
@@ -21,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelz import direct_exchange
-from accelz.bounded_store import SPARE, BoundedStore, default_store, limited
+from accelz.bounded_store import SPARE, default_store, limited
 from accelz.errors import CollectiveError
 from accelz.exchange import Exchange
+from accelz.group import Group as Group  # the role's own word, so that it is found here too
 from accelz.launch_environment import place_of_this_process
 
 T = TypeVar("T")
@@ -33,27 +33,6 @@ _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min
 # torch 2.13 renames these two and deprecates the old names; 2.11 has only the old ones.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class Group:
-    """Ranks that communicate with each other.
-
-    rank: this process's rank in the group. size: the number of ranks. store: a key-value store that all of
-    them can reach, for control data; it works even while a collective hangs, and its host may be silent for
-    `timeout`. timeout: seconds after which a collective fails.
-    """
-
-    rank: int
-    size: int
-    timeout: float
-    store: BoundedStore
-    process_group: dist.ProcessGroup
-
-    @classmethod
-    def of(cls, process_group: dist.ProcessGroup, timeout: float) -> Group:
-        """A process group of torch.distributed, which this rank is in."""
-        return cls(process_group.rank(), process_group.size(), timeout, default_store(timeout), process_group)
 
 
 class Handle(ABC):

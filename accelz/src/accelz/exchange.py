@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelz.bounded_store import wait_for
+from accelz.group import Group
 from accelz.peers import Peers
-
-if TYPE_CHECKING:
-    from accelz.collectives import Group
 
 
 def unused_key(group: Group, purpose: str) -> str:

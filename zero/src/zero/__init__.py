@@ -13,6 +13,8 @@ bytes of checkpoints start at once.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from zero.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from zero.config import Config
     from zero.deepspeed_config import from_deepspeed
@@ -97,7 +99,6 @@ __all__ = [
     "load_pretrained",
     "plan",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

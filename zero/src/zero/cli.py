@@ -28,7 +28,6 @@ from rich.progress import (
 )
 from rich.text import Text
 
-import zero
 from zero.checkpoint.storage import allow_more_files
 from zero.consolidate import convert as to_zero
 from zero.consolidate import run
@@ -38,6 +37,7 @@ from zero.settings.sizes import human, size
 from zero.sources.opening import open_source
 from zero.sources.source import Source
 from zero.sources.zero_checkpoint import ZeroSource
+from zero.version import __version__
 
 app = typer.Typer(
     help="Plan the memory of a training job; inspect, verify, consolidate and convert checkpoints.",
@@ -108,7 +108,7 @@ def clean(command: Callable[..., None]) -> Callable[..., None]:
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        print(f"zero {zero.__version__}")
+        print(f"zero {__version__}")
         raise typer.Exit
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-import zero
 from zero.checkpoint import user_state
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_state import EngineParts, chosen_of, collect, describe
@@ -30,6 +29,7 @@ from zero.errors import UsageError
 from zero.settings.paths import as_path
 from zero.sharding.selection import Selection
 from zero.tiers.values import lasting
+from zero.version import __version__
 
 
 class Checkpoints:
@@ -121,7 +121,7 @@ class Checkpoints:
         job.mine = collect(self._engine, _plain(rank_state), chosen)
         if job.messages.rank == 0:
             job.described = {
-                "zero": zero.__version__,
+                "zero": __version__,
                 "created": time.time(),
                 "steps": steps,
                 **describe(self._engine, job.mine.parts, chosen),

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import zero
 from zero.checkpoint.boundary import typed
 from zero.checkpoint.manifest import CHECKSUM_BLOCK, ITEM_BYTES, MANIFEST, model_key
 from zero.checkpoint.manifest_assembly import assemble
@@ -25,6 +24,7 @@ from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.workers import Buffers, chunk_bytes, run
 from zero.errors import CheckpointError
 from zero.sources.source import Chunk, Source
+from zero.version import __version__
 
 NAME = "rank-00000.safetensors"
 
@@ -111,7 +111,7 @@ def _described(source: Source, file: PlannedFile) -> dict[str, Any]:
     """The manifest's members that do not describe files."""
     kinds = {chosen: source.tensors[chosen.tensor].kind for chosen in file.tensors}
     return {
-        "zero": zero.__version__,
+        "zero": __version__,
         "created": time.time(),
         "steps": 0,
         "world_size": 1,
