@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -27,6 +28,8 @@ from accelz.bounded_store import (
     wait_for,
 )
 from accelz.conformance import cluster
+
+from .forked import python
 
 LIMIT = 0.5
 
@@ -94,6 +97,32 @@ def test_every_call_to_a_host_that_is_silent_ends_and_names_it(
     with pytest.raises(HostSilentError, match=rf"{host.store.where}, has not answered .*stopped"):
         CALLS[name](host.store)
     assert time.monotonic() - began < 10 * LIMIT
+
+
+def test_torchs_own_calls_while_a_group_is_made_have_a_limit(tmp_path: Path) -> None:
+    script = """
+        import os, signal, time
+        from torch.distributed import TCPStore
+        from accelz import collectives
+
+        collectives.SPARE = 0.5
+        read, write = os.pipe()
+        host = os.fork()
+        if not host:
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(write, str(store.port).encode())
+            time.sleep(60)
+            os._exit(0)
+        store = TCPStore("127.0.0.1", int(os.read(read, 10)), is_master=False)
+        os.kill(host, signal.SIGSTOP)
+        try:
+            collectives.Collectives().init(0.5, 0, 2, store)
+        except collectives.CollectiveError as error:
+            print(error)
+        os.kill(host, signal.SIGKILL)
+    """
+    said = python(tmp_path, script).stdout
+    assert "making a group of ranks has not ended: the host of the job's store, 127.0.0.1:" in said
 
 
 def test_a_call_waits_no_longer_than_the_silence_lasts(host: Host) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accelz import direct_exchange
-from accelz.bounded_store import SPARE, default_store, limited
+from accelz.bounded_store import SPARE, bounded, default_store, limited
 from accelz.errors import CollectiveError
 from accelz.exchange import Exchange
 from accelz.group import Group as Group  # the role's own word, so that it is found here too
@@ -110,7 +110,7 @@ class Collectives:
 
     def _init_process_group(self, limit: timedelta, place: dict[str, Any]) -> None:
         try:
-            _by_store(lambda: dist.init_process_group(self.spec, timeout=limit, **place), limit)
+            _by_store(lambda: dist.init_process_group(self.spec, timeout=limit, **place), limit, _host(place))
         except (AssertionError, AttributeError) as error:  # raised by torch for a library it does not know
             raise CollectiveError(
                 f"torch.distributed cannot use {self.spec!r}: {error}. Register the device's communication "
@@ -140,7 +140,8 @@ class Collectives:
         """Make one of torch's groups."""
         local: dict[str, Any] = {"use_local_synchronization": True} if members_only else {}
         spec = self._group_spec()
-        return _by_store(lambda: dist.new_group(ranks, timeout=timeout, backend=spec, **local), timeout)
+        host = default_store(timeout.total_seconds()).where
+        return _by_store(lambda: dist.new_group(ranks, timeout=timeout, backend=spec, **local), timeout, host)
 
     def all_gather(self, output: Tensor, shard: Tensor, group: Group, async_op: bool = False) -> Handle:
         """Concatenate every rank's `shard` (n elements) into `output` (n × size elements), in rank order.
@@ -253,10 +254,16 @@ class Collectives:
         return cast(dist.Work, work)
 
 
-def _by_store(call: Callable[[], T], timeout: timedelta) -> T:
+def _by_store(call: Callable[[], T], timeout: timedelta, host: str) -> T:
     """Return `call()`, in which torch itself calls the job's store and has no limit if its host is silent."""
-    where = f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
-    return limited(call, timeout.total_seconds() + SPARE, "making a group of ranks", where)
+    return limited(call, timeout.total_seconds() + SPARE, "making a group of ranks", host)
+
+
+def _host(place: dict[str, Any]) -> str:
+    """Where the store is that a place comes with, or that torch makes."""
+    if "store" in place:
+        return bounded(place["store"], 1.0).where
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 _meetings: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Exchange]] = WeakKeyDictionary()
