@@ -29,6 +29,7 @@ _NEW_CLASS = 100  # steps: a Stranger's class takes a kilobyte
 _LONG_NAME = 64
 _LONGEST_STORAGE = 256
 _MOST_ARGUMENTS = 16
+_TOO_LARGE = 1 << 62
 
 
 class StoredStorage(NamedTuple):
@@ -105,15 +106,16 @@ def sizes_of(value: Any) -> tuple[int, ...]:
     """A tensor's sizes, offsets or strides. Raises ValueError for what cannot be."""
     if not isinstance(value, (list, tuple)) or len(value) > MOST_DIMENSIONS:
         raise ValueError(f"a tensor's sizes are not a tuple of at most {MOST_DIMENSIONS} numbers")
-    if not all(type(size) is int and 0 <= size < 1 << 62 for size in value):
-        raise ValueError("a tensor has sizes that no tensor has")
+    for size in value:
+        if type(size) is not int or not 0 <= size < _TOO_LARGE:
+            raise ValueError("a tensor has sizes that no tensor has")
     return tuple(value)
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """The same for a shape, whose product has to be possible, too."""
     shape = sizes_of(value)
-    if math.prod(filter(None, shape)) >= 1 << 62:
+    if math.prod(filter(None, shape)) >= _TOO_LARGE:
         raise ValueError(f"no tensor has the sizes {shape}")
     return shape
 

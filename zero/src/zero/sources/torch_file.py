@@ -121,4 +121,5 @@ def _bytes_at(path: Path, offset: int, nbytes: int) -> bytes:
 def _read(file: File, offset: int, nbytes: int) -> bytes:
     """Up to `nbytes` bytes from `offset` on."""
     buffer = bytearray(max(0, nbytes))
-    return bytes(buffer[: file.read(offset, memoryview(buffer))])
+    count = file.read(offset, memoryview(buffer))
+    return bytes(buffer) if count == nbytes else bytes(buffer[:count])
