@@ -107,6 +107,7 @@ class Engine:
                 state_offload,
             )
         )
+        self._state_checked = False
         own(module, self._full_parameters)
         policy, settings = GradientPolicy.of(config, communicator.group.size), partial(scheduled, optimizer)
         self._reducer = reducer = GradientReducer(
@@ -191,6 +192,9 @@ class Engine:
         a loss scale, a step whose gradients overflow changes nothing but the scale; after 20 of them in a row
         rank 0 warns, and after every 100 GradientOverflowError is raised, on every rank. Inside
         `zero.gathered` it raises UsageError, and may be called again after the block.
+
+        The first step raises StateError, on every rank, if the optimizer has made state that no checkpoint
+        can hold. The step is then complete: a program that catches the error may train on, without saving.
         """
         if not self._micro_steps:
             raise UsageError("step() without backward(): call engine.backward(loss) first")
@@ -214,6 +218,9 @@ class Engine:
         self._model_hooks.after_step()
         if self._overflow is not None:
             self._overflow.after_step()
+        if not self._state_checked and self._sharded_optimizer.has_state_of_its_own:
+            self._state_checked = True
+            self._checkpoints.check_state()
         return True
 
     @explained

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zero.checkpoint import user_state
 from zero.checkpoint.background import BackgroundSave
-from zero.checkpoint.engine_state import EngineParts, chosen_of, collect, describe
+from zero.checkpoint.engine_state import EngineParts, check_state, chosen_of, collect, describe
 from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.publication import Publication, check_name
 from zero.checkpoint.rank_file import pack
@@ -25,6 +25,7 @@ from zero.checkpoint.save_job import Job
 from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.save_start import refuse, start
 from zero.checkpoint.storage import DISK, Storage
+from zero.checkpoint.together import Together
 from zero.errors import UsageError
 from zero.settings.paths import as_path
 from zero.sharding.selection import Selection
@@ -94,6 +95,10 @@ class Checkpoints:
         """See Engine.load_checkpoint."""
         self.wait()
         return load(self._engine, self.storage, as_path(path).absolute(), options, before_change)
+
+    def check_state(self) -> None:
+        """Raise StateError, on every rank, if the optimizer has state that cannot be saved. Collective."""
+        Together(self._engine.communicator, "")(partial(check_state, self._engine))
 
     def wait(self) -> None:
         """Wait until the save in the background is over, and raise its error, if any, once."""

@@ -150,6 +150,19 @@ def describe(engine: EngineParts, parts: list[Part], chosen: Container[str]) -> 
     }
 
 
+def check_state(engine: EngineParts) -> None:
+    """Raise StateError for optimizer state of this rank that a checkpoint cannot hold.
+
+    Of optimizers that step themselves, as only they choose what their state is.
+    """
+    optimizer = engine.sharded_optimizer
+    for owned in (owned for owned in optimizer.subs if owned.rule is None):
+        for piece in owned.pieces:
+            spec = owned.group.layout.specs[piece.piece.index]
+            for name, value in optimizer.optimizer.state.get(piece.parameter, {}).items():
+                _check_storable(name, value, spec, piece)
+
+
 def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
     """A parameter's strides, or None if its memory order is row-major."""
     return None if not spec.numel or is_row_major(spec.shape, spec.stride) else spec.stride
@@ -203,24 +216,48 @@ def _collect_state(
     """
     state, first = engine.sharded_optimizer.optimizer.state, pieces[0]
     for name, value in state.get(first.parameter, {}).items():
+        _check_storable(name, value, spec, first)
         key = state_key(name, spec.name)
         if isinstance(value, (Tensor, Stored)) and is_elementwise(name, value, first.parameter):
             flat = joined([in_memory_order(state[p.parameter][name], p.parameter) for p in pieces])
             values = flat[window.start - first.piece.start : window.stop - first.piece.start]
             found.parts.append(Part(key, spec.shape, values, window.start, stride_of(spec)))
         elif isinstance(value, Tensor):
-            _check_whole(name, value, spec, first)
             if window.start == 0:
                 found.parts.append(Part(key, tuple(value.shape), value.detach().contiguous().view(-1)))
         elif window.start == 0:
-            what = f"optimizer state {name!r} of {spec.name!r}"
+            what = _told(name, spec)
             found.values.setdefault(spec.name, {})[name] = user_state.encode(value, key, found.parts, what)
 
 
-def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: OwnedPiece) -> None:
-    if value.dim() and piece.piece.length < spec.numel:
+def _told(name: str, spec: ParameterSpec) -> str:
+    return f"optimizer state {name!r} of {spec.name!r}"
+
+
+def _check_storable(name: str, value: Any, spec: ParameterSpec, piece: OwnedPiece) -> None:
+    """Raise StateError for a value of a piece's state that a checkpoint cannot hold."""
+    try:
+        if not isinstance(value, (Tensor, Stored)):
+            user_state.encode(value, "", [], _told(name, spec))
+        elif isinstance(value, Tensor) and user_state.is_plain(value):
+            name_of(value.dtype, _told(name, spec))
+            _check_whole(name, value, spec, piece)
+        elif isinstance(value, Tensor):
+            raise UsageError(f"{_told(name, spec)} is no dense tensor of its own, but a {_kind(value)}")
+    except UsageError as error:
         raise StateError(
-            f"optimizer state {name!r} of {spec.name!r} has shape {tuple(value.shape)} for "
+            f"{error}. A checkpoint cannot hold it: use an optimizer whose state is plain tensors and numbers"
+        ) from None
+
+
+def _kind(value: Tensor) -> str:
+    return f"{type(value).__name__} ({value.dtype}, {value.layout})"
+
+
+def _check_whole(name: str, value: Tensor, spec: ParameterSpec, piece: OwnedPiece) -> None:
+    if value.dim() and piece.piece.length < spec.numel and not is_elementwise(name, value, piece.parameter):
+        raise StateError(
+            f"{_told(name, spec)} has shape {tuple(value.shape)} for "
             f"{piece.piece.length} of {spec.numel} elements: neither one value per element nor a single "
             "number, so it would be meaningless on other ranks; remove Config(whole_parameters=False)"
         )

@@ -37,7 +37,7 @@ def encode(value: Any, key: str, parts: list[Part], what: str) -> Any:
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, np.generic) and not isinstance(number := value.item(), np.generic):
         return encode(number, key, parts, what)
-    if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+    if isinstance(value, Tensor) and is_plain(value):
         unique = _unique(key, parts)
         plain = value.detach().resolve_conj().resolve_neg().contiguous()
         parts.append(Part(unique, tuple(value.shape), plain.view(-1)))
@@ -51,6 +51,12 @@ def encode(value: Any, key: str, parts: list[Part], what: str) -> Any:
         f"{what} is a {type(value).__name__}, which a checkpoint cannot hold: it can hold JSON values, "
         "tuples, Counters, dense tensors, and at the top level objects with state_dict()"
     )
+
+
+def is_plain(value: Tensor) -> bool:
+    """Whether a tensor is its values: dense, not on the meta device, and no wrapper around other tensors."""
+    dense = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+    return dense and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:

@@ -125,6 +125,11 @@ class ShardedOptimizer:
             self.absent.hide()
         self.deliver_changed()  # by hooks after the step
 
+    @property
+    def has_state_of_its_own(self) -> bool:
+        """Whether optimizers that step themselves have made their state, in the last step or before."""
+        return self._own_step is not None and not self.held_back
+
     def snapshot_versions(self) -> None:
         """See `InstalledPieces.snapshot`."""
         self._installed.snapshot()

@@ -1,0 +1,126 @@
+"""Optimizer state that trains but that no checkpoint can hold: found at the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.checkpoint.test_load import raised
+from tests.zero.test_parity import fresh, language_loss
+
+
+class Halved(Tensor):
+    """A tensor in 16 bits that looks like one in 32, as quantised optimizer state does."""
+
+    halves: Tensor
+
+    @staticmethod
+    def __new__(cls, halves: Tensor) -> Halved:
+        made = Tensor._make_wrapper_subclass(cls, halves.shape, dtype=torch.float32, device=halves.device)
+        made.halves = halves
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            args[0].halves.copy_(args[1])
+            return args[0]
+
+        def widen(value: Any) -> Any:
+            return value.halves.float() if isinstance(value, Halved) else value
+
+        return func(*tree_map(widen, args), **tree_map(widen, kwargs or {}))
+
+
+class Averaging(Optimizer):
+    """Momentum, kept as `make` makes it."""
+
+    def __init__(self, parameters: Any, make: Callable[[Tensor], Any]) -> None:
+        super().__init__(parameters, {"lr": 1e-2})
+        self.make = make
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = self.make(parameter)
+                parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+
+
+STATES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "a wrapper": (lambda p: Halved(torch.zeros_like(p, dtype=torch.bfloat16)), "a Halved (torch.float32"),
+    "a wrapper in a list": (lambda p: [Halved(torch.zeros_like(p))], "a Halved, which a checkpoint cannot"),
+    "sparse": (lambda p: torch.zeros_like(p).to_sparse(), "torch.sparse_coo"),
+    "two doubles": (lambda p: torch.zeros_like(p, dtype=torch.complex128, device="cpu"), "complex128"),
+    "a set": (lambda p: {"seen"}, "is a set, which a checkpoint cannot hold"),
+    "plain": (torch.zeros_like, ""),
+    "plain of another shape": (lambda p: [torch.zeros(3), {"a": (1, None)}], ""),
+}
+
+
+def first_step_body(context: Context, path: str, which: str, stage: int) -> dict[str, Any]:
+    model = fresh()
+    optimizer = Averaging([p for p in model.parameters() if p.requires_grad], STATES[which][0])
+    config = zero.Config(stage=stage, whole_parameters=True if stage else None, timeout=10)
+    engine = zero.initialize(model, optimizer, config)
+    said = []
+    for _ in range(3):
+        engine.backward(language_loss(model, engine.steps, context.rank))
+        said.append(raised(engine.step))
+    return {
+        "said": said,
+        "steps": engine.steps,
+        "saved": raised(lambda: engine.save_checkpoint(path)),
+        "finite": all(v.isfinite().all() for v in engine.state_dict().values()),
+    }
+
+
+@pytest.mark.parametrize("stage", [3, 0])
+@pytest.mark.parametrize("which", STATES)
+def test_the_first_step_tells_every_rank_of_state_that_cannot_be_saved(
+    cluster: Clusters, tmp_path: Path, which: str, stage: int
+) -> None:
+    expected = STATES[which][1]
+    results = cluster(2).run(first_step_body, path=str(tmp_path / "c"), which=which, stage=stage)
+    for found in results:
+        assert found["steps"] == 3
+        assert found["finite"]
+        assert found["said"][1:] == ["nothing raised"] * 2
+        if expected:
+            assert found["said"][0].startswith("StateError: optimizer state 'average")
+            assert expected in found["said"][0]
+            assert "A checkpoint cannot hold it: use an optimizer whose state is plain" in found["said"][0]
+            assert "StateError" in found["saved"]
+        else:
+            assert found["said"][0] == found["saved"] == "nothing raised"
+    assert results[0]["said"] == results[1]["said"]
+
+
+def skipped_body(context: Context, path: str) -> list[str]:
+    """The first step overflows, so the optimizer has no state after it."""
+    model: nn.Module = fresh()
+    optimizer = Averaging([p for p in model.parameters() if p.requires_grad], STATES["a wrapper"][0])
+    engine = zero.initialize(model, optimizer, zero.Config(precision="fp16", loss_scale=2.0**16, timeout=10))
+    said = []
+    for step in range(2):
+        loss = language_loss(model, engine.steps, context.rank)
+        engine.backward(loss * float("inf") if step == 0 else loss * 1e-3)
+        said.append(raised(engine.step))
+    return said
+
+
+def test_a_first_step_that_is_skipped_is_not_the_first(cluster: Clusters, tmp_path: Path) -> None:
+    for first, second in cluster(2).run(skipped_body, path=str(tmp_path)):
+        assert first == "nothing raised"
+        assert second.startswith("StateError: optimizer state 'average'")
