@@ -61,7 +61,7 @@ class Averaging(Optimizer):
 STATES: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "a wrapper": (lambda p: Halved(torch.zeros_like(p, dtype=torch.bfloat16)), "a Halved (torch.float32"),
     "a wrapper in a list": (lambda p: [Halved(torch.zeros_like(p))], "a Halved, which a checkpoint cannot"),
-    "sparse": (lambda p: torch.zeros_like(p).to_sparse(), "torch.sparse_coo"),
+    "sparse": (lambda p: torch.zeros(p.shape).to_sparse(), "torch.sparse_coo"),
     "two doubles": (lambda p: torch.zeros_like(p, dtype=torch.complex128, device="cpu"), "complex128"),
     "a set": (lambda p: {"seen"}, "is a set, which a checkpoint cannot hold"),
     "plain": (torch.zeros_like, ""),
