@@ -275,6 +275,19 @@ class Communicator:
             self._exchange(what, numbers)
         return numbers
 
+    def start_or(self, what: str, flags: Tensor) -> NamedHandle:
+        """Begin to take the elementwise "or" of host uint8 flags over the ranks, in place."""
+        line = self.ledger.line
+        line.failures.check()
+        entry = self.ledger.exchange(what)
+        waiting = partial(line.watch.waiting, entry.number, entry.text)
+        explain = partial(line.failures.explain, entry=entry, among="")
+        try:
+            handle = self._collectives.all_reduce(flags, self._control, "max", async_op=True)
+        except CollectiveError as error:
+            explain(error)
+        return NamedHandle(handle, waiting, explain)
+
     def check_equal(self, facts: Mapping[str, str]) -> None:
         """Raise RankMismatchError unless every rank passes the same text under every name.
 

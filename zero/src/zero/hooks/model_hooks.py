@@ -15,6 +15,7 @@ from zero.config import Config
 from zero.errors import CommunicationError, UsageError
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
+from zero.hooks.call_order import CallOrder
 from zero.hooks.progress import Progress
 from zero.hooks.schedule import Schedule
 from zero.hooks.under_way import calls_under_way
@@ -68,13 +69,16 @@ class ModelHooks(Uncopied):
         device_type = stores.accelerator.device.type
         gathers, rank = not all(u.resident for u in units), communicator.group.rank
         self._watch = AutocastWatch(module, config, device_type, gathers, rank)
-        self._progress = progress = Progress(device_type, self._expect)
+        self._order = CallOrder(communicator)
+        self._root: Any = None  # the first node of the graph of the backward under way
+        self._progress = progress = Progress(device_type, self._expect, self._come_to)
         self._hooks = {
             unit: UnitHooks(
                 unit,
                 self._schedule,
                 self.phase,
                 progress,
+                self._order,
                 device_type,
                 tracer,
                 self._called,
@@ -116,6 +120,9 @@ class ModelHooks(Uncopied):
             self._forget_interrupted()
             self.reducer.begin_backward(last)
             yield
+            self._order.finish()
+            if last:
+                self._order.settle()
             # Before the last micro-batch, only a disk may have anything to tell.
             self.reducer.finish_backward(agree=last or self._config.tiers.path is not None)
         finally:
@@ -132,11 +139,13 @@ class ModelHooks(Uncopied):
         """Run autograd from the loss, in a `backward` block."""
         self._progress.look_at(loss)
         entry = loss.register_hook(self._enter)
+        self._root = loss.grad_fn
         try:
             with self._progress.in_one_thread():
                 loss.backward()
         finally:
             entry.remove()  # the user may keep the loss
+            self._root = None
 
     def _enter(self, gradient: Tensor) -> None:
         self._progress.enter()
@@ -146,9 +155,15 @@ class ModelHooks(Uncopied):
         for hooks in self._hooks.values():
             hooks.forget_progress()
 
-    def _expect(self) -> None:
+    def _expect(self, task: int) -> None:
+        if self.phase.in_backward and self._order.task < 0:
+            self._order.begin(task, self._root)
         for hooks in self._hooks.values():
             hooks.expect()
+
+    def _come_to(self, task: int, number: int) -> None:
+        if task == self._order.task:
+            self._order.come_to(number)
 
     def _reset(self) -> None:
         self._progress.reset()
@@ -190,6 +205,7 @@ class ModelHooks(Uncopied):
     def recover(self) -> None:
         """Drop gradients, gathers and calls under way, after an exception."""
         self._drop_accumulated()
+        self._order.clear()
         try:
             self.reducer.clear()
             self._reset()

@@ -11,7 +11,7 @@ begins.
 
 Glossary
 --------
-call        one forward of a unit: `unit_call.Call`.
+call        one forward of a unit: `unit_call.Call`; its place in backwards is a `turn.Turn`.
 producer    the node of autograd's graph that a tensor was made by, its `grad_fn`.
 number      autograd's sequence number of a node: newer nodes have larger ones. Each thread counts for itself,
             so nodes that a device's thread recomputes in a backward cannot be compared with the rest.
@@ -43,7 +43,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Passed(Protocol):
-    """A call.
+    """A call's turn.
 
     task: the task of its backward. start: the number of the first node that may be its own. newest_input: the
     number of the newest producer of its inputs; -1 if they have none. index: that of its unit.
@@ -61,12 +61,16 @@ class Passed(Protocol):
 class Progress:
     """How far the backwards of one engine are.
 
-    on_entry: called first in each task, to `expect` the calls that are to come in it.
+    on_entry(task): called first in each task, to `expect` the calls that are to come in it. on_way(task,
+    number): called when autograd is about to run a node.
     """
 
-    def __init__(self, device_type: str, on_entry: Callable[[], None]) -> None:
+    def __init__(
+        self, device_type: str, on_entry: Callable[[int], None], on_way: Callable[[int, int], None]
+    ) -> None:
         self._device_type = device_type
         self._on_entry = on_entry
+        self._on_way = on_way
         self._mixed = False  # some nodes are on other devices
         self._one_thread = False
         self._entered = -1  # the newest task so far
@@ -97,7 +101,7 @@ class Progress:
         with self._lock:
             if task > self._entered:
                 self._entered = task
-                self._on_entry()
+                self._on_entry(task)
         return task
 
     def come_to(self, number: int) -> None:
@@ -105,6 +109,7 @@ class Progress:
         task = self.enter()
         while (call := self._pop_past(task, number)) is not None:
             call.end()
+        self._on_way(task, number)
 
     def _pop_past(self, task: int, number: int) -> Passed | None:
         """Take out the newest call that autograd is past; None if there is none.

@@ -1,57 +1,42 @@
-"""One forward call of a unit, as its backward will see it: what it was given, what it has made, in autograd's
-terms (`progress`)."""
+"""One forward call of a unit, as autograd's graph knows it: what it was given and what it has made.
+
+See `progress` for the terms.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accelz.flat_buffer import HOST
-from zero.errors import UsageError
-from zero.hooks.progress import next_number, number_of
-from zero.sharding.cast import Cast
-from zero.sharding.sharded_unit import ShardedUnit
+from zero.hooks.progress import number_of
+from zero.hooks.turn import Turn
 from zero.sharding.tensors import iter_tensors, map_tensors
 
 
-class CallUser(Protocol):
-    """What is told when a call's backward begins and ends."""
-
-    def begin_backward(self, call: Call) -> None: ...
-
-    def end_backward(self, call: Call) -> None: ...
-
-
 class Call:
-    """One forward call of a unit, as its backward will see it.
+    """What autograd's graph holds of one forward of a unit.
 
-    Autograd's graph holds it through its outputs, where Python's garbage collector does not see it, and a
-    model may keep one of its own outputs. So the call does not hold the unit: a cycle would never be freed.
+    The graph holds it through its outputs, where Python's garbage collector does not see it, and a model may
+    keep one of its own outputs. So neither call nor turn holds the unit: a cycle would never be freed.
 
-    inputs: producers of its inputs, until its backward is over. outputs: the tensors it has made, while they
-    exist. produced: its inputs that have producers. recomputed: it runs in a backward, whose thread counts
-    nodes for itself. See `progress` for the terms and for the other attributes.
+    turn: in backwards. inputs: producers of its inputs, until its backward is over. outputs: the tensors it
+    has made, while they exist. produced: its inputs that have producers. recomputed: it runs in a backward,
+    whose thread counts nodes for itself.
     """
 
-    def __init__(
-        self, hooks: CallUser, unit: ShardedUnit, cast: Cast, produced: Sequence[Tensor], recomputed: bool
-    ) -> None:
-        self.cast = cast
+    def __init__(self, turn: Turn, produced: Sequence[Tensor], recomputed: bool) -> None:
+        self.turn = turn
         self.inputs = [tensor.grad_fn for tensor in produced if tensor.grad_fn is not None]
         self.outputs: list[weakref.ref[Tensor]] = []
-        self.task = -1
-        self.start = next_number()
-        self.newest_input = max(map(number_of, produced), default=-1)
-        self.index = unit.index
-        self.changes = unit.changes
-        self.ends_with_gradients = True  # of the unit's parameters, if no input has a producer
+        turn.newest_input = max(map(number_of, produced), default=-1)
+        turn.call = weakref.ref(self)
         self._recomputed = recomputed
         self._passes_on = False  # it returns its newest input and nothing else
-        self._hooks = weakref.ref(hooks)
 
     @property
     def begins_at(self) -> int:
@@ -60,23 +45,38 @@ class Call:
         It is the call's start, if the call only passes its input on and has no node of its own; else -1, for
         the numbers of its outputs.
         """
-        return self.start if self._passes_on and not self._recomputed else -1
+        return self.turn.start if self._passes_on and not self._recomputed else -1
 
     def is_in_graph(self) -> bool:
         """Return whether the running task goes through this call, from its outputs to its inputs."""
+        known, all_known = self._known_outputs()
+        if all_known and not _any_runs(known):
+            return False
+        return _any_runs(self.inputs)
+
+    def may_begin(self, root: Any) -> bool:
+        """Return whether the running task comes to an output of this call; True where nothing tells.
+
+        root: the first node of the task, which it has not on record.
+        """
+        known, all_known = self._known_outputs()
+        if any(node is root for node in known) or _any_runs(known):
+            return True
+        return not all_known and (not self.inputs or _any_runs(self.inputs))
+
+    def _known_outputs(self) -> tuple[list[Any], bool]:
+        """Return the producers of outputs that still exist, and whether all do."""
         outputs = [output() for output in self.outputs]
         known = [tensor.grad_fn for tensor in outputs if tensor is not None and tensor.grad_fn is not None]
-        if len(known) == len(outputs) and not any(map(torch._C._will_engine_execute_node, known)):
-            return False
-        return any(map(torch._C._will_engine_execute_node, self.inputs))
+        return known, len(known) == len(outputs)
 
     def has_made(self, tensor: Tensor) -> bool:
         """Return whether the call made a tensor, rather than only passing it on."""
         if tensor.grad_fn is None:
             return False
         if any(tensor.grad_fn is producer for producer in self.inputs):
-            return self._passes_on and number_of(tensor) == self.newest_input
-        return self._recomputed or number_of(tensor) >= self.start
+            return self._passes_on and number_of(tensor) == self.turn.newest_input
+        return self._recomputed or number_of(tensor) >= self.turn.start
 
     def placed_in_graph(self, output: Any) -> Any:
         """Return views of the output of a call that has made nothing itself.
@@ -90,17 +90,11 @@ class Call:
         return output
 
     def begin(self) -> None:
-        hooks = self._hooks()
-        if hooks is None:
-            raise UsageError(
-                "the model and its engine no longer exist: keep them until engine.backward(loss)"
-            )
-        hooks.begin_backward(self)
+        self.turn.begin()
 
-    def end(self) -> None:
-        hooks = self._hooks()
-        if hooks is not None:
-            hooks.end_backward(self)
+
+def _any_runs(nodes: Iterable[Any]) -> bool:
+    return any(map(torch._C._will_engine_execute_node, nodes))
 
 
 def with_producers(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Tensor]]:

@@ -9,8 +9,8 @@ backward    begins when a gradient reaches an output of the unit's forward: gath
             gradients, if none is frozen and the modules have no parameters of other units, whose gradients
             may still pass through this unit's; otherwise it is over with the whole backward.
 
-Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered. So do
-an output that is a view of a parameter, and a backward that will itself be differentiated.
+Recomputation under activation checkpointing is a forward inside a backward: it keeps the unit gathered. So
+does a backward that will itself be differentiated.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from zero.hooks import parametrized
+from zero.hooks.call_order import CallOrder
 from zero.hooks.progress import Progress
 from zero.hooks.schedule import Schedule
+from zero.hooks.turn import Turn
 from zero.hooks.under_way import calls_under_way, modules_called
 from zero.hooks.unit_call import Call, with_producers
 from zero.sharding import autocast
@@ -33,7 +35,7 @@ from zero.sharding.cast import Cast
 from zero.sharding.guard import UNIT_ATTRIBUTE
 from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import FOR_PARTS, Keep, ShardedUnit, State
-from zero.sharding.tensors import iter_tensors
+from zero.sharding.tensors import iter_tensors, map_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.tracer import Tracer
 
@@ -41,8 +43,8 @@ from zero.tiers.tracer import Tracer
 class UnitHooks(Uncopied):
     """Hooks of one unit on its `hooked_modules`, whose forward needs its parameters.
 
-    progress: of the engine's backwards. tracer: told when the unit's use begins and ends. on_over(unit):
-    called when the backward of the unit's calls is over and none is still to come.
+    progress: of the engine's backwards. order: of all units' calls. tracer: told when the unit's use begins
+    and ends. on_over(unit): called when the backward of the unit's calls is over and none is still to come.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class UnitHooks(Uncopied):
         schedule: Schedule,
         phase: Phase,
         progress: Progress,
+        order: CallOrder,
         device_type: str,
         tracer: Tracer,
         called: set[nn.Module],
@@ -60,14 +63,16 @@ class UnitHooks(Uncopied):
         self._schedule = schedule
         self._phase = phase
         self._progress = progress
+        self._order = order
         self._device_type = device_type
         self._tracer = tracer
         self._depth = 0  # hooked modules being called, nested
         self._call: Call | None = None
         self._calls: weakref.WeakSet[Call] = weakref.WeakSet()  # whose outputs still exist
-        self._ahead: set[Call] = set()  # whose backward is to come or under way
-        self._over: list[Call] = []  # whose backward is over, in the backward under way
+        self._ahead: set[Turn] = set()  # whose backward may come, or is under way
+        self._over: list[Turn] = []  # whose backward is over, in the backward under way
         self._open_ended = False  # there was a call whose backward ends only with the whole one
+        self._in_order: Turn | None = None  # of the call under way, if it is one in `order`
         own = {parameter for group in unit.groups for parameter in group.parameters}
         within = dict.fromkeys(p for hooked in unit.hooked_modules for p in hooked.parameters())
         self._own, self._others = own, [parameter for parameter in within if parameter not in own]
@@ -93,15 +98,16 @@ class UnitHooks(Uncopied):
     def reset(self) -> None:
         """Forget calls under way, after a backward or an exception."""
         self.leave_forward()
-        for call in (*self._ahead, *self._over):
-            call.inputs.clear()  # the graph is gone; its producers would keep the inputs' graph alive
+        for turn in (*self._ahead, *self._over):
+            if turn.taken:
+                turn.forget_graph()
         self.forget_progress()
         self._open_ended = False
 
     def leave_forward(self) -> None:
         """End all forwards under way. Calls that wait for their backward stay."""
         self._depth = 0
-        self._call = None
+        self._call = self._in_order = None
         self._unit.forwards = 0
 
     def forget_progress(self) -> None:
@@ -112,12 +118,22 @@ class UnitHooks(Uncopied):
     def expect(self) -> None:
         """Expect the calls that are part of the graph that autograd enters."""
         for call in self._calls:
-            if call not in self._ahead and call.is_in_graph():
-                self._put_ahead(call)
+            if call.turn not in self._ahead and call.is_in_graph():
+                self._put_ahead(call.turn)
 
-    def _put_ahead(self, call: Call) -> None:
-        self._ahead.add(call)
-        self._progress.expect(call)
+    def _put_ahead(self, turn: Turn) -> None:
+        turn.taken = True
+        self._ahead.add(turn)
+        self._progress.expect(turn)
+
+    def await_turn(self, turn: Turn) -> None:
+        """Note that the backward may come to a call; `order` tells when."""
+        turn.task = self._order.task
+        self._ahead.add(turn)
+
+    def is_current(self, turn: Turn) -> bool:
+        """Return whether the weights are still those of the forward."""
+        return turn.changes == self._unit.changes
 
     def gradient_arrived(self) -> None:
         """Note that a parameter has a gradient.
@@ -126,9 +142,9 @@ class UnitHooks(Uncopied):
         (reentrant checkpointing): more may come from the outer one.
         """
         task = torch._C._current_graph_task_id()
-        for call in self._in_backward():
-            if call.task < task:
-                call.ends_with_gradients = False
+        for turn in self._in_backward():
+            if turn.task < task:
+                turn.ends_with_gradients = False
 
     def gradients_complete(self) -> None:
         """Note that every trainable parameter has its gradient.
@@ -139,15 +155,15 @@ class UnitHooks(Uncopied):
         if any(p.requires_grad for p in self._others) or not all(p.requires_grad for p in self._own):
             return
         open_ended = {
-            call for call in self._in_backward() if call.ends_with_gradients and call.newest_input < 0
+            turn for turn in self._in_backward() if turn.ends_with_gradients and turn.newest_input < 0
         }
         self._unit.calls_in_backward -= open_ended
         if open_ended:  # else its user releases it: a call at its end, or a graph
             self._unit.release()
 
-    def _in_backward(self) -> Iterator[Call]:
+    def _in_backward(self) -> Iterator[Turn]:
         """The calls among the unit's in backward; the others are graphs'."""
-        return (call for call in self._unit.calls_in_backward if isinstance(call, Call))
+        return (turn for turn in self._unit.calls_in_backward if isinstance(turn, Turn))
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -169,16 +185,28 @@ class UnitHooks(Uncopied):
         self._acquire(cast)
         self._unit.begin_compute()
         self._mark()
-        self._call = None
+        self._call = self._in_order = None
         if torch.is_grad_enabled():
             self._unit.computed_in = cast
+            turn = self._take_turn(cast)
             inputs, produced = with_producers(inputs)
-            self._call = Call(self, self._unit, cast, produced, recomputed=self._phase.in_backward)
+            self._call = Call(turn, produced, recomputed=self._phase.in_backward)
             if not produced:
-                self._call.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
+                turn.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
             for tensor in produced:
                 self._progress.watch(tensor)
         return inputs
+
+    def _take_turn(self, cast: Cast) -> Turn:
+        """Return a turn for a call that begins, in `order` if all ranks make the call and gather for it.
+
+        In a block of `zero.gathered`, one rank may make it alone. In a backward, calls are made again.
+        """
+        turn = Turn(self, self._unit, cast)
+        if not (self._unit.resident or self._unit.held_exact or torch._C._current_graph_task_id() >= 0):
+            self._in_order = turn
+            self._order.enter(turn)
+        return turn
 
     def lend(self) -> bool:
         """Gather the unit for a module inside it that is called by another way than through the unit.
@@ -195,6 +223,8 @@ class UnitHooks(Uncopied):
         if torch.is_grad_enabled():
             self._open_ended = True
             self._unit.computed_in = self._unit.cast_for(None)
+            self._take_turn(self._unit.computed_in)
+            self._leave_order()
         self._mark()
         return True
 
@@ -232,20 +262,39 @@ class UnitHooks(Uncopied):
         self._mark()
         call, self._call = self._call, None
         self._unit.end_compute()
-        tensors = list(iter_tensors(output))
+        in_order = self._in_order is not None
+        output, tensors = self._without_views(output, list(iter_tensors(output)))
         made = [] if call is None else [tensor for tensor in tensors if call.has_made(tensor)]
         if call is not None and call.inputs and not made:
             output = call.placed_in_graph(output)
             made = [tensor for tensor in iter_tensors(output) if call.has_made(tensor)]
         if call is not None and made:
             self._watch(call, made)
-        if self._unit.has_views_among(tensors):
-            self._unit.kept.add(Keep.VIEWED)
-        if made and (self._phase.in_backward or self._schedule.needed_soon(self._unit)):
+        self._leave_order()
+        soon = bool(made) if self._phase.in_backward else in_order and self._schedule.needed_soon(self._unit)
+        if soon:
             self._unit.rest()
         else:
             self._unit.release()
         return output
+
+    def _without_views(self, output: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Copy what is a view of a parameter, so that the unit can go; return the output, and its tensors.
+
+        The ranks could not know of one another which of them still have the unit.
+        """
+        if self._unit.held_exact or not self._unit.has_views_among(tensors):
+            return output, tensors
+        output = map_tensors(lambda t: t.clone() if self._unit.has_views_among([t]) else t, output)
+        tensors = list(iter_tensors(output))
+        if self._unit.has_views_among(tensors):  # in what cannot be mapped
+            self._unit.kept.add(Keep.VIEWED)
+        return output, tensors
+
+    def _leave_order(self) -> None:
+        if self._in_order is not None:
+            self._order.leave(self._in_order)
+            self._in_order = None
 
     def _watch(self, call: Call, made: Sequence[Tensor]) -> None:
         """Watch for gradients of the outputs.
@@ -256,31 +305,32 @@ class UnitHooks(Uncopied):
         for tensor in (*made, *bases):
             self._progress.watch(tensor, call.begin, call.begins_at)
         self._calls.add(call)
-        self._open_ended |= call.newest_input < 0
+        self._open_ended |= call.turn.newest_input < 0 and self._in_order is None
         call.outputs = [weakref.ref(tensor) for tensor in made]
 
-    def begin_backward(self, call: Call) -> None:
-        """Gather the unit: a gradient has reached an output of the call."""
-        if call.changes != self._unit.changes:
+    def begin_backward(self, turn: Turn) -> None:
+        """Gather the unit: a gradient has reached an output of the call, on this rank or another."""
+        if not self.is_current(turn):
             raise changed_since()
-        if call not in self._ahead:
-            self._put_ahead(call)
-        self._unit.computed_in = call.cast
-        if call not in self._unit.calls_in_backward:
-            self._unit.calls_in_backward.add(call)
+        if turn not in self._ahead:
+            self._put_ahead(turn)
+        turn.taken = True
+        self._unit.computed_in = turn.cast
+        if turn not in self._unit.calls_in_backward:
+            self._unit.calls_in_backward.add(turn)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
                 self._unit.kept.add(Keep.DIFFERENTIATED)
-            self._schedule.acquire(self._unit, call.cast)
+            self._schedule.acquire(self._unit, turn.cast)
             self._mark()
 
-    def end_backward(self, call: Call) -> None:
+    def end_backward(self, turn: Turn) -> None:
         """Release the unit: autograd has come to a node older than the call."""
-        began = call in self._unit.calls_in_backward
-        self._ahead.discard(call)
-        self._over.append(call)
-        self._unit.calls_in_backward.discard(call)
+        began = turn in self._unit.calls_in_backward
+        self._ahead.discard(turn)
+        self._over.append(turn)
+        self._unit.calls_in_backward.discard(turn)
         self._mark()
-        if not (self._ahead or self._open_ended):
+        if not (self._open_ended or any(map(self._order.takes, self._ahead))):
             self._on_over(self._unit)
         if began:
             self._unit.release()

@@ -25,7 +25,7 @@ from zero.sharding.parameter_guard import ParameterGuard
 class Keep(Enum):
     """Why a unit stays gathered beyond its forwards and backwards, and until when."""
 
-    VIEWED = "an output is a view of a parameter; until the model's next forward"
+    VIEWED = "an output that cannot be copied is a view of a parameter; until the model's next forward"
     DIFFERENTIATED = "its backward is part of a graph, create_graph=True; until the engine's backward is over"
     LENT = "a module inside was called past the unit; until the optimizer step's last backward is over"
     READ = "likewise, without gradients; until the next forward of the model or of such a module"

@@ -1,0 +1,166 @@
+"""The order in which a backward comes to the calls of units: one for all ranks, whatever their graphs are.
+
+Ranks call the same units in the same order, and autograd runs newest first, so the calls' backwards begin and
+end in the reverse of the order in which the calls ended and began. A rank whose loss does not depend on some
+call never comes to it: a condition that is dropped, features that are detached, a branch that is masked out.
+It has to gather and reduce the unit nevertheless, in the same place, if any rank comes to it.
+
+So each rank says, when autograd enters its graph, which calls that graph has. Nobody waits for the answer but
+a rank that lacks a call, when its turn comes. At the end of the step's last backward all see whether they
+have made the same calls.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from zero.communication.communicator import Communicator, NamedHandle
+from zero.communication.differences import first_line
+from zero.errors import RankMismatchError
+from zero.hooks.progress import next_number
+from zero.hooks.turn import Turn
+
+_LONGEST = 20_000  # beginnings and ends to remember: a program may never run a backward
+_FLAGS = 512  # calls of which ranks tell each other are padded to a multiple, so that few sizes travel
+_DIGEST = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """number: of the graph's next node, at that time. over: whether the forward was over; else it began."""
+
+    number: int
+    turn: Turn
+    over: bool
+
+
+@dataclass
+class _Ballot:
+    """What all ranks say of the calls before a backward.
+
+    flags: uint8, on the host: a digest of the calls, its complement, and a flag for each call that is in the
+    graph; of this rank or, once the handle has been waited for, of any.
+    """
+
+    turns: list[Turn]
+    flags: Tensor
+    handle: NamedHandle
+    equal: bool | None = None
+
+
+class CallOrder:
+    """The calls whose backward may come, in the order in which it comes.
+
+    task: autograd's, of the engine's backward under way; -1 in none.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.task = -1
+        self._communicator = communicator
+        self._events: deque[_Event] = deque(maxlen=_LONGEST)
+        self._left: list[_Event] = []  # that the backward under way has left out, newest first
+        self._ballot: _Ballot | None = None
+
+    def enter(self, turn: Turn) -> None:
+        """Note that a forward with gradients begins."""
+        self._events.append(_Event(turn.start, turn, over=False))
+
+    def leave(self, turn: Turn) -> None:
+        """Note that it is over."""
+        self._events.append(_Event(next_number(), turn, over=True))
+
+    def begin(self, task: int, root: Any) -> None:
+        """Tell the other ranks which calls the graph has that autograd enters. Collective.
+
+        root: the graph's first node.
+        """
+        self.settle()
+        self.task = task
+        self._left.clear()
+        current = [event for event in self._events if event.turn.current]  # others can have no backward
+        self._events = deque(current, maxlen=_LONGEST)
+        turns = [event.turn for event in current if not event.over]
+        for turn in turns:
+            turn.look(root)
+        if turns:
+            flags = torch.frombuffer(self._told(turns), dtype=torch.uint8)
+            handle = self._communicator.start_or("calls of units", flags)
+            self._ballot = _Ballot(turns, flags, handle)
+
+    def _told(self, turns: list[Turn]) -> bytearray:
+        calls = array("q", [2 * event.turn.index + event.over for event in self._events])
+        digest = crc32(calls.tobytes()).to_bytes(_DIGEST, "little")
+        complement = bytes(255 - byte for byte in digest)
+        return bytearray(digest + complement + bytes(t.taken for t in turns) + bytes(-len(turns) % _FLAGS))
+
+    def come_to(self, number: int) -> None:
+        """Begin and end the backwards of calls, up to where autograd runs a node of this number."""
+        while self._events and self._events[-1].number > number:
+            event = self._events.pop()
+            if not self.takes(event.turn):
+                self._left.append(event)
+            elif event.over:
+                event.turn.begin()
+            else:
+                event.turn.end()
+
+    def takes(self, turn: Turn) -> bool:
+        """Return whether the backward goes through the call on any rank. Waits if it does not on this one."""
+        if not turn.taken:
+            self._read()
+        return turn.taken
+
+    def _read(self) -> None:
+        ballot = self._ballot
+        if ballot is None or ballot.equal is not None:
+            return
+        ballot.handle.wait()
+        told = ballot.flags.tolist()
+        digest, complement, flags = told[:_DIGEST], told[_DIGEST : 2 * _DIGEST], told[2 * _DIGEST :]
+        ballot.equal = all(byte == 255 - other for byte, other in zip(digest, complement, strict=True))
+        if ballot.equal:  # else there are no calls that all ranks know by number; `settle` says so
+            for turn, flag in zip(ballot.turns, flags, strict=False):
+                turn.taken |= bool(flag)
+
+    def finish(self) -> None:
+        """Do what is left: autograd has run all nodes. Calls that were left out may have another backward."""
+        with torch.no_grad():  # as in the backward
+            self.come_to(-1)
+        self._events.extend(reversed(self._left))
+        self._left.clear()
+        self.task = -1
+
+    def settle(self) -> None:
+        """Raise RankMismatchError on all ranks if they had made different calls before the last backward."""
+        self._read()
+        ballot, self._ballot = self._ballot, None
+        if ballot is not None and not ballot.equal:
+            every = self._communicator.all_gather_object(
+                [_line(*each) for each in enumerate(ballot.turns, 1)]
+            )
+            raise RankMismatchError(f"the ranks have called different units: {first_line(every)}. {_ADVICE}")
+
+    def clear(self) -> None:
+        """Forget everything, after an exception."""
+        self.task = -1
+        self._events.clear()
+        self._left.clear()
+        self._ballot = None
+
+
+def _line(number: int, turn: Turn) -> str:
+    return f"call {number} is of {turn.unit!r}"
+
+
+_ADVICE = (
+    "Every rank must call the same units, as often and in the same order; its loss need not depend on them "
+    "all. Give all ranks equally many chunks; if a mixture's experts are units, name the block around them "
+    "with Config(units=...)"
+)
