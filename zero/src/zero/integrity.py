@@ -16,6 +16,7 @@ from zero.gradients.absent import AbsentGradients
 from zero.gradients.reducer import GradientReducer
 from zero.offload.state_offload import StateOffload
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.sharding.lifetime import ModelRef
 from zero.sharding.parameter_checks import ParameterChecks
 from zero.sharding.sharded_unit import ShardedUnit
 
@@ -34,7 +35,7 @@ class Integrity:
         state_offload: StateOffload,
     ) -> None:
         self.interrupted = False
-        self._module = module
+        self._model = ModelRef(module)
         self._optimizer = optimizer
         self._state_offload = state_offload
         self._parameter_checks = ParameterChecks(module, units)
@@ -106,7 +107,7 @@ class Integrity:
         """Raise UsageError if the stand-ins that backward left in place of gradients were replaced."""
         changed = self._absent.changed()
         if changed or self._optimizer.absent.changed():
-            names = {parameter: name for name, parameter in self._module.named_parameters()}
+            names = {parameter: name for name, parameter in self._model().named_parameters()}
             which = [names[parameter] for parameter in changed if parameter in names]
             raise UsageError(_NOT_HEEDED.format(some(which) or "that of what is in optimizer.param_groups"))
 

@@ -24,6 +24,7 @@ from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Runtime
 from zero.compiled.saved import hooks_spare_parameters
 from zero.errors import UsageError, ZeroError
+from zero.sharding.lifetime import ModelRef
 from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import Keep
 from zero.sharding.tensors import iter_tensors
@@ -51,7 +52,7 @@ class CompiledModel:
         rank: int,
     ) -> None:
         self._rank = rank
-        self._module = module
+        self._model = ModelRef(module)
         self._units = runtime.units
         self._runtime = runtime
         self._backend = backend
@@ -74,8 +75,8 @@ class CompiledModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_one_graph or torch._C._len_torch_dispatch_stack():
-            return self._module._call_impl(*args, **kwargs)
-        begun = self._begin(self._module, args, kwargs)
+            return self._model()._call_impl(*args, **kwargs)
+        begun = self._begin(self._model(), args, kwargs)
         args, kwargs = (args, kwargs) if begun is None else begun
         try:
             with nullcontext() if self._phase.in_backward else self._around():
@@ -110,7 +111,7 @@ class CompiledModel:
                 raise UsageError(_HOOKS)
         frame = self._frames.get(thawed)
         if frame is None:
-            call = _frame(self._module, len(self._frames))
+            call = _frame(self._model(), len(self._frames))
             # Dynamo holds graphs in this file's globals for as long as the code has them, and code for ever.
             weakref.finalize(self, reset_code, call.__code__).atexit = False
             frame = self._frames[thawed] = torch.compile(
@@ -125,7 +126,7 @@ class CompiledModel:
         self._phase.in_graph = True
         try:
             with hooks_spare_parameters():
-                result = whole(*args, **kwargs)
+                result = whole(self._model(), *args, **kwargs)
             self._show_returned(result)
             self._runtime.pending_backwards.expect(result)
             return result
@@ -146,11 +147,11 @@ class CompiledModel:
 
     def _by_units(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on without the whole graph, unless the model itself raises on these arguments."""
-        result = self._module._call_impl(*args, **kwargs)
+        result = self._model()._call_impl(*args, **kwargs)
         self._why = _reason(error)
         self._is_one_graph = False
         # What a backward recomputes it computes as it was here; a checkpoint may have turned gradients off.
-        self._units_wait = torch.is_grad_enabled() or self._module.training
+        self._units_wait = torch.is_grad_enabled() or self._model().training
         if not self._units_wait:
             self._compile_units()
         warn(
@@ -169,7 +170,7 @@ class CompiledModel:
 
     def _is_block(self, module: nn.Module) -> bool:
         """Not the root, which what it calls would be compiled into."""
-        return module is not self._module
+        return module is not self._model()
 
 
 # What says that a model is not one graph, here or behind dynamo.
@@ -205,13 +206,13 @@ def _settle_hook_order(module: nn.Module) -> None:
 
 
 def _frame(module: nn.Module, number: int) -> Callable[..., Any]:
-    """A function that calls `module` with its hooks, for dynamo to begin at.
+    """A function that calls `module`, its first argument, with its hooks, for dynamo to begin at.
 
     Dynamo keeps its graphs, and counts them against its limit, by code object: every engine has its own, and
     each of its frames.
     """
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # dynamo left the frame alone, and nothing is gathered here
             raise NotOneGraph("torch.compile is disabled here, or skips this call")
         return module._call_impl(*args, **kwargs)

@@ -25,6 +25,7 @@ from zero.offload.memory_tracer import MemoryTracer
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.exact import computes_in
+from zero.sharding.lifetime import ModelRef, weakly
 from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import Keep, ShardedUnit
 from zero.sharding.tensors import map_tensors
@@ -56,14 +57,14 @@ class ModelHooks(Uncopied):
     ) -> None:
         self.phase = Phase()
         self._tracer = tracer
-        self._module = module
+        self._model = ModelRef(module)
         self._integrity = integrity
         self._record_streamer = optimizer.record_streamer
         self._communicator = communicator
         self._forwards = 0  # with gradients, since the last backward
         self._config = config
         self._units = units
-        self._called = {module}  # and, from `UnitHooks`, whatever needs a unit
+        self._called = weakref.WeakSet((module,))  # and, from `UnitHooks`, whatever needs a unit
         disk = stores.read_ahead if config.tiers.params == "disk" else None
         self._schedule = Schedule(list(units), config.prefetch, disk)
         device_type = stores.accelerator.device.type
@@ -71,7 +72,7 @@ class ModelHooks(Uncopied):
         self._watch = AutocastWatch(module, config, device_type, gathers, rank)
         self._order = CallOrder(communicator)
         self._root: Any = None  # the first node of the graph of the backward under way
-        self._progress = progress = Progress(device_type, self._expect, self._come_to)
+        self._progress = progress = Progress(device_type, weakly(self._expect), weakly(self._come_to))
         self._hooks = {
             unit: UnitHooks(
                 unit,
@@ -82,7 +83,7 @@ class ModelHooks(Uncopied):
                 device_type,
                 tracer,
                 self._called,
-                self._backward_over,
+                weakly(self._backward_over),
             )
             for unit in units
         }
@@ -101,7 +102,7 @@ class ModelHooks(Uncopied):
     def watchable(self) -> Iterator[nn.Module]:
         """Yield the modules whose operations can be seen one by one: none of a compiled model."""
         if self.compiled is None:
-            yield self._module
+            yield self._model()
             for unit in self._units:
                 yield from unit.hooked_modules
 
@@ -299,12 +300,13 @@ class ModelHooks(Uncopied):
         from zero.compiled.compile_calls import Callbacks, compile_calls  # imports the compiler, for seconds
 
         of_group = {gradients.group: gradients for gradients in self.reducer.all}
+        take = weakly(self._take)
         callbacks = Callbacks(
-            self._prepare,
-            lambda group, index, gradient, more: self._take(of_group[group], index, gradient, more),
-            self._graph_over,
+            weakly(self._prepare),
+            lambda group, index, gradient, more: take(of_group[group], index, gradient, more),
+            weakly(self._graph_over),
         )
-        module, config, communicator = self._module, self._config, self._communicator
+        module, config, communicator = self._model(), self._config, self._communicator
         return compile_calls(
             module,
             config,

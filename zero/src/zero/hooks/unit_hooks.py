@@ -16,7 +16,8 @@ does a backward that will itself be differentiated.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSet, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class UnitHooks(Uncopied):
         order: CallOrder,
         device_type: str,
         tracer: Tracer,
-        called: set[nn.Module],
+        called: MutableSet[nn.Module],
         on_over: Callable[[ShardedUnit], None],
     ) -> None:
         self._unit = unit
@@ -77,10 +78,8 @@ class UnitHooks(Uncopied):
         within = dict.fromkeys(p for hooked in unit.hooked_modules for p in hooked.parameters())
         self._own, self._others = own, [parameter for parameter in within if parameter not in own]
         self._on_over = on_over
-        # Not as decorators: dynamo takes seconds to import, and only engines need it.
-        self._enter = torch.compiler.disable(self._gather_before)
-        self._leave = torch.compiler.disable(self._release_after)
-        self._hooked: set[nn.Module] = set()
+        self._enter, self._leave = _untraced()
+        self._hooked: MutableSet[nn.Module] = weakref.WeakSet()
         self._called = called
         for module in unit.hooked_modules:
             self._hook(module)
@@ -168,10 +167,10 @@ class UnitHooks(Uncopied):
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any] | None:
-        return None if self._phase.in_graph else self._enter((args, kwargs))
+        return None if self._phase.in_graph else self._enter(self, (args, kwargs))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return None if self._phase.in_graph else self._leave(output)
+        return None if self._phase.in_graph else self._leave(self, output)
 
     def _gather_before(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
         """Gather the unit; return the inputs for its forward."""
@@ -334,6 +333,15 @@ class UnitHooks(Uncopied):
             self._on_over(self._unit)
         if began:
             self._unit.release()
+
+
+@cache
+def _untraced() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What gathers before and releases after a forward, for dynamo to leave alone.
+
+    Not as decorators: dynamo takes seconds to import, and only engines need it.
+    """
+    return torch.compiler.disable(UnitHooks._gather_before), torch.compiler.disable(UnitHooks._release_after)
 
 
 class _OwnUnit(Uncopied):

@@ -26,6 +26,7 @@ from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.settings.offload import Tier
 from zero.settings.sizes import human
+from zero.sharding.lifetime import weakly
 from zero.tiers.stores import Stores
 from zero.warning import warn
 
@@ -61,7 +62,7 @@ class Balancer:
         self._steps = 0
         self._seen: MemoryReport | None = None
         self._before = 0  # the highest point since records last moved, from before the state was away
-        self.oom_retry = OomRetry(self._accelerator, self._relieve_all, self._movable)
+        self.oom_retry = OomRetry(self._accelerator, weakly(self._relieve_all), weakly(self._movable))
         self._useful = stores.resolve("host") == "host"
         self._warm_up = MEASURED_STEPS + any(owned.rule is None for owned in optimizer.subs)
         if self._useful:

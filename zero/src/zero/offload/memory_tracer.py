@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,8 +32,8 @@ class MemoryTracer:
         self._memory = accelerator.memory
         self._streams = accelerator.streams
         self._units = units
-        self._reducer: GradientReducer | None = None
-        self._optimizer: ShardedOptimizer | None = None
+        self._reducer: Callable[[], GradientReducer | None] = lambda: None  # weak, like the next
+        self._optimizer: Callable[[], ShardedOptimizer | None] = lambda: None
         self._begun = 0.0
         self._samples: list[Sample] = []
         self._away = 0  # gradients that have left
@@ -44,7 +45,7 @@ class MemoryTracer:
 
     def watch(self, reducer: GradientReducer, optimizer: ShardedOptimizer) -> None:
         """Count what these hold, too, from now on. They are made later than the tracer, which they call."""
-        self._reducer, self._optimizer = reducer, optimizer
+        self._reducer, self._optimizer = weakref.ref(reducer), weakref.ref(optimizer)
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
@@ -97,7 +98,8 @@ class MemoryTracer:
         )
 
     def _bits(self, is_set: Callable[[GroupGradients], bool]) -> int:
-        gradients = () if self._reducer is None else self._reducer.all
+        reducer = self._reducer()
+        gradients = () if reducer is None else reducer.all
         return sum(is_set(each) << n for n, each in enumerate(gradients))
 
     def end(self) -> None:
@@ -117,9 +119,9 @@ class MemoryTracer:
     def held(self) -> DeviceBytes:
         """What the engine holds of the device now."""
         held = sum((g.held() for unit in self._units for g in unit.groups), DeviceBytes())
-        if self._reducer is not None:
-            held += DeviceBytes(gradients=self._reducer.device_bytes())
-        if self._optimizer is not None:
-            gradients = self._optimizer.gradient_bytes
-            held += DeviceBytes(gradients=gradients, optimizer=self._optimizer.own_state_bytes())
+        if (reducer := self._reducer()) is not None:
+            held += DeviceBytes(gradients=reducer.device_bytes())
+        if (optimizer := self._optimizer()) is not None:
+            gradients = optimizer.gradient_bytes
+            held += DeviceBytes(gradients=gradients, optimizer=optimizer.own_state_bytes())
         return held

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from accelz.accelerator import Accelerator
+from zero.sharding.lifetime import ModelRef
 from zero.sharding.tensors import iter_tensors
 
 SLACK = 0.005  # of the capacity: growth that the plan's margin has room for
@@ -38,7 +40,8 @@ class OomRetry:
         self._memory = accelerator.memory
         self._repeating = _Repeating(accelerator, make_room)
         self._movable = movable
-        self._most: dict[nn.Module | None, tuple[int, int]] = {}  # bytes of inputs, and in use beside movable
+        # Bytes of inputs, and in use beside movable; by module, and of backwards by this object.
+        self._most: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
         self._under_way: set[object] = set()  # forwards and backwards, one inside another
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
@@ -47,13 +50,13 @@ class OomRetry:
             module._compiled_call_impl = self._watched(module)  # what `module(...)` calls, if set
 
     def _watched(self, module: nn.Module) -> Callable[..., Any]:
-        call = module._compiled_call_impl or module._call_impl
+        compiled, called = module._compiled_call_impl, ModelRef(module)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            this, outermost = object(), not self._under_way
+            this, outermost, module = object(), not self._under_way, called()
             try:
                 self._begin(this, outermost, module, args, kwargs)
-                return call(*args, **kwargs)
+                return (compiled or module._call_impl)(*args, **kwargs)
             finally:
                 self._end(this, outermost)
 
@@ -65,23 +68,23 @@ class OomRetry:
         self._under_way.clear()  # an interrupt may have left some: none is under way in a new backward
         this = object()
         try:
-            self._begin(this, True, None)
+            self._begin(this, True, self)
             yield
         finally:
             self._end(this, True)
 
-    def _begin(self, this: object, outermost: bool, module: nn.Module | None, *arguments: Any) -> None:
+    def _begin(self, this: object, outermost: bool, what: object, *arguments: Any) -> None:
         self._under_way.add(this)
         if outermost:
             self._switch_off()
-            if self._has_grown(module, sum(t.nbytes for t in iter_tensors(arguments))):
+            if self._has_grown(what, sum(t.nbytes for t in iter_tensors(arguments))):
                 self._repeating.__enter__()
 
-    def _has_grown(self, module: nn.Module | None, inputs: int) -> bool:
+    def _has_grown(self, what: object, inputs: int) -> bool:
         stats, movable = self._memory.stats(), self._movable()
         base = stats.allocated - movable
-        known = self._most.get(module, (-1, -1))
-        self._most[module] = max(known[0], inputs), max(known[1], base)
+        known = self._most.get(what, (-1, -1))
+        self._most[what] = max(known[0], inputs), max(known[1], base)
         return bool(movable) and (inputs > known[0] or base > known[1] + SLACK * stats.capacity)
 
     def _end(self, this: object, outermost: bool) -> None:

@@ -11,6 +11,7 @@ slices or, if it looks at more than single elements, whole parameters, each on o
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
@@ -39,6 +40,7 @@ from zero.optimizer.speculative_steps import SpeculativeSteps
 from zero.optimizer.stepping import GroupStepping
 from zero.settings.offload import Tier
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.lifetime import weakly
 from zero.tiers.record import Opened
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
@@ -102,11 +104,11 @@ class ShardedOptimizer:
                 with self._room("for the optimizer state of", owned):
                     self._make_state(owned, owned.rule)
         self._speculative = (
-            None if expected is None else SpeculativeSteps(stores, self.owned, self._plan, expected)
+            None if expected is None else SpeculativeSteps(stores, self.owned, weakly(self._plan), expected)
         )
         self.gradient_observer: GradientObserver = self._speculative or self.record_streamer
         for each in {optimizer, *members(optimizer)}:
-            each.register_step_pre_hook(self._check_caller)
+            each.register_step_pre_hook(_callers_check(self))
             refuse_calls(each)
 
     def step(self, gradients: Sequence[GroupGradients], scale: Tensor | None, skip: Tensor | None) -> None:
@@ -221,12 +223,6 @@ class ShardedOptimizer:
         if index in self._rules:
             self._rules[index].options(options)
 
-    def _check_caller(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._in_step:
-            raise UsageError(
-                "optimizer.step() was called directly and would change nothing: call engine.step() instead"
-            )
-
     def move(self, owned: OwnedSubGroup, tier: Tier) -> None:
         """Move a record between device memory and host memory; one on disk stays there."""
         self._move(owned, self._stores.resolve(tier), streamed=False)
@@ -328,3 +324,17 @@ def _between_hooks(optimizers: Sequence[Optimizer], step: Callable[[], None]) ->
         setattr(optimizer, "_opt_called", True)  # noqa: B010 (what torch's schedulers look at)
 
     Optimizer.profile_hook_step(inside)(first)
+
+
+def _callers_check(sharded: ShardedOptimizer) -> Callable[..., None]:
+    """Make the user's optimizer refuse steps other than the engine's. It must not hold what holds it."""
+    found = weakref.ref(sharded)
+
+    def check_caller(*_: Any) -> None:
+        alive = found()
+        if alive is None or not alive._in_step:
+            raise UsageError(
+                "optimizer.step() was called directly and would change nothing: call engine.step() instead"
+            )
+
+    return check_caller

@@ -9,6 +9,7 @@ from torch import nn
 
 from zero.errors import ModelError, some
 from zero.sharding.alterations import replaced, versions_of
+from zero.sharding.lifetime import ModelRef
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.warning import warn
 
@@ -21,7 +22,7 @@ class ParameterChecks:
 
     def __init__(self, module: nn.Module, units: Sequence[ShardedUnit]) -> None:
         groups = [group for unit in units for group in unit.groups]
-        self._module = module
+        self._model = ModelRef(module)
         self._known = {id(parameter) for group in groups for parameter in group.parameters}
         self._names_then = _names_of(module)
         self._units = tuple(units)
@@ -76,7 +77,7 @@ class ParameterChecks:
         self._refuse("saved or loaded", list(self._new()))
         with torch._C.DisableTorchFunctionSubclass():
             self._check_rebound()
-        now, then = _names_of(self._module), self._names_then
+        now, then = _names_of(self._model()), self._names_then
         moved = [name for name, parameter in now.items() if then.get(name) != parameter]
         if moved:
             raise ModelError(
@@ -97,7 +98,7 @@ class ParameterChecks:
 
         Walks the modules itself, as `named_parameters()` takes eight times as long.
         """
-        known, modules, seen = self._known, [self._module], set[int]()
+        known, modules, seen = self._known, [self._model()], set[int]()
         while modules:
             module = modules.pop()
             if id(module) in seen:
@@ -110,7 +111,7 @@ class ParameterChecks:
 
     def _names(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         wanted = {id(parameter) for parameter in parameters}
-        return [name for name, parameter in self._module.named_parameters() if id(parameter) in wanted]
+        return [name for name, parameter in self._model().named_parameters() if id(parameter) in wanted]
 
 
 def _names_of(module: nn.Module) -> dict[str, int]:

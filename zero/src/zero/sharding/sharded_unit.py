@@ -8,6 +8,7 @@ exact values of a unit that computes with others.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import chain
@@ -67,7 +68,7 @@ class ShardedUnit:
     ) -> None:
         self.index = index
         self.name = name
-        self.hooked_modules = tuple(hooked_modules)
+        self._hooked_modules = tuple(map(weakref.ref, hooked_modules))  # see `lifetime`
         self.groups = tuple(groups)
         self.resident = resident
         self.forwards = 0
@@ -86,6 +87,11 @@ class ShardedUnit:
         self._quant_dtype = next(
             (group.gather_options.quant_dtype for group in groups if group.gather_options.quant_dtype), None
         )
+
+    @property
+    def hooked_modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose forward needs the parameters, as far as the model still has them."""
+        return tuple(module for found in self._hooked_modules if (module := found()) is not None)
 
     @property
     def common(self) -> bool:

@@ -101,21 +101,29 @@ def _numel(module: nn.Module) -> int:
 
 def _assign(model: nn.Module, chosen: dict[str, nn.Module]) -> dict[nn.Parameter, str]:
     """Map each parameter to the innermost unit that contains every module holding it."""
-    unit_of = {module: name for name, module in chosen.items()}
     chains: dict[nn.Parameter, list[str]] = {}
-
-    def visit(module: nn.Module, chain: list[str]) -> None:
-        if module in unit_of:
-            chain = [*chain, unit_of[module]]
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                known = chains.get(parameter)
-                chains[parameter] = chain if known is None else _common(known, chain)
-        for child in module.children():
-            visit(child, chain)
-
-    visit(model, [])
+    _visit(model, [], {module: name for name, module in chosen.items()}, chains)
     return {parameter: chain[-1] if chain else ROOT for parameter, chain in chains.items()}
+
+
+def _visit(
+    module: nn.Module,
+    chain: list[str],
+    unit_of: dict[nn.Module, str],
+    chains: dict[nn.Parameter, list[str]],
+) -> None:
+    """Note for each parameter inside the units that contain every module holding it, outermost first.
+
+    chain: the units around `module`.
+    """
+    if module in unit_of:
+        chain = [*chain, unit_of[module]]
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            known = chains.get(parameter)
+            chains[parameter] = chain if known is None else _common(known, chain)
+    for child in module.children():
+        _visit(child, chain, unit_of, chains)
 
 
 def _common(first: list[str], second: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -55,7 +56,7 @@ class Stores:
         self._folder = folder
         self._compact = compact
         self._streamed = streamed
-        self._movable: list[Movable] = []
+        self._movable: list[weakref.ref[Movable]] = []  # which hold these stores
 
     @cached_property
     def carrier(self) -> Carrier:
@@ -78,12 +79,12 @@ class Stores:
 
     def may_move(self, state: Movable) -> None:
         """Have `relieve` move this state too, after what it has been given before."""
-        self._movable.append(state)
+        self._movable.append(weakref.ref(state))
 
     def relieve(self, nbytes: int) -> int:
         """Free about that many bytes of the device, if possible; return how many."""
         freed = 0
-        for state in self._movable:
+        for state in filter(None, (found() for found in self._movable)):
             freed += state.relieve(nbytes - freed) if freed < nbytes else 0
         return freed
 
