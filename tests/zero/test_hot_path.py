@@ -17,7 +17,7 @@ from tests.zero.models import Stack, device_of
 from tests.zero.test_parity import fresh as language_model
 from tests.zero.test_parity import language_loss
 from tests.zero.test_paths import Optionals, decaying, optional_loss, straight
-from tests.zero.training import adamw, collected, exchanges_of, living
+from tests.zero.training import adamw, collected, exchanges_of, living, own_work_seen
 
 # Operations by which a value on the device reaches the host.
 _WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item"}
@@ -47,7 +47,7 @@ def waiting_body(context: Context, **settings: Any) -> list[str]:
     engine = zero.initialize(model, adamw(model), zero.Config(timeout=10, **settings))
     for step in range(10):  # of skipped steps the host learns every few steps
         loss = language_loss(model, step, context.rank)
-        with WaitWatcher() as watcher:
+        with own_work_seen(), WaitWatcher() as watcher:
             engine.backward(loss)
             engine.step()
         if watcher.seen:
@@ -95,7 +95,7 @@ def wide_gradient_body(context: Context, optimizer: str) -> list[tuple[str, int]
                 made.append((func.overloadpacket.__name__, out.numel()))
             return out
 
-    with Sizes():
+    with own_work_seen(), Sizes():
         engine.backward(loss)
         engine.step()
     return [(name, numel) for name, numel in made if numel >= 1024 * 1024 // 2]

@@ -15,7 +15,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.offload.test_tiers import adagrad
 from tests.zero.test_parity import fresh, language_loss
-from tests.zero.training import adamw
+from tests.zero.training import adamw, own_work_seen
 
 HOST = {"optimizer": "host", "params": "host"}
 Change = Callable[[zero.Engine, Path], object]
@@ -149,7 +149,7 @@ def beside_body(context: Context) -> list[bool]:
     config = zero.Config(precision="bf16", offload=zero.Offload(params="host"), timeout=20)
     engine = zero.initialize(model, adamw(model), config)
     for step in range(2):  # in the second, units are gathered ahead
-        with CopiesFromHost(context) as copies:
+        with own_work_seen(), CopiesFromHost(context) as copies:
             loss = language_loss(model, step, context.rank)
         engine.backward(loss)
         engine.step()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Context
+from zero.tiers import apart
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, rank) -> loss of that rank's micro-batch
 
@@ -49,6 +50,16 @@ def collected() -> Iterator[None]:
     collect_all()
     gc.freeze()
     yield
+
+
+@contextmanager
+def own_work_seen() -> Iterator[None]:
+    """Let dispatch modes see what the engine does on its own tensors, which they do not otherwise."""
+    modes, apart._modes = apart._modes, lambda: 0
+    try:
+        yield
+    finally:
+        apart._modes = modes
 
 
 @dataclass

@@ -30,6 +30,7 @@ from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import Keep, ShardedUnit
 from zero.sharding.tensors import map_tensors
 from zero.sharding.uncopied import Uncopied
+from zero.tiers.apart import apart
 from zero.tiers.stores import Stores
 
 if TYPE_CHECKING:
@@ -119,13 +120,15 @@ class ModelHooks(Uncopied):
             self._tracer.mark("backward", "")
             self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
             self._forget_interrupted()
-            self.reducer.begin_backward(last)
+            with apart():
+                self.reducer.begin_backward(last)
             yield
             self._order.finish()
             if last:
                 self._order.settle()
             # Before the last micro-batch, only a disk may have anything to tell.
-            self.reducer.finish_backward(agree=last or self._config.tiers.path is not None)
+            with apart():
+                self.reducer.finish_backward(agree=last or self._config.tiers.path is not None)
         finally:
             self.phase.in_backward = self._communicator.in_pass = self._record_streamer.expected = False
             if not self._forwards:  # of the whole model: only parts were called, and this was their order
@@ -239,8 +242,9 @@ class ModelHooks(Uncopied):
         if not self.phase.in_backward:
             raise UsageError(_OUTSIDE)
         self._hooks[gradients.unit].gradient_arrived()
-        if self.reducer.receive(gradients, index, gradient, more):
-            self._hooks[gradients.unit].gradients_complete()
+        with apart():
+            if self.reducer.receive(gradients, index, gradient, more):
+                self._hooks[gradients.unit].gradients_complete()
 
     def _begin_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -249,7 +253,8 @@ class ModelHooks(Uncopied):
             return None  # this was done before the graph was entered
         if not self.phase.in_backward:
             self._communicator.in_pass = self._config.tiers.params == "disk"
-            self._record_streamer.return_all_to_host()  # graphs do this themselves
+            with apart():
+                self._record_streamer.return_all_to_host()  # graphs do this themselves
             self._issued = self._communicator.issued
         return self._prepare(module, args, kwargs, own_calls=1)
 
@@ -265,7 +270,8 @@ class ModelHooks(Uncopied):
             return
         gathered = not torch.is_grad_enabled() and self._communicator.issued > self._issued
         if gathered or self._config.tiers.params == "disk":
-            self._communicator.agree()
+            with apart():
+                self._communicator.agree()
 
     def _prepare(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], own_calls: int = 0
@@ -278,7 +284,8 @@ class ModelHooks(Uncopied):
             self._watch.look()
         if not (_in_autograd() or self.in_use(own_calls)):
             # What a forward prefetched or kept but never used.
-            self.release_all(keep=(Keep.DIFFERENTIATED, Keep.LENT))
+            with apart():
+                self.release_all(keep=(Keep.DIFFERENTIATED, Keep.LENT))
             self._forget_progress()
             self._schedule.begin(torch.is_grad_enabled())
             self._integrity.check_refreshed()

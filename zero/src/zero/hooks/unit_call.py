@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from accelz.flat_buffer import HOST
 from zero.hooks.progress import number_of
 from zero.hooks.turn import Turn
-from zero.sharding.tensors import iter_tensors, map_tensors
+from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
+from zero.tiers.apart import apart
 
 
 class Call:
@@ -84,9 +85,12 @@ class Call:
         That gives the call a place in the graph, as on ranks that have used the unit.
         """
         output = map_tensors(lambda t: t.view_as(t) if t.grad_fn is not None and _is_plain(t) else t, output)
-        self._passes_on = not any(map(self.has_made, iter_tensors(output)))  # in what cannot be mapped
+        self._passes_on = not any(
+            map(self.has_made, with_inner(iter_tensors(output)))
+        )  # in what cannot be mapped
         if self._passes_on:  # uses up a number, so that what follows is newer
-            torch.ones((), device=HOST, requires_grad=True).neg()
+            with apart():
+                torch.ones((), device=HOST, requires_grad=True).neg()
         return output
 
     def begin(self) -> None:
@@ -103,7 +107,7 @@ def with_producers(inputs: tuple[Any, Any]) -> tuple[tuple[Any, Any], list[Tenso
     If none has one, a view takes the place of the first leaf that gradients go to. Parameters and the
     caller's containers are left as they are.
     """
-    produced = [tensor for tensor in iter_tensors(inputs) if tensor.grad_fn is not None]
+    produced = [tensor for tensor in with_inner(iter_tensors(inputs)) if tensor.grad_fn is not None]
     args, kwargs = inputs
     leaf = next(filter(_is_plain_leaf, (*args, *kwargs.values())), None)
     if produced or leaf is None:

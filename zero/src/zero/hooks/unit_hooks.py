@@ -36,8 +36,9 @@ from zero.sharding.cast import Cast
 from zero.sharding.guard import UNIT_ATTRIBUTE
 from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import FOR_PARTS, Keep, ShardedUnit, State
-from zero.sharding.tensors import iter_tensors, map_tensors
+from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
 from zero.sharding.uncopied import Uncopied
+from zero.tiers.apart import apart
 from zero.tiers.tracer import Tracer
 
 
@@ -181,9 +182,10 @@ class UnitHooks(Uncopied):
         if Keep.READ in self._unit.kept and calls_under_way(self._hooked) == 1:
             self._unit.kept.discard(Keep.READ)  # what it was kept for is over
         cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
-        self._acquire(cast)
-        self._unit.begin_compute()
-        self._mark()
+        with apart():
+            self._acquire(cast)
+            self._unit.begin_compute()
+            self._mark()
         self._call = self._in_order = None
         if torch.is_grad_enabled():
             self._unit.computed_in = cast
@@ -191,7 +193,9 @@ class UnitHooks(Uncopied):
             inputs, produced = with_producers(inputs)
             self._call = Call(turn, produced, recomputed=self._phase.in_backward)
             if not produced:
-                turn.ends_with_gradients = not any(t.requires_grad for t in iter_tensors(inputs))
+                turn.ends_with_gradients = not any(
+                    t.requires_grad for t in with_inner(iter_tensors(inputs))
+                )
             for tensor in produced:
                 self._progress.watch(tensor)
         return inputs
@@ -218,7 +222,8 @@ class UnitHooks(Uncopied):
         if part is None:
             return False
         self._hook(part)
-        self._unit.gather_to_keep(Keep.LENT if torch.is_grad_enabled() else Keep.READ)
+        with apart():
+            self._unit.gather_to_keep(Keep.LENT if torch.is_grad_enabled() else Keep.READ)
         if torch.is_grad_enabled():
             self._open_ended = True
             self._unit.computed_in = self._unit.cast_for(None)
@@ -258,15 +263,16 @@ class UnitHooks(Uncopied):
         self._unit.forwards -= 1
         if self._depth:
             return output
-        self._mark()
         call, self._call = self._call, None
-        self._unit.end_compute()
+        with apart():
+            self._mark()
+            self._unit.end_compute()
         in_order = self._in_order is not None
-        output, tensors = self._without_views(output, list(iter_tensors(output)))
+        output, tensors = self._without_views(output, with_inner(iter_tensors(output)))
         made = [] if call is None else [tensor for tensor in tensors if call.has_made(tensor)]
         if call is not None and call.inputs and not made:
             output = call.placed_in_graph(output)
-            made = [tensor for tensor in iter_tensors(output) if call.has_made(tensor)]
+            made = [tensor for tensor in with_inner(iter_tensors(output)) if call.has_made(tensor)]
         if call is not None and made:
             self._watch(call, made)
         self._leave_order()
@@ -274,7 +280,8 @@ class UnitHooks(Uncopied):
         if soon:
             self._unit.rest()
         else:
-            self._unit.release()
+            with apart():
+                self._unit.release()
         return output
 
     def _without_views(self, output: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
@@ -285,7 +292,7 @@ class UnitHooks(Uncopied):
         if self._unit.held_exact or not self._unit.has_views_among(tensors):
             return output, tensors
         output = map_tensors(lambda t: t.clone() if self._unit.has_views_among([t]) else t, output)
-        tensors = list(iter_tensors(output))
+        tensors = with_inner(iter_tensors(output))
         if self._unit.has_views_among(tensors):  # in what cannot be mapped
             self._unit.kept.add(Keep.VIEWED)
         return output, tensors
@@ -319,8 +326,9 @@ class UnitHooks(Uncopied):
             self._unit.calls_in_backward.add(turn)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
                 self._unit.kept.add(Keep.DIFFERENTIATED)
-            self._schedule.acquire(self._unit, turn.cast)
-            self._mark()
+            with apart():
+                self._schedule.acquire(self._unit, turn.cast)
+                self._mark()
 
     def end_backward(self, turn: Turn) -> None:
         """Release the unit: autograd has come to a node older than the call."""
@@ -328,11 +336,12 @@ class UnitHooks(Uncopied):
         self._ahead.discard(turn)
         self._over.append(turn)
         self._unit.calls_in_backward.discard(turn)
-        self._mark()
-        if not (self._open_ended or any(map(self._order.takes, self._ahead))):
-            self._on_over(self._unit)
-        if began:
-            self._unit.release()
+        with apart():
+            self._mark()
+            if not (self._open_ended or any(map(self._order.takes, self._ahead))):
+                self._on_over(self._unit)
+            if began:
+                self._unit.release()
 
 
 @cache

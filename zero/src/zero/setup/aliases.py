@@ -22,7 +22,6 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from accelz.flat_buffer import HOST
 from zero.deferred import deferred_init
@@ -30,6 +29,7 @@ from zero.errors import ModelError, some
 from zero.setup.holders import Holders
 from zero.setup.reached import reached
 from zero.setup.spans import Spans, span_of
+from zero.tiers.apart import apart
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private; without it, models alone are searched
 
@@ -98,7 +98,7 @@ def _uses(tensor: Tensor) -> int:
 
 @cache
 def _uses_of_one() -> int:
-    with _disable_current_modes():
+    with apart():
         return _uses(torch.empty(1, device=HOST))
 
 

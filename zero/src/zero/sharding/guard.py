@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 
 from zero.errors import ShardedParameterError
 
@@ -170,7 +171,8 @@ def describe(func: Callable[..., Any]) -> str:
 
 
 def _refused(func: Callable[..., Any], own: dict[str, Any]) -> ShardedParameterError:
-    name, reason = own.get(NAME_ATTRIBUTE, "?"), own.get(REASON_ATTRIBUTE, SHARDED)
+    why = REPLAYED if isinstance(func, OpOverload) else SHARDED
+    name, reason = own.get(NAME_ATTRIBUTE, "?"), own.get(REASON_ATTRIBUTE, why)
     return ShardedParameterError(f"{describe(func)} needs the values of parameter {name!r}, {reason}")
 
 
@@ -191,6 +193,10 @@ SHARDED = (
     "which is sharded over the ranks. Call its module (not module.forward), or read it inside `with "
     "zero.gathered(parameter):`; engine.state_dict() has the whole model. Resize embeddings, convert and "
     "wrap layers before zero.initialize"
+)
+REPLAYED = (
+    "which is sharded over the ranks, and which a recorded graph uses after its module has returned. Call "
+    "torch.func.linearize, make_fx and the like, and what they return, inside `with zero.gathered(model):`"
 )
 ANEW = "free the model and the optimizer, and build them again"
 LOST = f"which a failed zero.initialize left incomplete: {ANEW}"

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+_is_wrapped, _transform = (
+    torch._C._functorch.is_functorch_wrapped_tensor,
+    torch._C._functorch.peek_interpreter_stack,
+)
 _ATOMS = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device)
 
 
@@ -25,6 +30,24 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
         elif not is_atom(item) and id(item) not in seen:
             seen.add(id(item))
             stack.extend(_children(item))
+
+
+def with_inner(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors and, where torch.func or forward-mode AD is on, those inside them and their tangents.
+
+    Autograd may come to any of them: a transform's own to the outer ones, the loss's to the innermost.
+    """
+    found = list(tensors)
+    duals = forward_ad._current_level >= 0
+    if not duals and _transform() is None:
+        return found
+    for tensor in found:  # grows meanwhile
+        if _is_wrapped(tensor):
+            found.append(torch._C._functorch.get_unwrapped(tensor))
+        tangent = forward_ad.unpack_dual(tensor).tangent if duals and tensor.is_floating_point() else None
+        if tangent is not None:
+            found.append(tangent)
+    return found
 
 
 def is_atom(item: Any) -> bool:

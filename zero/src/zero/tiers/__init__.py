@@ -2,6 +2,7 @@
 
 Modules, lowest first:
 
+apart                   the engine's own work, unseen by what the program has switched on
 placement               which tier each group's state goes to, by the settings
 host_memory             the bytes of tensors in host memory
 stored, swap_file       values that must be read to be used; a rank's unnamed file on disk
