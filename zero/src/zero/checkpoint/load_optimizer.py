@@ -17,10 +17,11 @@ from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, mode
 from zero.checkpoint.names import is_floating, raise_for
 from zero.checkpoint.tensor_reader import TensorReader
 from zero.errors import OptimizerError, StateError
-from zero.optimizer.joint import kind_of, kinds_of_groups
+from zero.optimizer.joint import kind_of, kinds_of_groups, members
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import in_memory_order, moved
 from zero.optimizer.pieces import home_of
+from zero.optimizer.stepping import goes_by_element
 from zero.sharding.layout import ParameterSpec
 from zero.tiers.values import changing
 
@@ -123,9 +124,17 @@ class OptimizerLoad:
             return False
         if kernel:
             return self._kernel_takes(piece, entry, tensors)
-        return piece.piece.length == numel or all(
-            not tensor.shape or self._sharded(key, entry, tensor) for key, tensor in tensors.items()
-        )
+        wide = {key: tensor for key, tensor in tensors.items() if tensor.shape}
+        if self._by_element[piece.param_group] and not all(is_floating(t.dtype) for t in wide.values()):
+            return False
+        whole = piece.piece.length == numel and not self._by_element[piece.param_group]
+        return whole or all(self._sharded(key, entry, tensor) for key, tensor in wide.items())
+
+    @cached_property
+    def _by_element(self) -> list[bool]:
+        """For each param_group, whether its optimizer is known to have numbers for each element as state."""
+        each = members(self._optimizer)
+        return [goes_by_element(optimizer) for optimizer in each for _ in optimizer.param_groups]
 
     def _kernel_takes(
         self, piece: OwnedPiece, entry: ParameterEntry, tensors: Mapping[str, TensorEntry]
