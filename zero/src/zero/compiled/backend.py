@@ -32,13 +32,18 @@ class ShardingBackend:
     """
 
     def __init__(
-        self, facts: Facts, parameters: Sequence[nn.Parameter], settings: Compile, activations: float
+        self,
+        facts: Facts,
+        parameters: Sequence[nn.Parameter],
+        settings: Compile,
+        activations: float,
+        rank: int,
     ) -> None:
         self.facts = facts
         self.settings = settings
         self.activations = activations
         self.reports: list[GraphReport] = []
-        self.generator = inductor.CodeGenerator()
+        self.generator = inductor.CodeGenerator(rank)
         self._numbers = {id(p): n for n, p in enumerate(parameters)}
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> inductor.Compiled:

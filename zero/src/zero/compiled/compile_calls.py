@@ -54,10 +54,10 @@ def compile_calls(
         units, stores.accelerator, callbacks.receive, callbacks.close, tracer, phase, record_streamer
     )
     facts = gather_facts(runtime.handle, units, record_streamer, accumulates)
-    backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores))
+    rank = communicator.group.rank
+    backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores), rank)
     persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)
     around = communicator.together if on_disk else nullcontext
-    rank = communicator.group.rank
     return CompiledModel(module, runtime, backend, persistence, phase, callbacks.begin, around, rank)
 
 

@@ -12,7 +12,6 @@ that the backward draws again need.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,16 +20,22 @@ from torch._functorch import config as functorch_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from zero.warning import warn
+
 Compiled = Callable[..., Any]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 AT_ONCE = {"force_non_lazy_backward_lowering": True}
 
 
 class CodeGenerator:
-    """Inductor for one engine's graphs. failed: why it could not compile one of them; "" if it could all."""
+    """Inductor for one engine's graphs.
 
-    def __init__(self) -> None:
+    rank: this rank's number in the job. failed: why it could not compile a graph; "" if it could all.
+    """
+
+    def __init__(self, rank: int) -> None:
         self.failed = ""
+        self._rank = rank
 
     def generate(
         self,
@@ -62,10 +67,10 @@ class CodeGenerator:
     def _tell(self, error: Exception) -> None:
         told, self.failed = self.failed, str(error).strip().split("\n")[0]
         if not told:
-            warnings.warn(
+            warn(
                 "zero: inductor could not compile a graph of the model, whose operations run one by one "
                 f'instead, as with zero.Compile(inner="aot_eager"): {self.failed}',
-                stacklevel=2,
+                rank=self._rank,
             )
 
 

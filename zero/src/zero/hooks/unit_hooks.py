@@ -193,9 +193,7 @@ class UnitHooks(Uncopied):
             inputs, produced = with_producers(inputs)
             self._call = Call(turn, produced, recomputed=self._phase.in_backward)
             if not produced:
-                turn.ends_with_gradients = not any(
-                    t.requires_grad for t in with_inner(iter_tensors(inputs))
-                )
+                turn.ends_with_gradients = not any(t.requires_grad for t in with_inner(iter_tensors(inputs)))
             for tensor in produced:
                 self._progress.watch(tensor)
         return inputs

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,6 +29,7 @@ from zero.setup.holders import Holders
 from zero.setup.reached import reached
 from zero.setup.spans import Spans, span_of
 from zero.tiers.apart import apart
+from zero.warning import warn
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private; without it, models alone are searched
 
@@ -74,7 +74,7 @@ def check_aliases(model: nn.Module) -> None:
         shown = some([f"{where} (of {name!r})" for name, where in search.kept.items()])
         raise ModelError(f"there are tensors over the memory of parameters: {shown}. {_STALE}")
     if search.left:
-        warnings.warn(f"{_LEFT} {some(search.left)}", stacklevel=3)
+        warn(f"{_LEFT} {some(search.left)}")
 
 
 def _shared_memories(model: nn.Module) -> dict[int, _Memory]:

@@ -69,10 +69,10 @@ def initialize(
     config = settings(config)
     check_process_group(process_group)
     check_model(model)
-    check_aliases(model)
     accelerator = accelz.current()
     check_movable(model, accelerator.device)
     with held_back() as held:
+        check_aliases(model)
         prepared = prepare(model, optimizer, config, for_graphs=True)
     check_dtypes(prepared, config, accelerator)
     budgeted = config.tiers.budget("optimizer") is not None
