@@ -26,6 +26,7 @@ from zero.communication.differences import first_line
 from zero.errors import RankMismatchError
 from zero.hooks.progress import next_number
 from zero.hooks.turn import Turn
+from zero.tiers.apart import apart
 
 _LONGEST = 20_000  # beginnings and ends to remember: a program may never run a backward
 _FLAGS = 512  # calls of which ranks tell each other are padded to a multiple, so that few sizes travel
@@ -89,9 +90,10 @@ class CallOrder:
         turns = [event.turn for event in current if not event.over]
         for turn in turns:
             turn.look(root)
-        if turns:
-            flags = torch.frombuffer(self._told(turns), dtype=torch.uint8)
-            handle = self._communicator.start_or("calls of units", flags)
+        if turns and self._communicator.group.size > 1:
+            with apart():
+                flags = torch.frombuffer(self._told(turns), dtype=torch.uint8)
+                handle = self._communicator.start_or("calls of units", flags)
             self._ballot = _Ballot(turns, flags, handle)
 
     def _told(self, turns: list[Turn]) -> bytearray:
@@ -122,7 +124,8 @@ class CallOrder:
         if ballot is None or ballot.equal is not None:
             return
         ballot.handle.wait()
-        told = ballot.flags.tolist()
+        with apart():
+            told = ballot.flags.tolist()
         digest, complement, flags = told[:_DIGEST], told[_DIGEST : 2 * _DIGEST], told[2 * _DIGEST :]
         ballot.equal = all(byte == 255 - other for byte, other in zip(digest, complement, strict=True))
         if ballot.equal:  # else there are no calls that all ranks know by number; `settle` says so
