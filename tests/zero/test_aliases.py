@@ -220,6 +220,13 @@ def loaded(model: nn.Module) -> dict[str, Tensor]:
     return values
 
 
+def file_of_safetensors(model: nn.Module) -> dict[str, Tensor]:
+    """Its tensors are views of what was read."""
+    values = {name: tensor.view(torch.uint8).view(tensor.dtype) for name, tensor in loaded(model).items()}
+    model.load_state_dict({name.removeprefix("model."): t for name, t in values.items()}, assign=True)
+    return values
+
+
 def last_value(model: nn.Module) -> Tensor:
     name, value = "", torch.empty(0)
     for name, value in model.state_dict().items():
@@ -227,7 +234,7 @@ def last_value(model: nn.Module) -> Tensor:
     return value
 
 
-@pytest.mark.parametrize("way", [lambda m: m.state_dict(), loaded, last_value])
+@pytest.mark.parametrize("way", [lambda m: m.state_dict(), loaded, file_of_safetensors, last_value])
 def test_state_dicts_and_variables_of_before_are_warned_of(way: Callable[[nn.Module], Any]) -> None:
     model = built()
     kept = way(model)

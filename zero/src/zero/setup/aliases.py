@@ -160,7 +160,8 @@ class _Search:
             name = self._parameter_under(tensor)
             assert name is not None
             if holders.of(tensor) or tensor._use_count() == 1:  # type: ignore[attr-defined]
-                if _is_whole(tensor, self._parameters[name]) and holders.only_by_name(tensor):
+                plain = id(tensor._base) not in self._own and _is_whole(tensor, self._parameters[name])
+                if plain and holders.only_by_name(tensor):
                     self.left.append(name)
                 else:
                     self.kept.setdefault(name, holders.described(tensor))
@@ -179,11 +180,8 @@ class _Search:
 
 
 def _is_whole(tensor: Tensor, parameter: nn.Parameter) -> bool:
-    return tensor._base is None and (tensor.shape, tensor.stride(), tensor.dtype) == (
-        parameter.shape,
-        parameter.stride(),
-        parameter.dtype,
-    )
+    ours, theirs = ((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, parameter))
+    return ours == theirs
 
 
 def _set_anew(model: nn.Module) -> Iterator[Tensor]:
@@ -204,7 +202,9 @@ def _storage_of(tensor: Tensor) -> int:
         return 0
 
 
-_NOT_PYTHONS = "something that is not Python's own, such as a DLPack capsule"
+_NOT_PYTHONS = (
+    "something that is not Python's own, such as a DLPack capsule or an old graph of weight.detach()"
+)
 _STALE = (
     "Training would leave them behind with the values of now, because zero gives parameters memory of their "
     "own. Take the view in forward, from the parameter; register one Parameter in every module that uses it; "
