@@ -233,7 +233,7 @@ STRIKES = {
     "the model": ("init", 2, "settings and model exchange"),
     "first values": ("init", 3, "broadcast of unit '0'"),
     "gather in forward": ("forward", 2, "all_gather of unit '1'"),
-    "gather in backward": ("backward", 1, "all_gather of unit '1'"),
+    "gather in backward": ("backward", 2, "all_gather of unit '1'"),  # the calls of units come first
     "reduce-scatter": ("backward", 1, "reduce_scatter of unit '1'"),
     "norm": ("step", 1, "all_reduce of unit 'gradient norm'"),
     "new weights": ("step", 2, "all_gather of unit '0'"),
