@@ -20,7 +20,7 @@ from accelz.flat_buffer import Slot
 from accelz.kernels import Kernels
 from accelz.updates import AdamWUpdate
 
-from .doubles.bodies import Bodies
+from .doubles.bodies import Bodies, keep_the_device
 from .doubles.machine import Machine, gaudi, gaudi_environment
 
 LAZY = {"PT_HPU_LAZY_MODE": "1", "DOUBLE_TORCH_FORK": "1"}
@@ -467,6 +467,7 @@ def test_a_bridge_without_the_operator_is_told() -> None:
 def train(steps: int) -> tuple[list[float], list[float]]:
     """Losses of the engine on hpu, and of plain torch on the host, from the same start."""
     torch.manual_seed(0)
+    keep_the_device()
     plain = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
     model.load_state_dict(plain.state_dict())

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelz.errors import BackendUnavailableError
 
-from .doubles.bodies import Bodies
+from .doubles.bodies import Bodies, keep_the_device
 from .doubles.machine import Machine, intel_gpu
 
 ONE, TWO = {"DOUBLE_DEVICES": "1"}, {"DOUBLE_DEVICES": "2"}
@@ -206,6 +206,7 @@ def test_the_engine_trains() -> None:
     """Eager, with state on the device and with state on the host: the losses of plain torch."""
     import zero
 
+    keep_the_device()
     load().bind(0)
     for offload in (None, zero.Offload(optimizer="host", params="host")):
         torch.manual_seed(0)

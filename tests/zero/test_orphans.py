@@ -44,6 +44,9 @@ def orphaned_body(context: Context, outlive: bool) -> tuple[int, str]:
             engine.step()
     except zero.CommunicationError as error:
         return engine.steps, str(error)
+    finally:
+        if launch:
+            launch.gone = ""  # later engines of these ranks share it
     return engine.steps, ""
 
 
@@ -70,6 +73,8 @@ def alone_body(context: Context) -> tuple[int, str]:
             engine._communicator._launch.gone = "torchrun"
     except zero.CommunicationError as error:
         return engine.steps, str(error)
+    finally:
+        engine._communicator._launch.gone = ""
     return engine.steps, ""
 
 

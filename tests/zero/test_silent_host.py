@@ -104,7 +104,7 @@ def save() -> None:
 
 
 def engine() -> None:
-    line, job = SimpleNamespace(engine=1), SimpleNamespace(peers=Peers())
+    line, job = SimpleNamespace(engine=1), SimpleNamespace(peers=Peers(), launch=None)
     groups: Any = SimpleNamespace(data=group_of(0.2), control=None, line=line, job=job)
     accelerator: Any = SimpleNamespace(collectives=None)
     Communicator(accelerator, groups, "Net")
