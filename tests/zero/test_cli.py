@@ -86,6 +86,20 @@ def test_convert_to_a_universal_checkpoint(checkpoint: Path, tmp_path: Path) -> 
     assert "not a complete checkpoint" in message
 
 
+def test_part_of_a_model_is_never_passed_off_as_the_whole(tmp_path: Path) -> None:
+    base = [f"base.{n}" for n in range(9)]
+    synthetic.save(tmp_path / "part", MODEL, left_out=base)
+    told = "saved without: base.0, base.1"
+    for number, command in enumerate(["consolidate", "convert", "convert --to universal"]):
+        result = run(*command.split(), tmp_path / "part", tmp_path / f"out-{number}")
+        assert result.exit_code == 0, result.output
+        assert told in result.stderr
+        assert "and 1 more" in result.stderr
+    assert told in run("consolidate", tmp_path / "out-1", tmp_path / "again").stderr
+    assert "without     base.0, base.1" in run("inspect", tmp_path / "part").stdout
+    assert json.loads(run("inspect", tmp_path / "part", "--json").stdout)["saved_without"] == base
+
+
 def test_inspect_tells_what_is_there(checkpoint: Path) -> None:
     result = run("inspect", checkpoint)
     assert result.exit_code == 0

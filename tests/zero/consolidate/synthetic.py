@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,8 +24,8 @@ from zero.checkpoint.save_messages import SaveMessages
 from zero.checkpoint.storage import DISK
 
 
-def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2) -> None:
-    """A checkpoint of parameters, stored as they are."""
+def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2, left_out: Sequence[str] = ()) -> None:
+    """A checkpoint of parameters, stored as they are. left_out: names of what the model has besides."""
     store = bounded(HashStore(), 60.0)
     failures: list[BaseException] = []
 
@@ -33,7 +33,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2) -> None:
         parts = [part for name, value in tensors.items() for part in _part(name, value, number, ranks)]
         messages = SaveMessages(Group(number, ranks, 60.0, store, cast(Any, None)), "synthetic", Peers())
         job = Job(messages, DISK, current(), Publication(DISK, path, None), RankState(parts=parts))
-        job.described = _described(tensors, ranks)
+        job.described = {**_described(tensors, ranks), "left_out": [*left_out]}
         try:
             job.run()
         except BaseException as error:

@@ -46,6 +46,7 @@ app = typer.Typer(
 )
 errors = Console(stderr=True)
 _WIDEST = 60  # characters of a column
+_PARTIAL = "part of a model: the checkpoint was saved without"
 
 
 class Dtype(str, Enum):
@@ -232,6 +233,7 @@ def consolidate(
     print(f"{where}: {result.tensors} tensors, {human(result.nbytes)} in {files}, {seconds:.1f} s")
     _warn("infinite in fp16, although finite in the checkpoint", result.overflowed)
     _warn("skipped (not a tensor)", result.left_out)
+    _warn(_PARTIAL, result.missing)
 
 
 @app.command()
@@ -277,6 +279,7 @@ def convert(
                 result = to_zero(source, out, options, progress)
     print(f"{printable(result.out)}: {result.tensors} tensors, {human(result.nbytes)}")
     _warn("skipped (not a tensor)", result.left_out)
+    _warn(_PARTIAL, result.missing)
 
 
 @app.command()
@@ -339,6 +342,8 @@ def _facts(source: Source) -> dict[str, Any]:
         rows["created"] = _moment(rows["created"])
     rows["tensors"] = f"{len(source.tensors)}, {human(sum(t.nbytes for t in source.tensors))}"
     rows["elements"] = f"{sum(t.numel for t in source.tensors):,}"
+    if source.missing:
+        rows["without"] = some(source.missing)
     return {label: human(value) if label == "bytes" else value for label, value in rows.items()}
 
 
@@ -379,4 +384,5 @@ def _described(source: Source) -> dict[str, Any]:
             for tensor in source.tensors
         ],
         "left_out": list(source.left_out),
+        "saved_without": list(source.missing),
     }

@@ -132,6 +132,7 @@ def _described(source: Source, file: PlannedFile) -> dict[str, Any]:
             if kind != "buffer"
         ],
         "buffers": [chosen.name for chosen, kind in kinds.items() if kind == "buffer"],
+        "left_out": list(source.missing),
         "extra_state": {},
         "state": {},
     }

@@ -57,7 +57,7 @@ class Result:
 
     out: the directory. files: names of the files with weights. tensors, nbytes: the number of tensors and of
     their bytes. overflowed: names of tensors with finite values that became infinite in fp16. left_out: names
-    of state that is not a tensor.
+    of state that is not a tensor. missing: names of what the model had and the source was saved without.
     """
 
     out: Path
@@ -66,6 +66,7 @@ class Result:
     nbytes: int
     overflowed: tuple[str, ...]
     left_out: tuple[str, ...]
+    missing: tuple[str, ...]
 
 
 def consolidate(
@@ -143,7 +144,8 @@ def publish(
     names = tuple(file.name for file in plan.files)
     tensors = sum(len(file.tensors) for file in plan.files)
     overflowed = tuple(sorted(job.converter.overflowed))
-    return Result(staging.out, names, tensors, plan.payload, overflowed, source.left_out)
+    left = source.left_out, source.missing
+    return Result(staging.out, names, tensors, plan.payload, overflowed, *left)
 
 
 def verify(

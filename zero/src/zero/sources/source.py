@@ -69,7 +69,8 @@ class Source(ABC):
     """Weights in some format. Chunks may be read from several threads; call close() when done.
 
     format: its name, for people. tensors: every parameter and buffer. facts: further facts to show, by label.
-    identity: changes when the content does. left_out: names of state that is not a tensor.
+    identity: changes when the content does. left_out: names of state that is not a tensor. missing: names of
+    what the model had and these weights were saved without.
     Opening and reading raise CheckpointError if something is missing, and CorruptCheckpointError if something
     is damaged.
     """
@@ -80,6 +81,7 @@ class Source(ABC):
     facts: dict[str, Any]
     identity: str
     left_out: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def sums_records(self) -> bool:

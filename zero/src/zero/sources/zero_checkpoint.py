@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
 from zero.checkpoint.boundary import typed
 from zero.checkpoint.manifest import (
-    ITEM_BYTES,
-    MANIFEST,
     Manifest,
     ParameterEntry,
     Slice,
@@ -19,7 +16,6 @@ from zero.checkpoint.manifest import (
     state_key,
 )
 from zero.checkpoint.reader import Checkpoint, find
-from zero.errors import CorruptCheckpointError
 from zero.sources.memory_order import Box, boxes, read_box, stretches
 from zero.sources.source import Chunk, Kind, Piece, Source, TensorInfo
 
@@ -47,11 +43,10 @@ class ZeroSource(Source):
     def _describe(self, optimizer: bool) -> None:
         self.checkpoint.check_files()
         manifest = self.checkpoint.manifest
-        if not math.isfinite(manifest.created):
-            raise CorruptCheckpointError(f"{self.path / MANIFEST}: it was created at no time")
         found = dict(_infos(manifest, optimizer))
         self._keys, self.tensors = tuple(found), tuple(found.values())
         self.left_out = tuple(manifest.extra_state)
+        self.missing = manifest.left_out
         self.identity = f"zero {self.path.absolute()} {self.checkpoint.digest:08x}"
         self.facts = {
             "steps": manifest.steps,
@@ -122,8 +117,6 @@ def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInf
         entry = manifest.tensors[key]
         kind: Kind = "parameter" if parameter.trainable else "frozen"
         dtypes = entry.dtype, parameter.dtype
-        if parameter.dtype not in ITEM_BYTES:
-            raise CorruptCheckpointError(f"{parameter.name!r} has the unknown dtype {parameter.dtype!r}")
         yield key, TensorInfo(parameter.name, entry.shape, *dtypes, kind, parameter.aliases)
         for state in elementwise_state(manifest, parameter) if optimizer else ():
             key = state_key(state, parameter.name)
