@@ -76,7 +76,11 @@ class Staging:
         else:
             old = hidden(self.out, "replaced")
             storage.rename(self.out, old)
-            storage.rename(self.path, self.out)
+            try:
+                storage.rename(self.path, self.out)
+            except OSError:
+                storage.rename(old, self.out)
+                raise
             storage.remove(old)
         storage.sync_directory(self.out.parent)
 
