@@ -211,16 +211,25 @@ def test_names_in_files_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     assert run("convert", tmp_path / "odd.pt", odd).stdout.startswith(f"{tmp_path}/{SHOWN}: 1 tensors")
 
 
-@pytest.mark.parametrize("created", [1e300, -1e300, 1e18, float("nan")])
-def test_facts_may_be_anything(checkpoint: Path, created: float) -> None:
+@pytest.mark.parametrize("created", [1e300, -1e300, 1e18, float("nan"), 253_370_764_799.0])
+def test_moments_that_no_calendar_has_are_refused(
+    checkpoint: Path, created: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC-14")  # east of Greenwich
+    time.tzset()
     data = form.unseal("zero-checkpoint", (checkpoint / form.MANIFEST).read_bytes())
     changed = {**json.loads(data), "created": created}
     text = json.dumps(changed)[1:].encode()
     head = form.seal("zero-checkpoint", {}).partition(b"crc32")[0]
     (checkpoint / form.MANIFEST).write_bytes(head + b'crc32":"%08x",\n' % crc32(text) + text)
     result = run("inspect", checkpoint)
-    assert result.exit_code == (2 if created != created else 0), result.output
-    assert created != created or "after 1970" in result.stdout
+    monkeypatch.undo()
+    time.tzset()
+    if created == 253_370_764_799.0:
+        assert "created     9999-01-01 13:59:59+14:00" in result.stdout
+    else:
+        assert result.exit_code == 2, result.output
+        assert "manifest.json cannot be used: created" in " ".join(result.stderr.split())
 
 
 def test_any_locale_shows_any_name(tmp_path: Path) -> None:

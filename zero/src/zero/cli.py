@@ -339,19 +339,12 @@ def _warn(what: str, names: tuple[str, ...]) -> None:
 def _facts(source: Source) -> dict[str, Any]:
     rows: dict[str, Any] = {"path": source.path, "format": source.format, **source.facts}
     if "created" in rows:
-        rows["created"] = _moment(rows["created"])
+        rows["created"] = datetime.fromtimestamp(rows["created"]).astimezone().isoformat(" ", "seconds")
     rows["tensors"] = f"{len(source.tensors)}, {human(sum(t.nbytes for t in source.tensors))}"
     rows["elements"] = f"{sum(t.numel for t in source.tensors):,}"
     if source.missing:
         rows["without"] = some(source.missing)
     return {label: human(value) if label == "bytes" else value for label, value in rows.items()}
-
-
-def _moment(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
-    except (OverflowError, ValueError, OSError):  # a file may say anything
-        return f"{seconds} seconds after 1970"
 
 
 def _table(source: Source) -> Iterator[str]:

@@ -48,7 +48,7 @@ _HEAD = '{"format":"%s","version":%d,"crc32":"%08x",\n'
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 Digest = Annotated[int, Field(ge=0, lt=1 << 32)]
 Sizes = Annotated[tuple[Count, ...], Field(max_length=MOST_DIMENSIONS)]
-Seconds = Annotated[float, Field(ge=0, lt=253_402_300_800)]  # since 1970, before the year 10,000
+Seconds = Annotated[float, Field(ge=0, lt=253_370_764_800)]  # since 1970, before the year 9999
 
 
 class _Record(BaseModel):
