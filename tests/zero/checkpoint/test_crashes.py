@@ -13,6 +13,7 @@ import zero
 from accelz import selection
 from tests.zero.checkpoint.memory_storage import Fixed, MemoryStorage, Operation, Tree
 from tests.zero.checkpoint.small_saves import contents, expected, save
+from zero.checkpoint import pointer
 from zero.checkpoint.manifest import MANIFEST
 from zero.checkpoint.reader import Checkpoint, complete, find
 
@@ -219,6 +220,36 @@ def test_a_checkpoint_that_latest_did_not_name_in_time_is_in_the_rotation(
     assert {"step-3", "step-5", "step-7", "step-9"} < set(storage.names(RUNS))
     assert save(storage, RUNS / "step-11", 11, 2) == [None, None]
     assert storage.names(RUNS) == ["apart", "kept", "latest", "step-11", "step-9"]
+
+
+def test_a_save_that_fails_forgets_no_other_one_that_latest_does_not_name_yet() -> None:
+    def fails(number: int, operation: Operation) -> None:
+        kind, first, *second = operation
+        if kind == "rename" and second[0] == str(RUNS / "latest") and "step-7" in broken:
+            raise PermissionError(errno.EACCES, "injected", first)
+        if kind == "create" and first.endswith(MANIFEST) and "step-9" in broken:
+            broken.clear()
+            raise PermissionError(errno.EACCES, "injected", first)
+
+    storage = MemoryStorage(prepared(SCENARIOS["rotating"]), fault=fails)
+    broken = {"step-7"}
+    assert save(storage, RUNS / "step-7", 7, 2) == [None, None]
+    assert find(RUNS, storage).name == "step-5"
+    broken.add("step-9")
+    assert all(isinstance(e, zero.CheckpointError) for e in save(storage, RUNS / "step-9", 9, 2))
+    assert find(RUNS, storage).name == "step-7"
+    assert save(storage, RUNS / "step-11", 11, 1) == [None, None]
+    assert storage.names(RUNS) == ["kept", "latest", "step-11"]
+
+
+def test_a_rotation_that_nobody_would_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage(prepared(SCENARIOS["rotating"]))
+    monkeypatch.setattr(pointer, "LARGEST_LATEST", 140)
+    assert save(storage, RUNS / "step-7", 7, 9) == [None, None]
+    errors = save(storage, RUNS / "step-9", 9, 9)
+    assert all("lists 4 checkpoints for rotation; lower keep_last" in str(error) for error in errors)
+    assert find(RUNS, storage).name == "step-7"
+    assert not left_over(storage)
 
 
 def test_what_cannot_be_removed_disturbs_no_save_and_is_removed_later(

@@ -27,7 +27,7 @@ from zero.errors import CheckpointError, CorruptCheckpointError
 
 
 class Pointer:
-    """The `latest` of one directory. Methods raise OSError."""
+    """The `latest` of one directory. Methods raise OSError, and CheckpointError as they say."""
 
     def __init__(self, storage: Storage, parent: Path) -> None:
         self._storage = storage
@@ -66,10 +66,18 @@ class Pointer:
         return gone if keep_last is None else [*gone, *kept[:-keep_last]]
 
     def prepare(self, name: str, manifest: bytes) -> None:
-        """Write the next contents. manifest: of the checkpoint that is about to be published."""
-        latest = Latest(checkpoint=name, rotation=self._listed, manifest=crc32(manifest))
+        """Write the next contents. manifest: of the checkpoint that is about to be published.
+
+        Raises CheckpointError if they list so many checkpoints that nobody would read them.
+        """
+        latest = seal("zero-latest", Latest(checkpoint=name, rotation=self._listed, manifest=crc32(manifest)))
+        if len(latest) > LARGEST_LATEST:
+            raise CheckpointError(
+                f"{self._path} would have {len(latest):,} bytes, and at most {LARGEST_LATEST:,} are read: it "
+                f"lists {len(self._listed)} checkpoints for rotation; lower keep_last, or save elsewhere"
+            )
         self._storage.remove(self._next)
-        write_whole(self._storage, self._next, seal("zero-latest", latest))
+        write_whole(self._storage, self._next, latest)
 
     def replace(self) -> None:
         """Let what was prepared take its place."""

@@ -98,10 +98,12 @@ class Publication:
         """Remove what was staged, and restore the checkpoint that it was to replace."""
         if not self._begun:
             return
-        in_place.remove_strays(self._storage, self.path)
-        self._remove(self.staging)
-        self._restore(self.path)
-        self._pointer.drop()
+        with self._alone():
+            with self._later():
+                self._pointer.finish()  # what is prepared may be an earlier save's, or another one's
+            in_place.remove_strays(self._storage, self.path)
+            self._remove(self.staging)
+            self._restore(self.path)
 
     def close(self) -> None:
         """Release the lock on the staging directory."""
