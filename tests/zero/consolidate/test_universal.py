@@ -14,6 +14,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.consolidate import saved
 from tests.zero.models import LanguageModel, tokens
 from tests.zero.training import adamw
+from zero.checkpoint.manifest import LossScaleEntry
 from zero.consolidate import Options, consolidate, open_source, verify
 from zero.consolidate.universal import export_universal
 from zero.sources.zero_checkpoint import ZeroSource
@@ -97,6 +98,16 @@ def test_patterns_take_the_optimizer_state_along(folder: Path, tmp_path: Path) -
     assert names
     assert all(name.startswith("blocks.0.") for name in names)
     assert (tmp_path / "out" / TAG / "zero" / "blocks.0.up.weight" / "exp_avg.pt").exists()
+
+
+def test_skipped_steps_are_counted_on(folder: Path, tmp_path: Path) -> None:
+    with ZeroSource(folder / "checkpoint", optimizer=True) as source:
+        manifest = source.checkpoint.manifest
+        scale = LossScaleEntry(scale=8.0, good_steps=1.0, skipped_steps=2)
+        source.checkpoint.manifest = manifest.model_copy(update={"loss_scale": scale})
+        export_universal(source, tmp_path / "out")
+    states = load(tmp_path / "out" / TAG / "mp_rank_00_model_states.pt")
+    assert (states["global_steps"], states["skipped_steps"]) == (3, 2)
 
 
 def test_names_that_are_no_directories_are_refused(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ ARGUMENT_HINTS: Mapping[str, Mapping[str, str]] = {
         "tag": _PATH,
         "client_state": "pass it as state=",
         "save_latest": "`latest` always points to the newest checkpoint; remove it",
+        "exclude_frozen_parameters": "pass trainable_only=True, which leaves out buffers, too",
     },
     "load_checkpoint": {
         "tag": _PATH,

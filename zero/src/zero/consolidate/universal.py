@@ -140,7 +140,7 @@ class _Export:
 
     def _common(self) -> dict[str, Any]:
         """Model states without tensors of the source."""
-        state = self._reader.decode(self._manifest.state)
+        state, scale = self._reader.decode(self._manifest.state), self._manifest.loss_scale
         scheduler = next((state[key] for key in _SCHEDULERS if key in state), None)
         shared = {alias: p.name for p in self._parameters for alias in p.aliases}
         return {
@@ -148,7 +148,7 @@ class _Export:
             "param_shapes": list(self._shapes_by_group()),
             "shared_params": shared,
             "global_steps": self._manifest.steps,
-            "skipped_steps": 0,
+            "skipped_steps": 0 if scale is None else scale.skipped_steps,
             "dp_world_size": self._manifest.world_size,
             "mp_world_size": 1,
             "lr_scheduler": scheduler,
