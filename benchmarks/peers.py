@@ -135,7 +135,7 @@ class ZeroPeer(Peer):
 
     def weights(self) -> list[Tensor]:
         """The whole masters, which all ranks ask for together."""
-        return [value for value in self._engine.state_dict().values() if isinstance(value, Tensor)]
+        return [value for value in self._engine.state_dict(master=True).values() if isinstance(value, Tensor)]
 
 
 class DeepSpeedPeer(Peer):
