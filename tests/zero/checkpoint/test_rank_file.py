@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from accelz.conformance.cluster import Clusters, Context
+from zero.checkpoint import rank_layout
 from zero.checkpoint.manifest import CHECKSUM_BLOCK
 from zero.checkpoint.rank_file import Part, pack, write_rank_file
+from zero.checkpoint.rank_layout import RankLayout, Stretch
 from zero.checkpoint.storage import DISK, PAGE
 from zero.checkpoint.stream import CHUNK
+from zero.errors import CheckpointError
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.int64)
 
@@ -63,3 +66,12 @@ def test_packed_or_not_the_bytes_are_the_same(cluster: Clusters, tmp_path: Path,
         [generator.randrange(3 * CHECKSUM_BLOCK) for _ in range(40)],
     ]
     assert cluster(1).run(files_body, folder=str(tmp_path), all_sizes=sizes) == [[]]
+
+
+@pytest.mark.parametrize(("numel", "count"), [(1 << 42, 1), (1, 200)])
+def test_files_that_nobody_would_read_are_refused(
+    numel: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_layout, "LONGEST_HEADER", 2 * PAGE)
+    with pytest.raises(CheckpointError, match="save from more ranks"):
+        RankLayout(Stretch(f"model/{n}", "F32", (numel,), numel) for n in range(count))

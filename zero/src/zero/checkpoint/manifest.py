@@ -24,6 +24,7 @@ CHECKSUMS = "checksums"  # the tensor that holds them in a rank's file
 CHECKSUM_BLOCK = 1 << 16  # bytes that one checksum covers
 LARGEST_MANIFEST = 1 << 28  # bytes; it describes some six million slices
 LARGEST_LATEST = 1 << 20
+LARGEST_TABLE = 1 << 28  # bytes of checksums; they cover 4 TiB
 LONGEST_HEADER = 100_000_000  # of a safetensors file, in bytes; the limit of its library
 MOST_DIMENSIONS = 64  # of a tensor, as in torch
 ITEM_BYTES = {

@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from zero.checkpoint.header import lay_out
-from zero.checkpoint.manifest import CHECKSUM_BLOCK, CHECKSUMS, ITEM_BYTES
+from zero.checkpoint.manifest import (
+    CHECKSUM_BLOCK,
+    CHECKSUMS,
+    ITEM_BYTES,
+    LARGEST_TABLE,
+    LONGEST_HEADER,
+)
+from zero.errors import CheckpointError
 
 _METADATA = {"format": "pt", "whole": "see manifest.json"}
 
@@ -42,7 +49,7 @@ class RankLayout:
     """Where everything is in the file.
 
     header: its first bytes. places: the byte where each stretch begins. checksums_at: the byte where the
-    table of checksums begins. size: the file's bytes.
+    table of checksums begins. size: the file's bytes. Raises CheckpointError for what no reader would take.
     """
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
@@ -51,6 +58,11 @@ class RankLayout:
         blocks = sum(stretch.blocks for stretch in self.stretches)
         table = (CHECKSUMS, "U8", (blocks, 4), 4 * blocks)
         self.header, (*self.places, self.checksums_at, self.size) = lay_out(_METADATA, [*tensors, table])
+        if len(self.header) > LONGEST_HEADER or self.size - self.checksums_at > LARGEST_TABLE:
+            raise CheckpointError(
+                f"one file cannot hold {len(tensors):,} tensors of {self.checksums_at:,} bytes: header or "
+                "checksums would be larger than what is read; save from more ranks"
+            )
 
     def report(self, name: str, table: bytes) -> dict[str, Any]:
         """What the manifest has to say about the file, as JSON values. table: the checksums."""

@@ -22,6 +22,7 @@ from zero.checkpoint import manifest as form
 from zero.checkpoint.manifest import (
     LARGEST_LATEST,
     LARGEST_MANIFEST,
+    LARGEST_TABLE,
     LATEST,
     LONGEST_HEADER,
     MANIFEST,
@@ -278,7 +279,6 @@ class Checkpoint:
         return file
 
 
-_LARGEST_TABLE = 1 << 28  # bytes; it covers 4 TiB
 _VERIFY_ELEMENTS = 1 << 17  # a multiple of the block size for every item size
 
 
@@ -288,7 +288,7 @@ def _checksums(file: File, entry: FileEntry) -> bytes:
     with _translated(file):
         file.read(0, memoryview(length))
         sizes = int.from_bytes(length, "little"), entry.bytes - entry.checksums_at
-        if sizes[0] > min(LONGEST_HEADER, entry.bytes) or sizes[1] > _LARGEST_TABLE:
+        if sizes[0] > min(LONGEST_HEADER, entry.bytes) or sizes[1] > LARGEST_TABLE:
             raise CorruptCheckpointError(
                 f"{file.path} is damaged: its header or its checksums cannot be as large as it says"
             )
