@@ -252,6 +252,33 @@ def test_a_models_other_files_stay(
     assert sorted(n for n in os.listdir(tmp_path) if n.startswith(".out")) == [".out.new"]
 
 
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_was_replaced_and_stays_is_no_failure(
+    tmp_path: Path,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    exchange: bool,
+) -> None:
+    def stays(storage: WeightStorage, path: Path) -> None:
+        if (path / "pytorch_model.bin").exists():
+            raise PermissionError(errno.EACCES, "injected", str(path))
+        remove(storage, path)
+
+    out, remove = tmp_path / "out", WeightStorage.remove
+    out.mkdir()
+    (out / "pytorch_model.bin").write_text("old weights")
+    if not exchange:
+        monkeypatch.setattr(WeightStorage, "exchange", lambda *_: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightStorage, "remove", stays)
+        run(checkpoint, out, Options(overwrite=True))
+    assert os.listdir(out) == ["model.safetensors"]
+    assert "out is written, but what it replaces could not be removed" in caplog.text
+    run(checkpoint, out, Options(overwrite=True))
+    assert not [n for n in os.listdir(tmp_path) if n.startswith(".out")]
+
+
 def test_fp16_that_overflows_is_told(tmp_path: Path) -> None:
     synthetic.save(
         tmp_path / "checkpoint", {"fits": torch.tensor([float("inf"), 3.0]), "large": torch.tensor([1e6])}

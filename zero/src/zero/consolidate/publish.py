@@ -6,6 +6,7 @@ a later run with the same plan keeps the files that are finished, any other star
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from zero.consolidate.files import WeightStorage
 from zero.errors import CheckpointError, UsageError
 from zero.settings.paths import as_path
 
+_log = logging.getLogger("zero")
 PLAN = "plan"
 _LARGEST_PLAN = 1 << 10  # bytes; it is a digest
 _OURS = re.compile(
@@ -72,7 +74,7 @@ class Staging:
             storage.rename(self.path, self.out)
         elif storage.exchange(self.path, self.out):
             storage.sync_directory(self.out.parent)
-            storage.remove(self.path)
+            self._discard(self.path)
         else:
             old = hidden(self.out, "replaced")
             storage.rename(self.out, old)
@@ -81,7 +83,7 @@ class Staging:
             except OSError:
                 storage.rename(old, self.out)
                 raise
-            storage.remove(old)
+            self._discard(old)
         storage.sync_directory(self.out.parent)
 
     def abandon(self) -> None:
@@ -94,6 +96,13 @@ class Staging:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def _discard(self, replaced: Path) -> None:
+        """Remove what was replaced. What replaces it is there already, so an error is a warning."""
+        try:
+            self._storage.remove(replaced)
+        except OSError as error:
+            _log.warning("%s is written, but what it replaces could not be removed: %s", self.out, error)
 
     def _claim(self) -> None:
         self._lock = self._storage.lock(self.path)
