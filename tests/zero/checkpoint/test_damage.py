@@ -150,6 +150,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "huge number": edit("steps", 1 << 70),
     # The state is nested DEEP lists deep:
     "deep": edit("state", None),
+    "one huge block": edit("block_bytes", 1 << 40),
     "checksums before the file": edit("files//0//checksums_at", 1 << 30),
     "parameters among options": edit("optimizer//param_groups//0//params", []),
     "optimizers of no group": edit("optimizer//of_groups", ["test", "test"]),

@@ -22,6 +22,7 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 CHECKSUMS = "checksums"  # the tensor that holds them in a rank's file
 CHECKSUM_BLOCK = 1 << 16  # bytes that one checksum covers
+LARGEST_BLOCK = 1 << 20  # a block is read as a whole, for any byte of it
 LARGEST_MANIFEST = 1 << 28  # bytes; it describes some six million slices
 LARGEST_LATEST = 1 << 20
 LARGEST_TABLE = 1 << 28  # bytes of checksums; they cover 4 TiB
@@ -208,7 +209,7 @@ class Manifest(_Record):
     world_size: Annotated[int, Field(ge=1)]
     stage: Annotated[int, Field(ge=0, le=3)]
     precision: str
-    block_bytes: Annotated[int, Field(ge=1)]
+    block_bytes: Annotated[int, Field(ge=1, le=LARGEST_BLOCK)]
     loss_scale: LossScaleEntry | None
     optimizer: OptimizerEntry
     parameters: tuple[ParameterEntry, ...]
