@@ -14,7 +14,8 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import WIDTH, Block, features
 from tests.zero.test_paths import decaying, error_of
-from tests.zero.training import check_order, state_error, train_averaging, train_zero
+from tests.zero.training import check_order, collected, living, state_error, train_averaging, train_zero
+from zero.hooks.turn import Turn
 
 
 class TwoOutputs(nn.Module):
@@ -263,6 +264,27 @@ def test_what_no_rank_needs_is_not_gathered(cluster: Clusters) -> None:
     """Each unit has two groups. The root and four blocks in forward; in backward two blocks or four, and in
     the first step the root."""
     assert cluster(2).run(gathers_body) == [[20, 14, 18, 14]] * 2
+
+
+@collected()
+def turns_body(context: Context, frozen: tuple[str, ...]) -> list[int]:
+    """How many calls the engine has in mind after each step."""
+    model = Branches("detached", frozen)
+    engine = zero.initialize(model, decaying(model), zero.Config(units=units, timeout=10))
+    counts = []
+    for step in range(4):
+        engine.backward(model(features(step, context.rank, model), step % 2 == context.rank))
+        engine.step()
+        counts.append(living(Turn))
+    return counts
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_calls_of_frozen_units_are_forgotten(cluster: Clusters, size: int) -> None:
+    """No graph has them, so that no backward comes to them; every step would add some to what ranks tell
+    each other."""
+    for counts in cluster(size).run(turns_body, frozen=("first", "encoder")):
+        assert counts == [0] * 4
 
 
 def by_chunks(model: nn.Module, x: Tensor, chunks: int) -> Tensor:

@@ -31,6 +31,7 @@ from zero.tiers.apart import apart
 _LONGEST = 20_000  # beginnings and ends to remember: a program may never run a backward
 _FLAGS = 512  # calls of which ranks tell each other are padded to a multiple, so that few sizes travel
 _DIGEST = 4  # bytes
+_GONE, _THERE, _TAKEN = range(3)  # what a rank says of a call: of several ranks' words, the highest holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,16 @@ class _Event:
 class _Ballot:
     """What all ranks say of the calls before a backward.
 
-    flags: uint8, on the host: a digest of the calls, its complement, and a flag for each call that is in the
-    graph; of this rank or, once the handle has been waited for, of any.
+    flags: uint8, on the host: a digest of the calls, its complement, and for each call whether it is in the
+    graph, or in any graph; of this rank or, once the handle has been waited for, of any. gone: the calls that
+    are in no graph on any rank, once that is known.
     """
 
     turns: list[Turn]
     flags: Tensor
     handle: NamedHandle
     equal: bool | None = None
+    gone: frozenset[Turn] = frozenset()
 
 
 class CallOrder:
@@ -85,12 +88,15 @@ class CallOrder:
         self.settle()
         self.task = task
         self._left.clear()
-        current = [event for event in self._events if event.turn.current]  # others can have no backward
+        alone = self._communicator.group.size == 1
+        current = [  # others can have no backward
+            event for event in self._events if event.turn.current and (event.turn.has_graph or not alone)
+        ]
         self._events = deque(current, maxlen=_LONGEST)
         turns = [event.turn for event in current if not event.over]
         for turn in turns:
             turn.look(root)
-        if turns and self._communicator.group.size > 1:
+        if turns and not alone:
             with apart():
                 flags = torch.frombuffer(self._told(turns), dtype=torch.uint8)
                 handle = self._communicator.start_or("calls of units", flags)
@@ -100,7 +106,8 @@ class CallOrder:
         calls = array("q", [2 * event.turn.index + event.over for event in self._events])
         digest = crc32(calls.tobytes()).to_bytes(_DIGEST, "little")
         complement = bytes(255 - byte for byte in digest)
-        return bytearray(digest + complement + bytes(t.taken for t in turns) + bytes(-len(turns) % _FLAGS))
+        words = bytes(_TAKEN if t.taken else _THERE if t.has_graph else _GONE for t in turns)
+        return bytearray(digest + complement + words + bytes(-len(turns) % _FLAGS))
 
     def come_to(self, number: int) -> None:
         """Begin and end the backwards of calls, up to where autograd runs a node of this number."""
@@ -129,8 +136,10 @@ class CallOrder:
         digest, complement, flags = told[:_DIGEST], told[_DIGEST : 2 * _DIGEST], told[2 * _DIGEST :]
         ballot.equal = all(byte == 255 - other for byte, other in zip(digest, complement, strict=True))
         if ballot.equal:  # else there are no calls that all ranks know by number; `settle` says so
-            for turn, flag in zip(ballot.turns, flags, strict=False):
-                turn.taken |= bool(flag)
+            said = list(zip(ballot.turns, flags, strict=False))
+            for turn, flag in said:
+                turn.taken |= flag == _TAKEN
+            ballot.gone = frozenset(turn for turn, flag in said if flag == _GONE)
 
     def finish(self) -> None:
         """Do what is left: autograd has run all nodes. Calls that were left out may have another backward."""
@@ -141,9 +150,16 @@ class CallOrder:
         self.task = -1
 
     def settle(self) -> None:
-        """Raise RankMismatchError on all ranks if they had made different calls before the last backward."""
+        """Raise RankMismatchError on all ranks if they had made different calls before the last backward.
+
+        Forgets calls that no rank has a graph of, such as those of frozen modules: there would be more of
+        them with every step.
+        """
         self._read()
         ballot, self._ballot = self._ballot, None
+        if ballot is not None and ballot.gone:
+            left = [event for event in self._events if event.turn not in ballot.gone]
+            self._events = deque(left, maxlen=_LONGEST)
         if ballot is not None and not ballot.equal:
             every = self._communicator.all_gather_object(
                 [_line(*each) for each in enumerate(ballot.turns, 1)]

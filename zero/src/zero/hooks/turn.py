@@ -71,6 +71,11 @@ class Turn:
         hooks = self._hooks()
         return hooks is not None and hooks.is_current(self)
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether a graph of this rank still has the call, so that a backward may come to it."""
+        return self.call is not None and self.call() is not None
+
     def look(self, root: Any) -> None:
         """Await the call's backward: autograd has entered a graph that may have the call, at node `root`."""
         call = None if self.call is None else self.call()
