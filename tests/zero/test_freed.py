@@ -6,7 +6,8 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,3 +122,32 @@ def test_the_model_goes_on_gathering_without_the_engine(cluster: Clusters) -> No
     found = cluster(2).run(left_over_body)
     assert all(gone and "engine.step()" in said for gone, _, said in found)
     assert found[0][1] == found[1][1] != 0
+
+
+def fail(engine: zero.Engine, folder: str) -> None:
+    """Make calls that raise, some of them with an error of their own as its cause."""
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.load_checkpoint(folder),
+        lambda: engine.save_checkpoint(folder, {"an": object()}),
+        lambda: engine.load_state_dict({}),
+        lambda: engine.state_dict(include="none"),
+        engine.step,
+        engine.optimizer.step,
+    ]
+    for call in calls:
+        with suppress(zero.ZeroError):
+            call()
+            raise AssertionError
+
+
+def failed_body(context: Context, folder: str) -> bool:
+    with no_collection():
+        engine = trained(zero.Config(timeout=20), adamw)
+        alive = weakref.ref(engine)
+        fail(engine, folder)
+        del engine
+        return alive() is None
+
+
+def test_errors_that_are_over_keep_nothing(cluster: Clusters, tmp_path: Path) -> None:
+    assert all(cluster(2).run(failed_body, folder=str(tmp_path / "none")))

@@ -25,8 +25,11 @@ class Together:
             cause = error
             rank = self._communicator.group.rank
             mine = {"problem": problem_of(error, f"rank {rank} could not load {self._what}")}
-        results = self._communicator.all_gather_object(mine)
-        for result in results:
-            if "problem" in result:
-                raise error_of(result["problem"]) from cause
-        return [result["value"] for result in results]
+        try:
+            results = self._communicator.all_gather_object(mine)
+            for result in results:
+                if "problem" in result:
+                    raise error_of(result["problem"]) from cause
+            return [result["value"] for result in results]
+        finally:
+            del cause  # its traceback refers to this frame, and so to the engine
