@@ -54,8 +54,9 @@ def variables(rank: int, size: int = 2, local_size: int = 2) -> dict[str, str]:
     }
 
 
-def told(folder: Path, script: str, *arguments: str, **given: str) -> str:
-    command = [sys.executable, "-c", script, *arguments]
+def told(folder: Path, script: str, *arguments: str, beside: str = "", **given: str) -> str:
+    """What the script prints. beside: a command whose process has the same parent, a shell's."""
+    command = ["sh", "-c", f'{beside} "$@"; exit $?', "sh", sys.executable, "-c", script, *arguments]
     done = subprocess.run(
         command, env=environment(folder, **given), capture_output=True, text=True, timeout=60, check=True
     )
@@ -80,6 +81,12 @@ def test_a_rank_of_torchruns_that_has_no_process_has_ended(tmp_path: Path) -> No
     assert said.startswith("rank(s) 1 ended before they had joined the job: for 0.3 s")
     with living(tmp_path, **variables(1), **job):
         assert told(tmp_path, STARTED, "60", **variables(0), **job) == ""
+
+
+def test_a_process_whose_environment_is_hidden_may_be_any_rank(tmp_path: Path) -> None:
+    """Programs that set their process's title overwrite it."""
+    given = variables(0) | {"TORCHELASTIC_RUN_ID": uuid4().hex}
+    assert told(tmp_path, STARTED, "60", beside="env -i sleep 8 >/dev/null 2>&1 &", **given) == ""
 
 
 def test_ranks_of_other_machines_are_not_looked_for(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ class LocalRanks:
         if "RANK" not in self._began:
             alone = len(_children(os.getppid())) == 1
             return [rank for rank in self._ranks if alone and str(rank) != os.environ["RANK"]]
+        if any("RANK" not in _environment(child) for child in _children(os.getppid())):
+            return []  # it may be any of them: what sets a process's title overwrites its environment
         there = {
             environment.get("RANK")
             for environment in map(_environment, psutil.process_iter())
