@@ -106,6 +106,7 @@ def values_body(context: Context, stage: int, precision: str) -> dict[str, Any]:
         "gathered too much": gathered > 4 * (numel + 16 * 4),
         "typo": raised(lambda: engine.state_dict(include="*.lora_c")),
         "nothing": raised(lambda: engine.state_dict(trainable_only=True, include="*.base.*")),
+        "empty": raised(lambda: engine.state_dict(include=[])),
         "number": raised(lambda: engine.state_dict(include=[3])),  # type: ignore[list-item]
         "trains": len(train(engine, context)),
     }
@@ -126,6 +127,7 @@ def test_adapters_are_read_without_the_base(cluster: Clusters, stage: int, preci
         assert not found["gathered too much"]
         assert found["typo"].startswith("UsageError: include: '*.lora_c' matches no parameter or buffer")
         assert found["nothing"].startswith("UsageError: no parameter is left")
+        assert found["empty"].startswith("UsageError: include is empty")
         assert found["number"].startswith("UsageError: include takes shell patterns of names")
         assert found["trains"] == 1
 

@@ -22,8 +22,12 @@ class Selection:
 
     @classmethod
     def of(cls, trainable_only: bool, include: str | Iterable[str] | None) -> Selection:
-        """The selection that a caller has asked for. Raises UsageError for patterns that are no strings."""
-        patterns = (include,) if isinstance(include, str) else tuple(include or ())
+        """The selection that a caller has asked for. Raises UsageError for patterns that are no strings, or none."""
+        if include is None:
+            return cls(trainable_only)
+        patterns = (include,) if isinstance(include, str) else tuple(include)
+        if not patterns:
+            raise UsageError("include is empty: leave it out to take all names, or give a pattern")
         for pattern in patterns:
             if not isinstance(pattern, str):
                 raise UsageError(
