@@ -22,7 +22,7 @@ class Selection:
 
     @classmethod
     def of(cls, trainable_only: bool, include: str | Iterable[str] | None) -> Selection:
-        """The selection that a caller has asked for. Raises UsageError for patterns that are no strings, or none."""
+        """The selection that a caller asks for. Raises UsageError for no patterns, and for what is none."""
         if include is None:
             return cls(trainable_only)
         patterns = (include,) if isinstance(include, str) else tuple(include)
