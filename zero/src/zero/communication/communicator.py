@@ -283,7 +283,8 @@ class Communicator:
         waiting = partial(line.watch.waiting, entry.number, entry.text)
         explain = partial(line.failures.explain, entry=entry, among="")
         try:
-            handle = self._collectives.all_reduce(flags, self._control, "max", async_op=True)
+            with waiting():  # the first use of a size may wait for the other ranks
+                handle = self._collectives.all_reduce(flags, self._control, "max", async_op=True)
         except CollectiveError as error:
             explain(error)
         return NamedHandle(handle, waiting, explain)
