@@ -25,7 +25,9 @@ from tests.zero.models import LanguageModel
 from tests.zero.test_failures import Heard
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
+from zero.checkpoint import save_start
 from zero.checkpoint.reader import Checkpoint, complete, find
+from zero.checkpoint.save_messages import SaveMessages
 from zero.checkpoint.storage import DISK, File, Storage
 from zero.checkpoint.stream import CHUNK
 
@@ -379,15 +381,15 @@ def one_refusal_body(context: Context, runs: str, how: str) -> list[str]:
         train(engine, context)
         refuses = number == 0 and context.rank == 1
         given: dict[str, Any] = {}
-        if refuses and how != "interrupted in its wait":
+        if refuses and how in ("refuses", "interrupted"):
             given["refused"] = Interrupting() if how == "interrupted" else object()
 
         def save(name: str = f"s{number}", given: dict[str, Any] = given) -> None:
             engine.save_checkpoint(Path(runs, name), rank_state=given, async_=True)
 
         with pytest.MonkeyPatch.context() as patch:
-            if refuses and how == "interrupted in its wait":
-                patch.setattr("zero.checkpoint.save_start._word_of_rank_0", Interrupting().state_dict)
+            if number == 0 and how.startswith("interrupted in its wait"):
+                interrupt_the_wait(patch, context.rank, how)
             try:
                 told.append(raised(save))
             except KeyboardInterrupt:
@@ -396,17 +398,51 @@ def one_refusal_body(context: Context, runs: str, how: str) -> list[str]:
     return told
 
 
+def interrupt_the_wait(patch: pytest.MonkeyPatch, rank: int, how: str) -> None:
+    """Interrupt rank 1 in its wait for rank 0's word, before or after rank 0 has found all ranks ready."""
+    word, first_problem = save_start._word_of_rank_0, save_start._first_problem
+
+    def interrupted(messages: SaveMessages) -> Any:
+        if how.endswith("after the start"):
+            word(messages)
+        raise KeyboardInterrupt
+
+    def late(messages: SaveMessages) -> Any:
+        while how.endswith("before the start") and not messages.collect(save_start.JOINED, [1])[1]:
+            time.sleep(0.01)
+        return first_problem(messages)
+
+    name, replacement = ("_word_of_rank_0", interrupted) if rank else ("_first_problem", late)
+    patch.setattr(save_start, name, replacement)
+
+
 class Interrupting:
     def state_dict(self, *_: Any) -> dict[str, Any]:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("how", ["refuses", "interrupted", "interrupted in its wait"])
+REFUSALS = [
+    "refuses",
+    "interrupted",
+    "interrupted in its wait, before the start",
+    "interrupted in its wait, after the start",
+]
+
+
+@pytest.mark.parametrize("how", REFUSALS)
 def test_after_a_refusal_the_next_save_in_the_background_succeeds(
     cluster: Clusters, tmp_path: Path, how: str
 ) -> None:
     interrupted = how != "refuses"
     first, second = cluster(2).run(one_refusal_body, runs=str(tmp_path), how=how)
+    if how.endswith("after the start"):  # rank 0's save has begun, and fails in the background
+        assert first[0] == "nothing raised"
+        assert second[0] == "interrupted"
+        assert first[1].startswith("CheckpointError: rank 1 could not")
+        assert second[1].startswith("CheckpointError: rank 0: rank 1 could not")
+        assert first[2:] == second[2:] == ["nothing raised"] * 2
+        assert sorted(os.listdir(tmp_path)) == ["latest", "s2"]
+        return
     assert first[0].startswith(
         "CheckpointError: rank 1 could not" if interrupted else "UsageError: rank 1: rank_"
     )
