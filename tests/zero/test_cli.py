@@ -19,7 +19,7 @@ import zero
 from tests.zero.consolidate import saved, synthetic
 from zero import cli
 from zero.checkpoint import manifest as form
-from zero.settings import sizes
+from zero.config import sizes
 
 MODEL = {"embedding.weight": torch.arange(600.0).view(20, 30), "scale": torch.tensor([1.5])}
 

@@ -28,7 +28,7 @@ from tests.zero.training import (
     train_zero,
 )
 from zero.communication.quantised import QUANT_BLOCK
-from zero.config import CODES
+from zero.config.training import CODES
 
 STEPS = 6
 LAYERS = 4

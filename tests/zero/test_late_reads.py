@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.offload.test_tiers import adagrad
+from tests.zero.memory.test_tiers import adagrad
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw, own_work_seen
 

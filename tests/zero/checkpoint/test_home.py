@@ -11,7 +11,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.test_save import engine_of, train
 from tests.zero.models import LanguageModel
 from zero import consolidate
-from zero.settings.paths import as_path
+from zero.config.paths import as_path
 
 
 def home_body(context: Context, home: str) -> None:

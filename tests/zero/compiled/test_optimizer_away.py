@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.compiled.models import FAULTS, WIDTH, Transformer, Watched, tokens
+from tests.zero.memory.test_tiers import lion
 from tests.zero.models import device_of
-from tests.zero.offload.test_tiers import lion
 from tests.zero.training import adamw, collected
 
 AOT = zero.Compile(inner="aot_eager")

@@ -14,7 +14,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from zero.offload import balance
+from zero.memory import balance
 
 WIDTH, LAYERS, BATCH = 128, 8, 64
 

@@ -21,9 +21,9 @@ import zero
 from accelz.accelerator import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
-from tests.zero.offload.test_auto import BATCH, LAYERS, WIDTH, one_step
+from tests.zero.memory.test_auto import BATCH, LAYERS, WIDTH, one_step
 from tests.zero.training import collected
-from zero.offload.oom_retry import OomRetry
+from zero.memory.oom_retry import OomRetry
 
 SHORT_STEP = 4  # two steps measure, one has the records placed
 

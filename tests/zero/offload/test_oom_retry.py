@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accelz.conformance.cluster import Clusters, Context
-from zero.offload import oom_retry
+from zero.memory import oom_retry
 
 
 class Noting(nn.Module):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from accelz.updates import AdamWUpdate
+from tests.zero.memory.test_tiers import adagrad, lion, momentum
 from tests.zero.models import Stack, features
-from tests.zero.offload.test_tiers import adagrad, lion, momentum
 from tests.zero.test_hot_path import freed_body
 from tests.zero.test_parity import fresh, language_loss, plain_sgd
 from tests.zero.training import Loss, adamw

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.offload.test_tiers import adagrad
+from tests.zero.memory.test_tiers import adagrad
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import Run, adamw, collect_all, collected, same_bits
 

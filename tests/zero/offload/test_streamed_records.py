@@ -13,8 +13,8 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.offload.test_speculative_steps import Course, course, same
-from tests.zero.offload.test_tiers import adagrad, lion, momentum
+from tests.zero.memory.test_speculative_steps import Course, course, same
+from tests.zero.memory.test_tiers import adagrad, lion, momentum
 from tests.zero.test_parity import fresh, language_loss, plain_sgd
 from tests.zero.training import adamw, collected
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from zero.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from zero.config import Config
-    from zero.deepspeed_config import from_deepspeed
+    from zero.config.compilation import Compile
+    from zero.config.deepspeed import from_deepspeed
+    from zero.config.offload import Offload
+    from zero.config.training import Config
     from zero.deferred.deferred_init import init
     from zero.engine import Engine
     from zero.errors import (
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from zero.optimizer.lion import Lion
     from zero.planning.plan import plan
     from zero.pretrained import load_pretrained
-    from zero.settings.compilation import Compile
-    from zero.settings.offload import Offload
     from zero.setup.initialization import initialize
     from zero.tiers.room import OutOfMemoryError
     from zero.whole.gathered import gathered
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 _HOME = {  # where each public name lives; imported at its first use
     "CheckpointError": "errors",
     "CommunicationError": "errors",
-    "Compile": "settings.compilation",
-    "Config": "config",
+    "Compile": "config.compilation",
+    "Config": "config.training",
     "ConfigError": "errors",
     "CorruptCheckpointError": "errors",
     "Engine": "engine",
     "GradientOverflowError": "errors",
     "Lion": "optimizer.lion",
     "ModelError": "errors",
-    "Offload": "settings.offload",
+    "Offload": "config.offload",
     "OffloadError": "errors",
     "OptimizerError": "errors",
     "OutOfMemoryError": "tiers.room",
@@ -64,7 +64,7 @@ _HOME = {  # where each public name lives; imported at its first use
     "StateError": "errors",
     "UsageError": "errors",
     "ZeroError": "errors",
-    "from_deepspeed": "deepspeed_config",
+    "from_deepspeed": "config.deepspeed",
     "gathered": "whole.gathered",
     "init": "deferred.deferred_init",
     "initialize": "setup.initialization",

@@ -29,11 +29,11 @@ from rich.progress import (
 from rich.text import Text
 
 from zero.checkpoint.storage import allow_more_files
+from zero.config.sizes import human, size
 from zero.consolidate import convert as to_zero
 from zero.consolidate import run
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
 from zero.errors import ZeroError, printable, some
-from zero.settings.sizes import human, size
 from zero.sources.opening import open_source
 from zero.sources.source import Source
 from zero.sources.zero_checkpoint import ZeroSource
@@ -162,7 +162,7 @@ def plan(
 
     They are those of model state: activations, modules' buffers, and what libraries take come on top.
     """
-    from zero.config import DTYPES  # torch takes a second to import
+    from zero.config.training import DTYPES  # torch takes a second to import
     from zero.planning import command
     from zero.planning import target as targets
 

@@ -18,7 +18,8 @@ from zero.checkpoint.load import Loaded, LoadOptions
 from zero.checkpoint.names import Rename
 from zero.communication.communicator import Communicator
 from zero.communication.ledger import Traffic
-from zero.config import Config
+from zero.config.paths import as_path
+from zero.config.training import Config
 from zero.errors import UsageError
 from zero.gradients.factor import GradientFactor
 from zero.gradients.group_gradients import GradientPolicy
@@ -27,16 +28,15 @@ from zero.gradients.overflow_watch import OverflowWatch
 from zero.gradients.reducer import GradientReducer
 from zero.hooks.model_hooks import ModelHooks
 from zero.integrity import Integrity
+from zero.memory.memory_report import MemoryReport
+from zero.memory.memory_tracer import MemoryTracer
+from zero.memory.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy, asking_to_repeat
+from zero.memory.state_offload import StateOffload
 from zero.migration_hints import explained, missing
-from zero.offload.memory_report import MemoryReport
-from zero.offload.memory_tracer import MemoryTracer
-from zero.offload.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy, asking_to_repeat
-from zero.offload.state_offload import StateOffload
 from zero.optimizer.hyper_parameters import scheduled
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.stepping import GroupStepping
 from zero.pretrained import Request, fill_engine
-from zero.settings.paths import as_path
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit, refill

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zero.errors import UsageError, some
 from zero.gradients.absent import AbsentGradients
 from zero.gradients.reducer import GradientReducer
-from zero.offload.state_offload import StateOffload
+from zero.memory.state_offload import StateOffload
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.lifetime import ModelRef
 from zero.sharding.parameter_checks import ParameterChecks

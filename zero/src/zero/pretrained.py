@@ -21,9 +21,9 @@ from zero.checkpoint.tensor_reader import TensorReader
 from zero.checkpoint.together import Together
 from zero.checkpoint.weights import fill_buffers, fill_units, targets
 from zero.communication.communicator import Communicator
+from zero.config.paths import as_path
 from zero.deferred import deferred_init
 from zero.errors import CheckpointError, ModelError, UsageError
-from zero.settings.paths import as_path
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
 from zero.sources.safetensors_header import is_safetensors

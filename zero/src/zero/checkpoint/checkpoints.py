@@ -26,8 +26,8 @@ from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.save_start import refuse, start
 from zero.checkpoint.storage import DISK, Storage
 from zero.checkpoint.together import Together
+from zero.config.paths import as_path
 from zero.errors import UsageError
-from zero.settings.paths import as_path
 from zero.sharding.selection import Selection
 from zero.tiers.values import lasting
 from zero.version import __version__

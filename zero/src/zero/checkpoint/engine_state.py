@@ -20,10 +20,10 @@ from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.manifest import is_row_major, model_key, state_key
 from zero.checkpoint.rank_file import Part
 from zero.communication.communicator import Communicator
-from zero.config import Config
+from zero.config.training import Config
 from zero.errors import StateError, UsageError
 from zero.gradients.loss_scale import LossScale
-from zero.offload.state_offload import StateOffload
+from zero.memory.state_offload import StateOffload
 from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise

@@ -14,7 +14,7 @@ from zero.compiled import inductor, pipeline
 from zero.compiled.explain import GraphReport
 from zero.compiled.facts import Facts, ParameterFacts
 from zero.compiled.graphs import ShardedGraph, outputs
-from zero.settings.compilation import Compile
+from zero.config.compilation import Compile
 
 Graphs = tuple[fx.GraphModule, fx.GraphModule]
 

@@ -17,7 +17,7 @@ from zero.compiled.facts import gather_facts
 from zero.compiled.model import Begin, CompiledModel
 from zero.compiled.persistence import Persistence
 from zero.compiled.runtime import Close, Receive, Runtime
-from zero.config import Config
+from zero.config.training import Config
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import ShardedUnit

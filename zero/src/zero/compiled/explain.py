@@ -12,7 +12,7 @@ from zero.compiled.graphs import ShardedGraph, begun_by, text, travels_in, unit_
 from zero.compiled.liveness import peak_of
 from zero.compiled.ops import REDUCE, RELEASE
 from zero.compiled.persistence import PersistCandidate
-from zero.settings import sizes
+from zero.config import sizes
 
 IN_BYTES = frozenset({"list_schedule"})
 """Passes that report by how many bytes the predicted peak fell; the others count what they changed."""

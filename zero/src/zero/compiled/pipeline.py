@@ -20,7 +20,7 @@ from zero.compiled.passes.save_sharded import save_sharded
 from zero.compiled.passes.schedule_optimizer import schedule_optimizer, send_optimizer
 from zero.compiled.passes.sink_weight_ops import sink_weight_ops
 from zero.compiled.passes.tie_releases import tie_releases
-from zero.settings.compilation import Compile
+from zero.config.compilation import Compile
 
 
 def for_inference(graph: ShardedGraph, settings: Compile) -> GraphReport:

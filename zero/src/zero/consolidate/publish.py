@@ -13,9 +13,9 @@ from pathlib import Path
 
 from zero.checkpoint.manifest import LATEST, MANIFEST, hidden
 from zero.checkpoint.storage import Lock, read_whole, write_whole
+from zero.config.paths import as_path
 from zero.consolidate.files import WeightStorage
 from zero.errors import CheckpointError, UsageError
-from zero.settings.paths import as_path
 
 _log = logging.getLogger("zero")
 PLAN = "plan"

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from accelz.flat_buffer import HOST
-from zero.config import Config
+from zero.config.training import Config
 from zero.deferred.recording import (
     Hollow,
     Operation,

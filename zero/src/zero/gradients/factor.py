@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from zero.communication.communicator import Communicator
-from zero.config import Config
+from zero.config.training import Config
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
 from zero.tiers.room import scalars

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accelz.flat_buffer import FlatBuffer, Slot
-from zero.config import DTYPES, Config
+from zero.config.training import DTYPES, Config
 from zero.gradients.reduced_slice import ReducedSlice
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit

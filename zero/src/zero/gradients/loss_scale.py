@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from zero.config import Config
+from zero.config.training import Config
 from zero.tiers.room import scalars
 
 INITIAL_SCALE = 2.0**16

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
-from zero.config import Config
+from zero.config.training import Config
 from zero.errors import CommunicationError, UsageError
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
@@ -21,7 +21,7 @@ from zero.hooks.schedule import Schedule
 from zero.hooks.under_way import calls_under_way
 from zero.hooks.unit_hooks import UnitHooks
 from zero.integrity import Integrity
-from zero.offload.memory_tracer import MemoryTracer
+from zero.memory.memory_tracer import MemoryTracer
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.autocast import AutocastWatch
 from zero.sharding.exact import computes_in

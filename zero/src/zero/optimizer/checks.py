@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.config import Config
+from zero.config.training import Config
 from zero.errors import OptimizerError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from accelz.flat_buffer import HOST
 from zero.communication.communicator import Communicator
+from zero.config.offload import Tier
 from zero.errors import OptimizerError, UsageError
 from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
@@ -38,7 +39,6 @@ from zero.optimizer.record_streamer import RecordStreamer
 from zero.optimizer.refused_calls import refuse_calls
 from zero.optimizer.speculative_steps import SpeculativeSteps
 from zero.optimizer.stepping import GroupStepping
-from zero.settings.offload import Tier
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.lifetime import weakly
 from zero.tiers.record import Opened

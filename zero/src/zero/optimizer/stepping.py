@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.config import Config
+from zero.config.training import Config
 from zero.optimizer.joint import members
 from zero.optimizer.kernel_rules import Rule, rule_for
 from zero.optimizer.lion import Lion

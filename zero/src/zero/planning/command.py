@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from zero.config import Config
+from zero.config.offload import Offload
+from zero.config.sizes import human
+from zero.config.training import Config
 from zero.errors import ConfigError, OptimizerError, UsageError
 from zero.planning.plan import Plan, plan
 from zero.planning.target import is_guessed, model_of, optimizers_of
 from zero.planning.text import table
-from zero.settings.offload import Offload
-from zero.settings.sizes import human
 
 Planned = Callable[[Config], Plan]
 GIVEN = "as given"

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from zero.communication.quantised import Quantised
-from zero.config import Config
+from zero.config.offload import Tier
+from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
-from zero.settings.offload import Tier
 from zero.setup.drafts import GroupDraft, UnitDraft
 from zero.sharding.cast import OWN, Cast
 from zero.sharding.units import PERSISTENT, ROOT

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from zero.config import Config
+from zero.config.offload import Tier
+from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.peaks import Sums, backward, building, forward, step
-from zero.settings.offload import Tier
 from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.pipeline import BUFFERS
 from zero.tiers.record import section_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from zero.communication.quantised import Quantised
-from zero.config import Config
+from zero.config.training import Config
 from zero.gradients.reducer import UNDER_REDUCTION
 from zero.gradients.replica_sums import REPLICA_SUMS_IN_FLIGHT
 from zero.optimizer.record_streamer import STREAM_WINDOW

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.communication.job import ranks_of_replica
-from zero.config import Config
+from zero.config.training import Config
 from zero.errors import ConfigError, UsageError
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.state_size import moments_of

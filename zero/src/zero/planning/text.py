@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from zero.config.sizes import human
 from zero.planning.memory import TIERS, MemoryPlan
 from zero.planning.traffic import TrafficPlan
-from zero.settings.sizes import human
 
 
 def describe(memory: MemoryPlan, traffic: TrafficPlan) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero.config import Config
+from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.planning.groups import PlannedGroup, PlannedUnit
 from zero.planning.order import backward_uses, end, forward_uses

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from accelz.flat_buffer import unshare
 from zero.communication.communicator import Communicator
-from zero.config import Config
+from zero.config.training import Config
 from zero.deferred import deferred_init
 from zero.setup.drafts import UnitDraft
 from zero.setup.initial_values import InitialValues

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accelz.accelerator import Accelerator
 from accelz.errors import AccelzError
 from zero.communication.communicator import Communicator
-from zero.config import DTYPES, Config
+from zero.config.training import DTYPES, Config
 from zero.deferred import deferred_init
 from zero.errors import ConfigError, ModelError
 from zero.optimizer.joint import kinds_of_groups

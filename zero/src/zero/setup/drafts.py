@@ -11,7 +11,7 @@ from torch import nn
 
 from zero.communication.communicator import Communicator
 from zero.communication.quantised import block_of
-from zero.config import Config
+from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.optimizer.routes import share_out
 from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown

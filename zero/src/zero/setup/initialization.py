@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import accelz
 from zero.communication.communicator import Communicator
 from zero.communication.job import join, split
-from zero.config import Config
+from zero.config.training import Config
 from zero.engine import Engine
 from zero.optimizer.state_size import moments_of
 from zero.pretrained import keep_promises

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelz.flat_buffer import HOST
-from zero.config import Config
+from zero.config.training import Config
 from zero.errors import ConfigError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for

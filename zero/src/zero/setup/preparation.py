@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.compiled.units_by_use import split_by_use
-from zero.config import Config
+from zero.config.training import Config
 from zero.errors import ConfigError
 from zero.optimizer.checks import check_optimizer
 from zero.optimizer.joint import joint

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.config import Config
+from zero.config.training import Config
 from zero.errors import ConfigError
 from zero.warning import warn
 

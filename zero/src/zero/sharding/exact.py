@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from zero.config import Config
+from zero.config.training import Config
 from zero.errors import ConfigError
 
 _PACKED = ("quant", "packed")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from zero.settings.offload import Tier
+from zero.config.offload import Tier
 from zero.tiers.placement import Placement
 from zero.tiers.record import Record
 from zero.tiers.values import Values

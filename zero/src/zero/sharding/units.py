@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zero.config import UnitRule
+from zero.config.training import UnitRule
 from zero.errors import ConfigError
 from zero.sharding.state_entries import first_names
 

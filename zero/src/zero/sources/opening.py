@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zero.checkpoint.boundary import typed
-from zero.settings.paths import as_path
+from zero.config.paths import as_path
 from zero.sources.dcp import DcpSource, is_dcp
 from zero.sources.deepspeed import ShardedSource, UniversalSource
 from zero.sources.deepspeed_files import find_sharded, find_universal

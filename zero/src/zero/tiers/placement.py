@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from zero.settings.offload import Kind, Offload, Tier
+from zero.config.offload import Kind, Offload, Tier
 from zero.warning import warn
 
 NEAR = 0.1  # share of all state of a kind by which whole groups may miss a fraction without a warning

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zero.settings.offload import Tier
+from zero.config.offload import Tier
 from zero.tiers.placement import Placement
 from zero.tiers.split_master import LOWER, SplitMaster
 from zero.tiers.swap_file import PAGE, Section

@@ -16,7 +16,7 @@ import accelz
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
 from accelz.kernels import Kernels
-from zero.settings.offload import Tier
+from zero.config.offload import Tier
 from zero.tiers.carrier import Carrier
 from zero.tiers.pipeline import Pipeline
 from zero.tiers.placement import Placement

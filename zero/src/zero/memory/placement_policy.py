@@ -14,8 +14,8 @@ from torch import nn
 
 from zero.communication.communicator import Communicator
 from zero.gradients.reducer import GradientReducer
-from zero.offload.balance import Balancer
-from zero.offload.memory_tracer import MemoryTracer
+from zero.memory.balance import Balancer
+from zero.memory.memory_tracer import MemoryTracer
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.room import OutOfMemoryError

@@ -17,15 +17,15 @@ import torch
 
 from accelz.accelerator import Accelerator
 from zero.communication.communicator import Communicator
+from zero.config.offload import Tier
+from zero.config.sizes import human
 from zero.gradients.reducer import GradientReducer
-from zero.offload.forecast import Forecast
-from zero.offload.memory_report import MemoryReport
-from zero.offload.memory_tracer import MemoryTracer
-from zero.offload.oom_retry import OomRetry
+from zero.memory.forecast import Forecast
+from zero.memory.memory_report import MemoryReport
+from zero.memory.memory_tracer import MemoryTracer
+from zero.memory.oom_retry import OomRetry
 from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.settings.offload import Tier
-from zero.settings.sizes import human
 from zero.sharding.lifetime import weakly
 from zero.tiers.stores import Stores
 from zero.warning import warn

@@ -11,7 +11,7 @@ import torch
 from accelz.accelerator import Accelerator
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
-from zero.offload.memory_report import MemoryReport, Sample
+from zero.memory.memory_report import MemoryReport, Sample
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.device_bytes import DeviceBytes

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from zero.settings.validated import Bytes, Validated
+from zero.config.validated import Bytes, Validated
 
 
 class Compile(Validated):

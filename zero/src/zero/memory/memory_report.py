@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from zero.settings.sizes import human
+from zero.config.sizes import human
 from zero.tiers.device_bytes import DeviceBytes
 from zero.tiers.tracer import PhaseName
 

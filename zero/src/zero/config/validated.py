@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from zero.config import sizes
 from zero.errors import ConfigError, UsageError
-from zero.settings import sizes
 
 
 class Validated(BaseModel):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
-from zero.offload.memory_report import MemoryReport
-from zero.offload.temporaries import Temporaries
+from zero.memory.memory_report import MemoryReport
+from zero.memory.temporaries import Temporaries
 from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accelz.flat_buffer import HOST
-from zero.config import Config
+from zero.config.offload import Offload
+from zero.config.paths import as_path
+from zero.config.training import Config
 from zero.errors import ConfigError
-from zero.settings.offload import Offload
-from zero.settings.paths import as_path
 
 T = TypeVar("T", bool, int, float, str)
 TUNING = (

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from zero.settings.paths import as_path
-from zero.settings.validated import Validated, as_bytes
+from zero.config.paths import as_path
+from zero.config.validated import Validated, as_bytes
 
 Tier = Literal["device", "host", "disk"]
 Kind = Literal["optimizer", "params", "gradients", "activations"]

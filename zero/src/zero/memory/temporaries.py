@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
-from zero.offload.memory_report import MemoryReport
+from zero.memory.memory_report import MemoryReport
 from zero.optimizer.group_step import SCRATCH
 
 GUESS = 4 * SCRATCH  # bytes per element, before any was stepped on the device

@@ -9,9 +9,9 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import nn
 
-from zero.settings.compilation import Compile
-from zero.settings.offload import Offload
-from zero.settings.validated import Validated
+from zero.config.compilation import Compile
+from zero.config.offload import Offload
+from zero.config.validated import Validated
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
