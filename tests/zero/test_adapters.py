@@ -17,7 +17,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import device_of
 from tests.zero.test_failures import Heard
 from tests.zero.training import adamw
-from zero.checkpoint.reader import Checkpoint
+from zero.files.reader import Checkpoint
 
 WIDTH = 24
 TRAINED = [*sorted(f"blocks.{i}.lora_{which}" for i in range(3) for which in "ab"), "scale"]

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 import zero
 from tests.zero.consolidate import saved, synthetic
 from zero import cli
-from zero.checkpoint import manifest as form
 from zero.config import sizes
+from zero.files import manifest as form
 
 MODEL = {"embedding.weight": torch.arange(600.0).view(20, 30), "scale": torch.tensor([1.5])}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from zero.checkpoint.storage import File, Storage
+from zero.files.storage import File, Storage
 
 
 class CountingStorage(Storage):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from zero.checkpoint.storage import File, Lock, Storage
+from zero.files.storage import File, Lock, Storage
 
 SECTOR = 512
 Tree = dict[str, Any]  # names to bytes or trees

@@ -16,12 +16,12 @@ from accelz.bounded_store import bounded
 from accelz.collectives import Group
 from accelz.peers import Peers
 from zero.checkpoint.engine_state import RankState
-from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import Part
-from zero.checkpoint.reader import Checkpoint
 from zero.checkpoint.save_job import Job
 from zero.checkpoint.save_messages import SaveMessages
-from zero.checkpoint.storage import Storage
+from zero.files.publication import Publication
+from zero.files.reader import Checkpoint
+from zero.files.storage import Storage
 
 RANKS = 2
 Contents = dict[str, bytes]

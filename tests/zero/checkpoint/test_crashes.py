@@ -13,9 +13,9 @@ import zero
 from accelz import selection
 from tests.zero.checkpoint.memory_storage import Fixed, MemoryStorage, Operation, Tree
 from tests.zero.checkpoint.small_saves import contents, expected, save
-from zero.checkpoint import pointer
-from zero.checkpoint.manifest import MANIFEST
-from zero.checkpoint.reader import Checkpoint, complete, find
+from zero.files import pointer
+from zero.files.manifest import MANIFEST
+from zero.files.reader import Checkpoint, complete, find
 
 RUNS = Path("/runs/a")
 ORDERS: dict[Fixed, int] = {"none": 4, "initial": 2, "all": 2}

@@ -16,8 +16,8 @@ import zero
 from accelz import selection
 from tests.zero.checkpoint.memory_storage import MemoryStorage, Tree
 from tests.zero.checkpoint.small_saves import contents, expected, save
-from zero.checkpoint import manifest as form
-from zero.checkpoint.reader import Checkpoint, find
+from zero.files import manifest as form
+from zero.files.reader import Checkpoint, find
 
 RUNS = Path("/runs")
 NAME = "step-9"

@@ -25,8 +25,8 @@ from tests.zero.checkpoint.small_saves import Contents, contents
 from tests.zero.models import LanguageModel
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
-from zero.checkpoint.reader import complete, find
-from zero.checkpoint.storage import DISK
+from zero.files.reader import complete, find
+from zero.files.storage import DISK
 
 STEPS = 24  # of a run
 ALONE = 0.2  # seconds that a survivor goes on

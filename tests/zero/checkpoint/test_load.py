@@ -22,8 +22,8 @@ from tests.zero.checkpoint.counting import CountingStorage
 from tests.zero.checkpoint.test_resume import OPTIMIZERS, Job
 from tests.zero.models import LanguageModel, device_of, tokens
 from tests.zero.training import adamw
-from zero.checkpoint.manifest import MANIFEST, seal, unseal
-from zero.checkpoint.storage import DISK
+from zero.files.manifest import MANIFEST, seal, unseal
+from zero.files.storage import DISK
 
 Fingerprint = dict[str, int]
 Manifest = dict[str, Any]

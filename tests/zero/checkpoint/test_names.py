@@ -14,9 +14,9 @@ from torch import Tensor
 
 import zero
 from zero.checkpoint import user_state
-from zero.checkpoint.manifest import escape, unescape
-from zero.checkpoint.names import Rename, Saved, Target, match
 from zero.checkpoint.rank_file import Part
+from zero.files.manifest import escape, unescape
+from zero.files.names import Rename, Saved, Target, match
 
 
 def stored(

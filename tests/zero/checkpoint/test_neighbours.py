@@ -16,10 +16,10 @@ import pytest
 
 import zero
 from tests.zero.checkpoint import small_saves
-from zero.checkpoint.publication import Publication
-from zero.checkpoint.reader import find
 from zero.checkpoint.save_messages import SaveMessages
-from zero.checkpoint.storage import DISK, PAGE
+from zero.files.publication import Publication
+from zero.files.reader import find
+from zero.files.storage import DISK, PAGE
 
 
 def save_small(path: Path, keep_last: int | None = None) -> None:
@@ -120,11 +120,11 @@ def test_no_space_can_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(*_: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr("zero.checkpoint.storage._fallocate", refuse)
+    monkeypatch.setattr("zero.files.storage._fallocate", refuse)
     file = DISK.create(tmp_path / "a", 5 * PAGE, direct=True)
     assert file.size() == 5 * PAGE
     file.close()
-    monkeypatch.setattr("zero.checkpoint.storage._fallocate", _full)
+    monkeypatch.setattr("zero.files.storage._fallocate", _full)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/b'$"):
         DISK.create(tmp_path / "b", 5 * PAGE)
 
@@ -192,8 +192,8 @@ ON_AN_OVERLAY = """
 from pathlib import Path
 from accelz import selection
 from tests.zero.checkpoint import small_saves
-from zero.checkpoint.reader import find
-from zero.checkpoint.storage import DISK
+from zero.files.reader import find
+from zero.files.storage import DISK
 selection.use("cpu")
 runs = Path("there")
 for name, steps, keep_last in (("b", 5, 2), ("c", 6, 2), ("c", 7, 1)):

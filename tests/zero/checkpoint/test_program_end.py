@@ -12,8 +12,8 @@ import pytest
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.test_load import raised
 from tests.zero.checkpoint.test_save import BrokenStorage, engine_of
-from zero.checkpoint.reader import complete
-from zero.checkpoint.storage import DISK
+from zero.files.reader import complete
+from zero.files.storage import DISK
 
 ENDS = """
 import sys, threading, time

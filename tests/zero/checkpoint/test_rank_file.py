@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from accelz.conformance.cluster import Clusters, Context
-from zero.checkpoint import rank_layout
-from zero.checkpoint.manifest import CHECKSUM_BLOCK
 from zero.checkpoint.rank_file import Part, pack, write_rank_file
-from zero.checkpoint.rank_layout import RankLayout, Stretch
-from zero.checkpoint.storage import DISK, PAGE
-from zero.checkpoint.stream import CHUNK
 from zero.errors import CheckpointError
+from zero.files import rank_layout
+from zero.files.manifest import CHECKSUM_BLOCK
+from zero.files.rank_layout import RankLayout, Stretch
+from zero.files.storage import DISK, PAGE
+from zero.files.stream import CHUNK
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.int64)
 

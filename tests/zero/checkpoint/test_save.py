@@ -26,10 +26,10 @@ from tests.zero.test_failures import Heard
 from tests.zero.test_parity import fresh, language_loss
 from tests.zero.training import adamw
 from zero.checkpoint import save_start
-from zero.checkpoint.reader import Checkpoint, complete, find
 from zero.checkpoint.save_messages import SaveMessages
-from zero.checkpoint.storage import DISK, File, Storage
-from zero.checkpoint.stream import CHUNK
+from zero.files.reader import Checkpoint, complete, find
+from zero.files.storage import DISK, File, Storage
+from zero.files.stream import CHUNK
 
 
 def engine_of(context: Context, **settings: Any) -> zero.Engine:

@@ -17,11 +17,11 @@ from accelz.collectives import Group
 from accelz.peers import Peers
 from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.engine_state import RankState
-from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import Part
 from zero.checkpoint.save_job import Job
 from zero.checkpoint.save_messages import SaveMessages
-from zero.checkpoint.storage import DISK
+from zero.files.publication import Publication
+from zero.files.storage import DISK
 
 
 def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2, left_out: Sequence[str] = ()) -> None:

@@ -16,9 +16,9 @@ import torch
 
 import zero
 from tests.zero.consolidate import saved, synthetic
-from zero.checkpoint.storage import File
 from zero.consolidate import Options, consolidate, convert, open_source
 from zero.consolidate.files import WeightStorage
+from zero.files.storage import File
 
 TENSORS = 8
 SHARD = 400_000  # bytes: one tensor in a file
@@ -101,7 +101,7 @@ def test_an_error_anywhere_leaves_what_was_there(
 KILLED = """
 import sys, time
 from pathlib import Path
-from zero.checkpoint.storage import File
+from zero.files.storage import File
 from zero.consolidate import Options, consolidate, open_source
 from zero.consolidate.files import WeightStorage
 
@@ -327,7 +327,7 @@ def test_what_is_written_can_be_read_by_safetensors(tmp_path: Path, monkeypatch:
                 write(source, tmp_path / "out")
     torch.save({"w": torch.ones(2)}, tmp_path / "even.pt")
     monkeypatch.setattr("zero.consolidate.plan.METADATA", "x")  # a header that only we can read
-    monkeypatch.setattr("zero.checkpoint.header.METADATA", "x")
+    monkeypatch.setattr("zero.files.header.METADATA", "x")
     with (
         open_source(tmp_path / "even.pt") as source,
         pytest.raises(zero.CheckpointError, match="library of safetensors"),

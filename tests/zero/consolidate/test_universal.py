@@ -14,9 +14,9 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.consolidate import saved
 from tests.zero.models import LanguageModel, tokens
 from tests.zero.training import adamw
-from zero.checkpoint.manifest import LossScaleEntry
 from zero.consolidate import Options, consolidate, open_source, verify
 from zero.consolidate.universal import export_universal
+from zero.files.manifest import LossScaleEntry
 from zero.sources.zero_checkpoint import ZeroSource
 
 TAG = "global_step3_universal"

@@ -12,8 +12,8 @@ import torch
 import zero
 from accelz.conformance.cluster import Clusters
 from tests.zero.consolidate import saved
-from zero.checkpoint.reader import Checkpoint
 from zero.consolidate import Options, consolidate, open_source, verify
+from zero.files.reader import Checkpoint
 
 Saved = Callable[..., Path]
 SMALL = Options(workers=3, memory=3 * 147_456)  # the smallest chunks there are

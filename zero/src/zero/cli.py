@@ -28,12 +28,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from zero.checkpoint.storage import allow_more_files
 from zero.config.sizes import human, size
 from zero.consolidate import convert as to_zero
 from zero.consolidate import run
 from zero.consolidate.workers import DEFAULT_MEMORY, default_workers
 from zero.errors import ZeroError, printable, some
+from zero.files.storage import allow_more_files
 from zero.sources.opening import open_source
 from zero.sources.source import Source
 from zero.sources.zero_checkpoint import ZeroSource

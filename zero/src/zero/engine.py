@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from zero.checkpoint.checkpoints import Checkpoints
 from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load import Loaded, LoadOptions
-from zero.checkpoint.names import Rename
 from zero.communication.communicator import Communicator
 from zero.communication.ledger import Traffic
 from zero.config.paths import as_path
 from zero.config.training import Config
 from zero.errors import UsageError
+from zero.files.names import Rename
 from zero.gradients.factor import GradientFactor
 from zero.gradients.group_gradients import GradientPolicy
 from zero.gradients.loss_scale import LossScale

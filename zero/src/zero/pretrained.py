@@ -14,9 +14,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero.checkpoint.boundary import typed
-from zero.checkpoint.names import Rename, match
-from zero.checkpoint.storage import DISK, Storage
 from zero.checkpoint.tensor_reader import TensorReader
 from zero.checkpoint.together import Together
 from zero.checkpoint.weights import fill_buffers, fill_units, targets
@@ -24,10 +21,13 @@ from zero.communication.communicator import Communicator
 from zero.config.paths import as_path
 from zero.deferred import deferred_init
 from zero.errors import CheckpointError, ModelError, UsageError
+from zero.files.boundary import typed
+from zero.files.names import Rename, match
+from zero.files.safetensors_header import is_safetensors
+from zero.files.safetensors_weights import SafetensorsWeights
+from zero.files.storage import DISK, Storage
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.sharding.state_entries import entries_of
-from zero.sources.safetensors_header import is_safetensors
-from zero.sources.safetensors_weights import SafetensorsWeights
 from zero.whole.full_parameters import FullParameters
 from zero.whole.gathered import OWNER_ATTRIBUTE
 

@@ -19,15 +19,15 @@ from zero.checkpoint import user_state
 from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_state import EngineParts, check_state, chosen_of, collect, describe
 from zero.checkpoint.load import Loaded, LoadOptions, load
-from zero.checkpoint.publication import Publication, check_name
 from zero.checkpoint.rank_file import pack
 from zero.checkpoint.save_job import Job
 from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.save_start import refuse, start
-from zero.checkpoint.storage import DISK, Storage
 from zero.checkpoint.together import Together
 from zero.config.paths import as_path
 from zero.errors import UsageError
+from zero.files.publication import Publication, check_name
+from zero.files.storage import DISK, Storage
 from zero.sharding.selection import Selection
 from zero.tiers.values import lasting
 from zero.version import __version__

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from zero.checkpoint.manifest import TORCH_NAMES
 from zero.errors import UsageError
+from zero.files.manifest import TORCH_NAMES
 
 TORCH: dict[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
 _NAMES = {dtype: name for name, dtype in TORCH.items()}

@@ -13,10 +13,10 @@ from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.engine_state import EngineParts, stride_of
 from zero.checkpoint.group_match import match_groups
 from zero.checkpoint.group_options import merged, misfits, take
-from zero.checkpoint.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
-from zero.checkpoint.names import is_floating, raise_for
 from zero.checkpoint.tensor_reader import TensorReader
 from zero.errors import OptimizerError, StateError
+from zero.files.manifest import Manifest, ParameterEntry, TensorEntry, model_key, state_key
+from zero.files.names import is_floating, raise_for
 from zero.optimizer.joint import kind_of, kinds_of_groups, members
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import in_memory_order, moved

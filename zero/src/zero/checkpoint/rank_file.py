@@ -19,10 +19,10 @@ from torch import Tensor
 from accelz.accelerator import Accelerator
 from accelz.flat_buffer import HOST
 from zero.checkpoint.dtypes import name_of
-from zero.checkpoint.manifest import CHECKSUM_BLOCK
-from zero.checkpoint.rank_layout import RankLayout, Stretch
-from zero.checkpoint.storage import PAGE, Storage
-from zero.checkpoint.stream import CHUNK, Stream, empty_aligned, view_of
+from zero.files.manifest import CHECKSUM_BLOCK
+from zero.files.rank_layout import RankLayout, Stretch
+from zero.files.storage import PAGE, Storage
+from zero.files.stream import CHUNK, Stream, empty_aligned, view_of
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from zero.checkpoint.engine_state import RankState
-from zero.checkpoint.manifest_assembly import assemble
 from zero.checkpoint.problems import Problem, error_of, problem_of
 from zero.checkpoint.program_end import has_failed
-from zero.checkpoint.publication import Publication
 from zero.checkpoint.rank_file import write_rank_file
 from zero.checkpoint.save_messages import SaveMessages
 from zero.checkpoint.save_start import LAST, PART, take_leave
-from zero.checkpoint.storage import Storage
 from zero.errors import CheckpointError, CommunicationError
+from zero.files.manifest_assembly import assemble
+from zero.files.publication import Publication
+from zero.files.storage import Storage
 
 _log = logging.getLogger("zero")
 

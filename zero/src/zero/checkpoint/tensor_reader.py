@@ -10,7 +10,7 @@ from torch import Tensor
 from accelz.flat_buffer import HOST
 from zero.checkpoint import user_state
 from zero.checkpoint.dtypes import TORCH
-from zero.checkpoint.stream import CHUNK
+from zero.files.stream import CHUNK
 from zero.tiers.host_memory import bytes_of
 
 

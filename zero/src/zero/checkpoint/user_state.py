@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero.checkpoint.manifest import escape
 from zero.checkpoint.rank_file import Part
 from zero.errors import UsageError
+from zero.files.manifest import escape
 
 _TAGS = ("$tuple", "$dict", "$counter", "$float", "$tensor")
 

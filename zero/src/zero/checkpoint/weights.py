@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from zero.checkpoint.engine_state import stride_of
-from zero.checkpoint.names import Target
 from zero.checkpoint.tensor_reader import TensorReader
+from zero.files.names import Target
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.state_entries import entries_of

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from zero.checkpoint.boundary import typed
-from zero.checkpoint.manifest import CHECKSUM_BLOCK, ITEM_BYTES, MANIFEST, model_key
-from zero.checkpoint.manifest_assembly import assemble
-from zero.checkpoint.rank_layout import RankLayout, Stretch
-from zero.checkpoint.storage import File, write_whole
 from zero.consolidate.files import WEIGHTS
 from zero.consolidate.plan import OutputPlan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.workers import Buffers, chunk_bytes, run
 from zero.errors import CheckpointError
+from zero.files.boundary import typed
+from zero.files.manifest import CHECKSUM_BLOCK, ITEM_BYTES, MANIFEST, model_key
+from zero.files.manifest_assembly import assemble
+from zero.files.rank_layout import RankLayout, Stretch
+from zero.files.storage import File, write_whole
 from zero.sources.source import Chunk, Source
 from zero.version import __version__
 

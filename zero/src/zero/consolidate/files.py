@@ -7,7 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from zero.checkpoint.storage import File, Storage
+from zero.files.storage import File, Storage
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zero.checkpoint.manifest import ITEM_BYTES
-from zero.checkpoint.storage import PAGE, File, Storage
-from zero.checkpoint.stream import empty_aligned, view_of
 from zero.consolidate.cast import cast
 from zero.consolidate.files import WeightStorage
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile
 from zero.consolidate.workers import Buffers
 from zero.errors import CheckpointError
+from zero.files.manifest import ITEM_BYTES
+from zero.files.storage import PAGE, File, Storage
+from zero.files.stream import empty_aligned, view_of
 from zero.sources.source import Chunk, TensorInfo
 
 UNFINISHED = ".part"

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from zero.checkpoint.header import METADATA, lay_out
-from zero.checkpoint.manifest import ITEM_BYTES
 from zero.errors import CheckpointError, UsageError
+from zero.files.header import METADATA, lay_out
+from zero.files.manifest import ITEM_BYTES
 from zero.sources.source import TensorInfo
 
 Dtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]

@@ -11,11 +11,11 @@ import os
 import re
 from pathlib import Path
 
-from zero.checkpoint.manifest import LATEST, MANIFEST, hidden
-from zero.checkpoint.storage import Lock, read_whole, write_whole
 from zero.config.paths import as_path
 from zero.consolidate.files import WeightStorage
 from zero.errors import CheckpointError, UsageError
+from zero.files.manifest import LATEST, MANIFEST, hidden
+from zero.files.storage import Lock, read_whole, write_whole
 
 _log = logging.getLogger("zero")
 PLAN = "plan"

@@ -15,14 +15,14 @@ from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
-from zero.checkpoint.boundary import typed
-from zero.checkpoint.storage import write_whole
 from zero.consolidate.files import WEIGHTS, WeightStorage
 from zero.consolidate.output import Comparison, Converter, Output
 from zero.consolidate.plan import Chosen, Dtype, OutputPlan, choose, plan_safetensors
 from zero.consolidate.publish import Staging
 from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes, default_workers, run
 from zero.errors import CheckpointError
+from zero.files.boundary import typed
+from zero.files.storage import write_whole
 from zero.sources.source import Chunk, Source
 
 Format = Literal["safetensors", "torch"]

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from accelz.flat_buffer import HOST
-from zero.checkpoint.boundary import typed
 from zero.checkpoint.dtypes import TORCH
-from zero.checkpoint.manifest import Manifest, ParameterEntry, model_key, state_key
-from zero.checkpoint.storage import write_whole
 from zero.checkpoint.tensor_reader import TensorReader
 from zero.consolidate.files import WEIGHTS
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.torch_plan import plan_file
+from zero.files.boundary import typed
+from zero.files.manifest import Manifest, ParameterEntry, model_key, state_key
+from zero.files.storage import write_whole
 from zero.sources.deepspeed_files import (
     LATEST_UNIVERSAL,
     MASTERS,

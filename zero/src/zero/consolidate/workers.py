@@ -9,9 +9,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-from zero.checkpoint.storage import PAGE
-from zero.checkpoint.stream import empty_aligned, view_of
 from zero.errors import UsageError
+from zero.files.storage import PAGE
+from zero.files.stream import empty_aligned, view_of
 from zero.sources.source import Chunk
 
 DEFAULT_MEMORY = 128 << 20

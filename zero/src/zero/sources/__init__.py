@@ -9,11 +9,8 @@ bounded_unpickler, inert_pickle
 zip_directory, torch_file
                         files of torch.save
 record_source           weights in records of files
-strict_json             JSON that may hold anything
-weight_map, flat_groups
-                        which file has which weight; where parameters lie in DeepSpeed's flat groups
-safetensors_header, safetensors_weights, safetensors_files
-                        safetensors: one file, and several
+flat_groups             where parameters lie in DeepSpeed's flat groups
+safetensors_files       safetensors
 torch_weights           weights in files of torch.save
 deepspeed_files, deepspeed_weights, deepspeed
                         checkpoints of DeepSpeed

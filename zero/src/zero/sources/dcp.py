@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.checkpoint.manifest import ITEM_BYTES
-from zero.checkpoint.storage import DISK, read_whole
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.manifest import ITEM_BYTES
+from zero.files.storage import DISK, read_whole
 from zero.sources import inert_pickle
 from zero.sources.bounded_unpickler import Function, Kept
 from zero.sources.inert_pickle import DTYPES, TENSORS, StoredTensor, shape_of, sizes_of

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint.manifest import LARGEST_LATEST
-from zero.checkpoint.storage import DISK, read_whole
 from zero.errors import CheckpointError
+from zero.files.manifest import LARGEST_LATEST
+from zero.files.storage import DISK, read_whole
 from zero.sources.bounded_unpickler import Function, Kept
 
 _OPTIMIZER = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.checkpoint.manifest import ITEM_BYTES, MOST_DIMENSIONS, TORCH_NAMES, is_row_major
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.manifest import ITEM_BYTES, MOST_DIMENSIONS, TORCH_NAMES, is_row_major
 from zero.sources.bounded_unpickler import (
     CONTAINERS,
     Function,

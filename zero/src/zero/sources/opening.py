@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero.checkpoint.boundary import typed
 from zero.config.paths import as_path
+from zero.files.boundary import typed
+from zero.files.safetensors_header import is_safetensors
 from zero.sources.dcp import DcpSource, is_dcp
 from zero.sources.deepspeed import ShardedSource, UniversalSource
 from zero.sources.deepspeed_files import find_sharded, find_universal
 from zero.sources.safetensors_files import SafetensorsSource
-from zero.sources.safetensors_header import is_safetensors
 from zero.sources.source import Source
 from zero.sources.torch_weights import TorchSource, is_torch
 from zero.sources.zero_checkpoint import ZeroSource

@@ -14,10 +14,10 @@ from zlib import crc32
 
 import numpy as np
 
-from zero.checkpoint.boundary import typed
-from zero.checkpoint.manifest import ITEM_BYTES, is_row_major
-from zero.checkpoint.storage import DISK, File
 from zero.errors import CheckpointError, CorruptCheckpointError, some
+from zero.files.boundary import typed
+from zero.files.manifest import ITEM_BYTES, is_row_major
+from zero.files.storage import DISK, File
 from zero.sources import crc
 from zero.sources.inert_pickle import StoredTensor
 from zero.sources.memory_order import Box, boxes, count_stretches, read_box, stretches

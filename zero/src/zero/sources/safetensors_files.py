@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zero.files.safetensors_header import describe
 from zero.sources.record_source import RecordSource
-from zero.sources.safetensors_header import describe
 from zero.sources.source import TensorInfo
 from zero.sources.zip_directory import Record
 

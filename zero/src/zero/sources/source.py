@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
-from zero.checkpoint.manifest import ITEM_BYTES
+from zero.files.manifest import ITEM_BYTES
 
 Kind = Literal["parameter", "frozen", "buffer", "state"]  # state: of the optimizer
 

@@ -15,8 +15,8 @@ from zlib import crc32
 
 import numpy as np
 
-from zero.checkpoint.storage import DISK, File
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.storage import DISK, File
 from zero.sources import inert_pickle, zip_directory
 from zero.sources.inert_pickle import MOST_STEPS, TENSORS, StoredTensor
 from zero.sources.memory_order import span

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.weight_map import check_weight_map, read_weight_map
 from zero.sources.inert_pickle import StoredTensor, refusal, strangers_in, tensors_in
 from zero.sources.record_source import RecordSource
 from zero.sources.source import TensorInfo
 from zero.sources.torch_file import TorchFile
-from zero.sources.weight_map import check_weight_map, read_weight_map
 
 WHOLE = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 
-from zero.checkpoint.boundary import typed
-from zero.checkpoint.manifest import (
+from zero.files.boundary import typed
+from zero.files.manifest import (
     Manifest,
     ParameterEntry,
     Slice,
@@ -15,7 +15,7 @@ from zero.checkpoint.manifest import (
     model_key,
     state_key,
 )
-from zero.checkpoint.reader import Checkpoint, find
+from zero.files.reader import Checkpoint, find
 from zero.sources.memory_order import Box, boxes, read_box, stretches
 from zero.sources.source import Chunk, Kind, Piece, Source, TensorInfo
 

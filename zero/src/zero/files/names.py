@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zero.checkpoint.manifest import Manifest, model_key
 from zero.errors import StateError, UsageError, some
+from zero.files.manifest import Manifest, model_key
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 

@@ -13,10 +13,10 @@ import torch
 
 import zero
 from tests.zero.consolidate import deepspeed_layout, synthetic
-from zero.checkpoint import manifest as form
-from zero.checkpoint.manifest_assembly import assemble
-from zero.checkpoint.storage import DISK, read_whole
 from zero.consolidate import open_source
+from zero.files import manifest as form
+from zero.files.manifest_assembly import assemble
+from zero.files.storage import DISK, read_whole
 
 pytestmark = pytest.mark.timeout(20)  # a pipe would block
 SPARSE = 6 << 30
@@ -109,7 +109,7 @@ def test_a_table_of_checksums_or_a_header_claims_no_memory(runs: Path) -> None:
 
 
 def test_no_manifest_is_published_that_would_not_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zero.checkpoint.manifest_assembly.LARGEST_MANIFEST", 100)
+    monkeypatch.setattr("zero.files.manifest_assembly.LARGEST_MANIFEST", 100)
     with pytest.raises(zero.CheckpointError, match="at most 100 are read"):
         assemble({"parameters": [], "state": "x" * 100}, [])
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from zlib import crc32
 
-from zero.checkpoint.in_place import is_half_removed
-from zero.checkpoint.manifest import (
+from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.in_place import is_half_removed
+from zero.files.manifest import (
     LARGEST_LATEST,
     LARGEST_MANIFEST,
     LATEST,
@@ -21,9 +22,8 @@ from zero.checkpoint.manifest import (
     seal,
     unseal,
 )
-from zero.checkpoint.reader import names_another, read_latest
-from zero.checkpoint.storage import Storage, read_whole, write_whole
-from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.reader import names_another, read_latest
+from zero.files.storage import Storage, read_whole, write_whole
 
 
 class Pointer:

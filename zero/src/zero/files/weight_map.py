@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero.checkpoint.storage import DISK, read_whole
 from zero.errors import CheckpointError, CorruptCheckpointError
-from zero.sources.strict_json import parse
+from zero.files.storage import DISK, read_whole
+from zero.files.strict_json import parse
 
 _LARGEST_INDEX = 1 << 26  # bytes
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from zero.checkpoint.storage import DISK, PAGE, File, Storage, read_whole, write_whole
-from zero.checkpoint.stream import CHUNK, Stream, empty_aligned, view_of
+from zero.files.storage import DISK, PAGE, File, Storage, read_whole, write_whole
+from zero.files.stream import CHUNK, Stream, empty_aligned, view_of
 
 IN_MEMORY = Path("/dev/shm")  # a file system without direct writes
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero.checkpoint.header import METADATA
-from zero.checkpoint.manifest import ITEM_BYTES, LONGEST_HEADER, MOST_DIMENSIONS
-from zero.checkpoint.storage import DISK
 from zero.errors import CheckpointError, CorruptCheckpointError
-from zero.sources.strict_json import parse
-from zero.sources.weight_map import check_weight_map, read_weight_map
+from zero.files.header import METADATA
+from zero.files.manifest import ITEM_BYTES, LONGEST_HEADER, MOST_DIMENSIONS
+from zero.files.storage import DISK
+from zero.files.strict_json import parse
+from zero.files.weight_map import check_weight_map, read_weight_map
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zero.checkpoint.manifest import CHECKSUM_BLOCK, LARGEST_MANIFEST, Manifest, seal, unescape, unseal
 from zero.errors import CheckpointError
+from zero.files.manifest import CHECKSUM_BLOCK, LARGEST_MANIFEST, Manifest, seal, unescape, unseal
 
 
 def assemble(described: Mapping[str, Any], reports: list[dict[str, Any]]) -> bytes:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import zero
-from zero.checkpoint.boundary import typed
 from zero.consolidate import Options, consolidate, open_source
+from zero.files.boundary import typed
 
 
 @pytest.mark.parametrize(

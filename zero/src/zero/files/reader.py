@@ -18,8 +18,9 @@ from zlib import crc32
 
 from pydantic import ValidationError
 
-from zero.checkpoint import manifest as form
-from zero.checkpoint.manifest import (
+from zero.errors import CheckpointError, CorruptCheckpointError, StateError
+from zero.files import manifest as form
+from zero.files.manifest import (
     LARGEST_LATEST,
     LARGEST_MANIFEST,
     LARGEST_TABLE,
@@ -33,8 +34,7 @@ from zero.checkpoint.manifest import (
     TensorEntry,
     hidden,
 )
-from zero.checkpoint.storage import DISK, File, Storage, read_whole
-from zero.errors import CheckpointError, CorruptCheckpointError, StateError
+from zero.files.storage import DISK, File, Storage, read_whole
 
 
 def find(path: Path, storage: Storage = DISK) -> Path:

@@ -15,8 +15,8 @@ import json
 import re
 from pathlib import Path
 
-from zero.checkpoint.manifest import LARGEST_MANIFEST, MANIFEST, hidden, seal, unseal
-from zero.checkpoint.storage import Storage, read_whole, write_whole
+from zero.files.manifest import LARGEST_MANIFEST, MANIFEST, hidden, seal, unseal
+from zero.files.storage import Storage, read_whole, write_whole
 
 CANNOT_RENAME = frozenset({errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 """What a file system answers that cannot rename this directory."""

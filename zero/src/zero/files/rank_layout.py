@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from zero.checkpoint.header import lay_out
-from zero.checkpoint.manifest import (
+from zero.errors import CheckpointError
+from zero.files.header import lay_out
+from zero.files.manifest import (
     CHECKSUM_BLOCK,
     CHECKSUMS,
     ITEM_BYTES,
     LARGEST_TABLE,
     LONGEST_HEADER,
 )
-from zero.errors import CheckpointError
 
 _METADATA = {"format": "pt", "whole": "see manifest.json"}
 

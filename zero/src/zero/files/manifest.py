@@ -15,7 +15,7 @@ from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from zero.checkpoint.value_forms import RandomStates, check_value
+from zero.files.value_forms import RandomStates, check_value
 
 VERSION = 1
 MANIFEST = "manifest.json"

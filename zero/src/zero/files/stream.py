@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zero.checkpoint.storage import PAGE, Storage
+from zero.files.storage import PAGE, Storage
 
 CHUNK = 1 << 20  # bytes written at once
 _WRITERS = 7  # chunks being written while one is filled, so that slow filling does not idle the disk

@@ -24,12 +24,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from zero.checkpoint import in_place
-from zero.checkpoint.in_place import CANNOT_RENAME
-from zero.checkpoint.manifest import LATEST, MANIFEST, hidden
-from zero.checkpoint.pointer import Pointer
-from zero.checkpoint.storage import Lock, Storage, write_whole
 from zero.errors import CheckpointError, UsageError
+from zero.files import in_place
+from zero.files.in_place import CANNOT_RENAME
+from zero.files.manifest import LATEST, MANIFEST, hidden
+from zero.files.pointer import Pointer
+from zero.files.storage import Lock, Storage, write_whole
 
 _log = logging.getLogger("zero")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero.checkpoint.names import Saved
-from zero.checkpoint.storage import DISK, File, Storage
 from zero.errors import CheckpointError, CorruptCheckpointError
-from zero.sources.safetensors_header import SafeTensor, describe
+from zero.files.names import Saved
+from zero.files.safetensors_header import SafeTensor, describe
+from zero.files.storage import DISK, File, Storage
 
 
 class SafetensorsWeights:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from zero.checkpoint.storage import PAGE
+from zero.files.storage import PAGE
 
 METADATA = "__metadata__"  # the name that safetensors reserves
 

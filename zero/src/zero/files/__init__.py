@@ -1,0 +1,17 @@
+"""The files that checkpoints and weights consist of: their formats, reading and publishing them. No torch.
+
+The format of checkpoints is documented in docs/checkpoint-format.md. Modules, lowest first:
+
+boundary                whatever reading raises, as errors of zero
+storage, stream         all input and output
+value_forms, manifest   the manifest, and what it may hold
+header, rank_layout, manifest_assembly
+                        one rank's file; one manifest from all ranks' reports
+reader                  finding a checkpoint; reading tensors by key, with every byte checked
+names                   matching stored tensors to a model's, by name
+in_place, pointer, publication
+                        publishing a checkpoint under its name, and what `latest` says
+strict_json, weight_map JSON that may hold anything; which file has which weight
+safetensors_header, safetensors_weights
+                        safetensors files: where their tensors are; reading any part of any
+"""
