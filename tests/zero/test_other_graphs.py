@@ -15,7 +15,7 @@ from accelz.conformance.cluster import Clusters, Context
 from tests.zero.models import WIDTH, Block, features
 from tests.zero.test_paths import decaying, error_of
 from tests.zero.training import check_order, collected, living, state_error, train_averaging, train_zero
-from zero.hooks.turn import Turn
+from zero.training_pass.turn import Turn
 
 
 class TwoOutputs(nn.Module):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from zero.hooks.schedule import Schedule
 from zero.sharding.cast import OWN
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.training_pass.schedule import Schedule
 
 UNITS = 16
 

@@ -390,7 +390,7 @@ def parts_body(context: Context) -> tuple[int, int]:
         engine.step()
     known = len(schedule._record)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero.hooks.schedule._LONGEST", 50)
+        patch.setattr("zero.training_pass.schedule._LONGEST", 50)
         for _ in range(100):
             model.blocks(batch(0, device))
     return known, len(schedule._current)

@@ -26,7 +26,6 @@ from zero.gradients.group_gradients import GradientPolicy
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.overflow_watch import OverflowWatch
 from zero.gradients.reducer import GradientReducer
-from zero.hooks.model_hooks import ModelHooks
 from zero.integrity import Integrity
 from zero.memory.memory_report import MemoryReport
 from zero.memory.memory_tracer import MemoryTracer
@@ -41,6 +40,7 @@ from zero.sharding.flat_group import FlatGroup
 from zero.sharding.selection import Selection
 from zero.sharding.sharded_unit import ShardedUnit, refill
 from zero.tiers.stores import Stores
+from zero.training_pass.model_hooks import ModelHooks
 from zero.warning import warn
 from zero.whole import model_state
 from zero.whole.full_parameters import FullParameters

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 from zero.errors import UsageError
-from zero.hooks.progress import next_number
 from zero.sharding.cast import Cast
 from zero.sharding.sharded_unit import ShardedUnit
+from zero.training_pass.progress import next_number
 
 if TYPE_CHECKING:
-    from zero.hooks.unit_call import Call
+    from zero.training_pass.unit_call import Call
 
 
 class TurnUser(Protocol):

@@ -24,9 +24,9 @@ from torch import Tensor
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.differences import first_line
 from zero.errors import RankMismatchError
-from zero.hooks.progress import next_number
-from zero.hooks.turn import Turn
 from zero.tiers.apart import apart
+from zero.training_pass.progress import next_number
+from zero.training_pass.turn import Turn
 
 _LONGEST = 20_000  # beginnings and ends to remember: a program may never run a backward
 _FLAGS = 512  # calls of which ranks tell each other are padded to a multiple, so that few sizes travel

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from accelz.flat_buffer import HOST
-from zero.hooks.progress import number_of
-from zero.hooks.turn import Turn
 from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
 from zero.tiers.apart import apart
+from zero.training_pass.progress import number_of
+from zero.training_pass.turn import Turn
 
 
 class Call:

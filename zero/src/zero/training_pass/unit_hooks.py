@@ -23,13 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.hooks import parametrized
-from zero.hooks.call_order import CallOrder
-from zero.hooks.progress import Progress
-from zero.hooks.schedule import Schedule
-from zero.hooks.turn import Turn
-from zero.hooks.under_way import calls_under_way, modules_called
-from zero.hooks.unit_call import Call, with_producers
 from zero.sharding import autocast
 from zero.sharding.alterations import changed_since
 from zero.sharding.cast import Cast
@@ -40,6 +33,13 @@ from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.apart import apart
 from zero.tiers.tracer import Tracer
+from zero.training_pass import parametrized
+from zero.training_pass.call_order import CallOrder
+from zero.training_pass.progress import Progress
+from zero.training_pass.schedule import Schedule
+from zero.training_pass.turn import Turn
+from zero.training_pass.under_way import calls_under_way, modules_called
+from zero.training_pass.unit_call import Call, with_producers
 
 
 class UnitHooks(Uncopied):

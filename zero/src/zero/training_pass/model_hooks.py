@@ -15,11 +15,6 @@ from zero.config.training import Config
 from zero.errors import CommunicationError, UsageError
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
-from zero.hooks.call_order import CallOrder
-from zero.hooks.progress import Progress
-from zero.hooks.schedule import Schedule
-from zero.hooks.under_way import calls_under_way
-from zero.hooks.unit_hooks import UnitHooks
 from zero.integrity import Integrity
 from zero.memory.memory_tracer import MemoryTracer
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -32,6 +27,11 @@ from zero.sharding.tensors import map_tensors
 from zero.sharding.uncopied import Uncopied
 from zero.tiers.apart import apart
 from zero.tiers.stores import Stores
+from zero.training_pass.call_order import CallOrder
+from zero.training_pass.progress import Progress
+from zero.training_pass.schedule import Schedule
+from zero.training_pass.under_way import calls_under_way
+from zero.training_pass.unit_hooks import UnitHooks
 
 if TYPE_CHECKING:
     from zero.compiled.model import CompiledModel
