@@ -16,7 +16,7 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.compiled.models import fresh, tokens
 from tests.zero.compiled.test_activations import LENGTH, build
-from tests.zero.offload import test_speculative_steps, test_streamed_records, test_tiers
+from tests.zero.memory import test_speculative_steps, test_streamed_records, test_tiers
 from tests.zero.training import adamw
 
 Body = Callable[..., dict[str, Any]]
