@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import accelz
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from benchmarks import machine, model, peers
 from benchmarks.late_streams import LateStreams
 

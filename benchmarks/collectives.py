@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import accelz
-from accelz.collectives import Collectives
-from accelz.gloo_lanes import GlooLanes
+from accelz import Collectives
+from accelz.gloo import GlooLanes
 from benchmarks.job import Job
 from benchmarks.result import Result, ratio, spread
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import accelz
 import zero
-from accelz.flat_buffer import StorageSwap
-from accelz.gloo_lanes import GlooLanes
+from accelz import StorageSwap
+from accelz.gloo import GlooLanes
 from benchmarks.machine import generates_code
 from benchmarks.model import Decoder
 from benchmarks.peers import ADAMW, Peer, Setting, TorchPeer, build_fsdp2

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import accelz
-from accelz.updates import AdamWUpdate
+from accelz import AdamWUpdate
 from benchmarks.job import Job
 from benchmarks.result import Result, ratio, spread
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.streams import Stream, Streams
+from accelz import Accelerator, Stream, Streams
 
 WIDTH = 2048
 """Of the square matrices whose products keep a stream busy: some 25 µs each on a large GPU."""

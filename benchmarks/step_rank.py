@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 import accelz
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from benchmarks import compiled_peers, host_peers, model, offload_peers, peers
 
 POOL = 4  # batches that a rank trains on in turn, few enough for a working peer's loss to fall

@@ -1,6 +1,6 @@
-"""Fail if a room of zero imports one that is not below it, or if modules import each other.
+"""Fail if a room of zero or accelz imports one that is not below it, or if modules import each other.
 
-A room is a package or a module directly under zero. The order of rooms is that of the table in
+A room is a package or a module directly under one of the two. Their order is that of the tables in
 docs/architecture.md, lowest first, and the order of a package's modules that of the table in its docstring,
 if it has one; so this check also keeps the tables complete and correct. Imports inside functions count, those
 for types alone do not.
@@ -59,15 +59,16 @@ def cycles(graph: dict[str, set[str]]) -> Iterator[str]:
 
 def misplaced(graph: dict[str, set[str]], order: list[str]) -> Iterator[str]:
     """Rooms that are missing from the table or only there, and imports of rooms that are not below."""
-    rooms = {_room(name) for name in graph} - {"zero", "__main__"}
+    (package,) = {name.split(".")[0] for name in graph}
+    rooms = {_room(name) for name in graph} - {package, "__main__"}
     yield from (f"{TABLE.name} has no room {room!r}" for room in sorted(rooms - set(order)))
-    yield from (f"{TABLE.name} has a room {room!r}, but zero does not" for room in sorted(set(order) - rooms))
+    yield from (f"{TABLE.name} has {room!r}, but {package} does not" for room in sorted(set(order) - rooms))
     place = {room: i for i, room in enumerate(order)}
     for name, below in sorted(graph.items()):
         for other in sorted(below):
             room, used = _room(name), _room(other)
-            if used == "zero" and room in place:
-                yield f"{name} imports zero itself, which is above all rooms"
+            if used == package and room in place:
+                yield f"{name} imports {package} itself, which is above all rooms"
             elif room != used and place.get(used, -1) >= place.get(room, len(place)):
                 yield f"{name} imports {other}: {used!r} is not below {room!r}"
 
@@ -94,12 +95,13 @@ def listed_modules(docstring: str) -> list[list[str]]:
 
 
 def _room(name: str) -> str:
-    return [*name.split("."), ""][1] or "zero"
+    """The room of a module; for the package itself, the package."""
+    return [*name.split("."), name][1]
 
 
-def written_order() -> list[str]:
-    """The rooms of zero in the order of the table: the names in backquotes in its first column."""
-    section = TABLE.read_text().split("\n## zero\n")[1].split("\n## ")[0].split("\n### ")[0]
+def written_order(package: str) -> list[str]:
+    """The rooms of a package in the order of its table: the names in backquotes in the first column."""
+    section = TABLE.read_text().split(f"\n## {package}\n")[1].split("\n## ")[0].split("\n### ")[0]
     cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return [name.rstrip("/") for cell in cells for name in re.findall(r"`([a-z_]+/?)`", cell)]
 
@@ -110,8 +112,7 @@ def main() -> int:
         known = modules(package)
         graph = {name: imported(path, known) - {name} for name, path in known.items()}
         found += cycles(graph)
-        if package == "zero":
-            found += misplaced(graph, written_order())
+        found += misplaced(graph, written_order(package))
         for name, path in known.items():
             listed = listed_modules(ast.get_docstring(ast.parse(path.read_text())) or "")
             found += disordered(name, listed, graph) if listed else []

@@ -1,4 +1,4 @@
-"""Fail if anything but accelz.bounded_store reaches for one of torch's stores.
+"""Fail if anything but accelz.ranks.bounded_store reaches for one of torch's stores.
 
 A call to such a store has no limit if the store's host is silent. What holds a BoundedStore cannot make one;
 how a store is got hold of is checked here, by name.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 STORES = {"TCPStore", "FileStore", "PrefixStore", "_get_default_store"}
-EXEMPT = {"accelz/src/accelz/bounded_store.py", "accelz/src/accelz/conformance/cluster.py"}
+EXEMPT = {"accelz/src/accelz/ranks/bounded_store.py", "accelz/src/accelz/conformance/cluster.py"}
 """The second hosts the store of the kit's own ranks in a process that ends them when they hang."""
 
 
@@ -26,7 +26,7 @@ def problems(path: Path, name: str) -> Iterator[str]:
             yield f"{name}:{node.lineno}: calls to a native store have no limit; only torch is given one"
 
 
-_GIVES_IT_TO_TORCH = "accelz/src/accelz/attempts.py"
+_GIVES_IT_TO_TORCH = "accelz/src/accelz/ranks/attempts.py"
 
 
 def _names(node: ast.AST) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 
 
 @contextmanager

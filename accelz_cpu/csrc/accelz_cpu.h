@@ -87,7 +87,7 @@ ACCELZ_API void accelz_accumulate(void *total, int total_dtype, const void *adde
 enum { ACCELZ_MAX_BLOCK = 4096 };
 
 /* codes = source / the scale of its block, rounded to the nearest. scales: numel / block values, rounded up.
- * codes_dtype: INT8 or FLOAT8_E4M3. block: a power of two from 32 to ACCELZ_MAX_BLOCK. See accelz.kernels. */
+ * codes_dtype: INT8 or FLOAT8_E4M3. block: a power of two from 32 to ACCELZ_MAX_BLOCK. See accelz.Kernels. */
 ACCELZ_API void accelz_quantise(void *codes, int codes_dtype, float *scales, const void *source, int source_dtype,
                                 size_t numel, size_t block, int threads);
 

@@ -20,16 +20,30 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.capabilities import Capabilities
-from accelz.collectives import DONE, Collectives, Group, Handle
-from accelz.errors import BackendUnavailableError, CollectiveError
-from accelz.flat_buffer import FlatBuffer, Slot, StorageSwap
-from accelz.kernels import Kernels
-from accelz.memory import Memory, MemoryStats
-from accelz.streams import Event, NullEvent, NullStream, NullStreams, Stream
+from accelz import (
+    Accelerator,
+    AdamWUpdate,
+    BackendUnavailableError,
+    Capabilities,
+    CollectiveError,
+    Collectives,
+    Event,
+    FlatBuffer,
+    Group,
+    Handle,
+    Kernels,
+    LionUpdate,
+    Memory,
+    MemoryStats,
+    NullStreams,
+    SgdUpdate,
+    Slot,
+    StorageSwap,
+    Stream,
+)
+from accelz.roles.collectives import DONE
+from accelz.roles.streams import NullEvent, NullStream
 from accelz.torch_device import TorchEvent, TorchRng, TorchStream, TorchStreams
-from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
 from accelz_cpu.accelerator import CpuRng, build
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory

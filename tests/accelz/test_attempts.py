@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from accelz.attempts import may_restart, meet
-from accelz.bounded_store import BoundedStore, bounded
+from accelz.ranks.attempts import may_restart, meet
+from accelz.ranks.bounded_store import BoundedStore, bounded
 
 
 def attempt(store: BoundedStore, size: int, ranks: Sequence[int]) -> set[str]:

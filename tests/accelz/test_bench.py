@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import accelz
-from accelz import kernels
+from accelz import AccelzError
 from accelz.bench import between_ranks, measure
 from accelz.bench.cases import COPY, cases
 from accelz.cli import app
 from accelz.conformance.cluster import Cluster, ClusterError, Outcome
-from accelz.errors import AccelzError
+from accelz.roles import kernels
 
 FEW = ("--elements", "1024", "--rounds", "2")
 

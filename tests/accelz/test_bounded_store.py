@@ -18,7 +18,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from torch.distributed import DistStoreError, HashStore, TCPStore
 
-from accelz.bounded_store import (
+from accelz.conformance import cluster
+from accelz.ranks.bounded_store import (
     BoundedStore,
     HostSilentError,
     MissingKeysError,
@@ -27,7 +28,6 @@ from accelz.bounded_store import (
     open_store,
     wait_for,
 )
-from accelz.conformance import cluster
 
 from .forked import python
 
@@ -91,7 +91,7 @@ CALLS: dict[str, Callable[[BoundedStore], Any]] = {
 def test_every_call_to_a_host_that_is_silent_ends_and_names_it(
     host: Host, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("accelz.bounded_store.SPARE", 0.5)
+    monkeypatch.setattr("accelz.ranks.bounded_store.SPARE", 0.5)
     host.stop()
     began = time.monotonic()
     with pytest.raises(HostSilentError, match=rf"{host.store.where}, has not answered .*stopped"):

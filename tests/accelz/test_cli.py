@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from accelz import cli, kernels
+from accelz import cli
 from accelz.conformance import runner
+from accelz.roles import kernels
 
 from .fake_distribution import environment, good, install
 

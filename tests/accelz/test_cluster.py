@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelz.collectives import Collectives
+from accelz import Collectives
 from accelz.conformance.cluster import Cluster, ClusterError, Clusters, Context
 from accelz.conformance.contract import ContractBroken, checked
 from accelz_cpu.accelerator import build

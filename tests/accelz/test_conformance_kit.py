@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from accelz.capabilities import Capabilities
+from accelz import Capabilities, MemoryStats, NullStreams
 from accelz.conformance import grouping, runner
 from accelz.conformance.contract import ROLES, ContractBroken, checked
 from accelz.conformance.test_descriptor import DescriptorContract
 from accelz.conformance.test_flat_buffers import FlatBufferContract
 from accelz.conformance.test_leaks import NBYTES, Leaks
 from accelz.discovery import installed
-from accelz.memory import MemoryStats
-from accelz.streams import NullStreams
 from accelz_cpu.accelerator import build
 from accelz_cpu.memory import ProcessMemory
 
@@ -384,7 +382,7 @@ def test_classes_are_told_with_their_modules() -> None:
     accelerator.streams = EventOfTorch()
     with pytest.raises(ContractBroken) as error:
         checked(accelerator).streams.current()
-    said = "Streams.current: must return accelz.streams.Stream\n  got:  torch.nn.modules.linear.Identity: "
+    said = "Streams.current: must return accelz.Stream\n  got:  torch.nn.modules.linear.Identity: "
     assert str(error.value).startswith(said)
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelz.collectives import ReduceOp
+from accelz import ReduceOp
 from accelz.conformance.cluster import Clusters, Context
-from accelz.direct_exchange import SMALL, FinishedOnWait, is_small
-from accelz.gloo_lanes import GlooLanes
+from accelz.gloo import GlooLanes
+from accelz.roles.direct_exchange import SMALL, FinishedOnWait, is_small
 
 
 class Gate(dist.Work):

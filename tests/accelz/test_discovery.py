@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accelz.discovery import BackendRow, Status, installed, list_backends
+from accelz import BackendRow, list_backends
+from accelz.discovery import Status, installed
 
 from .fake_distribution import good, install
 

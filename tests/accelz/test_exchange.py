@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch.distributed import DistStoreError, HashStore
 
-from accelz.bounded_store import bounded
-from accelz.exchange import Exchange, unused_key
+from accelz.ranks.bounded_store import bounded
+from accelz.ranks.exchange import Exchange, unused_key
 
 RANKS = 3
 

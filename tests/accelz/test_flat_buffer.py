@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from accelz.capabilities import Capabilities
-from accelz.conformance.test_flat_buffers import Tied, slots_of
-from accelz.flat_buffer import (
+from accelz import (
+    Capabilities,
     CopyAndShrink,
     FlatBuffer,
     FlatBufferStrategy,
@@ -19,6 +18,7 @@ from accelz.flat_buffer import (
     dense_stride,
     rebind,
 )
+from accelz.conformance.test_flat_buffers import Tied, slots_of
 
 HOST = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelz.kernels import LIMITS, NAMES, Kernels
-from accelz.updates import AdamWUpdate
+from accelz import AdamWUpdate, Kernels
+from accelz.roles.kernels import LIMITS, NAMES
 
 N, STEPS = 301, 12
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from accelz.collectives import Collectives
-from accelz.errors import CollectiveError
-from accelz.launch_environment import place_of_this_process
+from accelz import CollectiveError, Collectives
+from accelz.ranks.launch_environment import place_of_this_process
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from accelz.launcher import Launcher
+from accelz.ranks.launcher import Launcher
 
 from .fake_distribution import environment
 
-FIND = "from accelz.launcher import Launcher; print(getattr(Launcher.find(), 'process', None))"
+FIND = "from accelz.ranks.launcher import Launcher; print(getattr(Launcher.find(), 'process', None))"
 RANK = {"RANK": "0", "TORCHELASTIC_RUN_ID": "some"}
 
 

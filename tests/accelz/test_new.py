@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from accelz import cli
-from accelz.capabilities import Capabilities
+from accelz import Capabilities, cli
 from accelz.conformance.contract import rank_in_order
 from accelz.discovery import installed
 
@@ -175,7 +174,7 @@ SIM_EDITS = {
 }
 STAGED = {
     'Collectives("cpu:gloo,sim:simccl")': "HostStaged()",  # sim has no library: its package stages
-    "from accelz.collectives import Collectives": "from accelz_sim.collectives import HostStaged",
+    "Capabilities, Collectives\n": "Capabilities\n    from accelz_sim.collectives import HostStaged\n",
 }
 
 

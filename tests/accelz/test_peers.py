@@ -12,8 +12,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from torch.distributed import HashStore
 
-from accelz.machine import machine
-from accelz.peers import Peers, card
+from accelz.ranks.machine import machine
+from accelz.ranks.peers import Peers, card
 
 KEYS = {0: "zero", 1: "one"}
 

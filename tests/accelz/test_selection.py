@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accelz import hardware_hints, selection
-from accelz.errors import BackendUnavailableError
+from accelz import BackendUnavailableError, hardware_hints, selection
 from accelz.hardware_hints import missing_backends
 
 from .fake_distribution import good, install

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelz.collectives import Collectives
-from accelz.errors import BackendError, BackendUnavailableError
-from accelz.flat_buffer import CopyAndShrink, StorageSwap
+from accelz import BackendError, BackendUnavailableError, Collectives, CopyAndShrink, StorageSwap
 from accelz.torch_device import TORCH_DEVICE, TorchAccelerator, TorchMemory, TorchRng, TorchStreams
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelz.kernels import Kernels
-from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
+from accelz import AdamWUpdate, Kernels, LionUpdate, SgdUpdate, Update
 from accelz_cuda import kernels
 from accelz_cuda.kernels import Entry
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import TCPStore
 
 import accelz
-from accelz.errors import CollectiveError
+from accelz import CollectiveError
 from accelz_cpu.shared_memory import SharedMemoryCollectives
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import zero
+from accelz import Slot
 from accelz.conformance.cluster import Clusters, Context
-from accelz.flat_buffer import Slot
-from accelz.gloo_lanes import GlooLanes
+from accelz.gloo import GlooLanes
 from tests.zero.models import Stack
 from tests.zero.test_paths import decaying, straight
 

@@ -21,11 +21,10 @@ import torch
 from torch import nn
 
 import zero
+from accelz import CollectiveError, Slot
 from accelz.conformance import test_collectives as contract
 from accelz.conformance.cluster import Cluster, Context, Outcome
-from accelz.errors import CollectiveError
-from accelz.flat_buffer import Slot
-from accelz.gloo_lanes import GlooLanes
+from accelz.gloo import GlooLanes
 from accelz_cpu import hosts, native
 from accelz_cpu.hierarchy import Hierarchy
 from accelz_cpu.shared_memory import SharedMemoryCollectives

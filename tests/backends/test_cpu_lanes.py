@@ -12,10 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from accelz.collectives import Collectives, Group
+from accelz import CollectiveError, Collectives, Group
 from accelz.conformance.cluster import Clusters, Context
-from accelz.errors import CollectiveError
-from accelz.gloo_lanes import GlooLanes
+from accelz.gloo import GlooLanes
 from accelz_cpu import native
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.shared_memory import SharedMemoryCollectives

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelz.kernels import LIMITS, Kernels
-from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
+from accelz import AdamWUpdate, Kernels, LionUpdate, SgdUpdate
+from accelz.roles.kernels import LIMITS
 from accelz_cpu import native
 from accelz_cpu.native_kernels import NativeKernels
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accelz import CollectiveError
 from accelz.conformance.cluster import Clusters, Context
-from accelz.errors import CollectiveError
 from accelz_cpu import native
 from accelz_cpu.channel import Channel
 from accelz_cpu.shared_memory import SharedMemoryCollectives

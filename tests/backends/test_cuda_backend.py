@@ -12,10 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import ErrorType
 
-from accelz.collectives import Collectives
-from accelz.errors import CollectiveError
-from accelz.flat_buffer import StorageSwap
-from accelz.memory import MemoryStats
+from accelz import CollectiveError, Collectives, MemoryStats, StorageSwap
 from accelz.torch_device import ActiveMemory
 from accelz_cuda import probe
 from accelz_cuda.accelerator import build

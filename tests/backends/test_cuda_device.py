@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator, AdamWUpdate
 from accelz.conformance.contract import checked
 from accelz.conformance.test_kernels import KernelContract
 from accelz.conformance.work import long_work
-from accelz.updates import AdamWUpdate
 from accelz_cuda import kernels
 from accelz_cuda.accelerator import build
 from accelz_cuda.cuda_kernels import ANY_ENTRY, CudaKernels

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator, AdamWUpdate, Kernels
 from accelz.conformance.contract import checked
 from accelz.conformance.test_kernels import KernelContract
-from accelz.kernels import LIMITS, NAMES, Kernels
-from accelz.updates import AdamWUpdate
+from accelz.roles.kernels import LIMITS, NAMES
 from accelz_cpu.accelerator import build as build_cpu
 from accelz_cuda import kernels
 from accelz_cuda.cuda_kernels import CudaKernels

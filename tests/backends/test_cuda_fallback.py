@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelz.kernels import NAMES
+from accelz.roles.kernels import NAMES
 from accelz_cuda import compiler, kernels
 from accelz_cuda.compiler import CompilationError, CompilerMissingError, CubinCache
 from accelz_cuda.cuda_kernels import CudaKernels

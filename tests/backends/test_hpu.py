@@ -14,11 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from accelz import AdamWUpdate, BackendError, BackendUnavailableError, CollectiveError, Kernels, Slot
 from accelz.discovery import installed
-from accelz.errors import BackendError, BackendUnavailableError, CollectiveError
-from accelz.flat_buffer import Slot
-from accelz.kernels import Kernels
-from accelz.updates import AdamWUpdate
 
 from .doubles.bodies import Bodies, keep_the_device
 from .doubles.machine import Machine, gaudi, gaudi_environment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelz.hooks import Probe
+from accelz import Probe
 from accelz_hpu import probe
 from accelz_hpu.backend import accelz_backend
 

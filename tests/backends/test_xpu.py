@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelz.errors import BackendUnavailableError
+from accelz import BackendUnavailableError
 
 from .doubles.bodies import Bodies, keep_the_device
 from .doubles.machine import Machine, intel_gpu
@@ -136,7 +136,7 @@ def test_random_numbers() -> None:
 def test_parameters_wait_on_the_host() -> None:
     accelerator = load()
     accelerator.bind(0)
-    from accelz.flat_buffer import Slot, StorageSwap
+    from accelz import Slot, StorageSwap
 
     assert type(accelerator.flat_buffers) is StorageSwap
     parameter = nn.Parameter(torch.arange(4.0))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accelz.hooks import Probe
+from accelz import Probe
 from accelz_xpu import probe
 from accelz_xpu.backend import accelz_backend
 

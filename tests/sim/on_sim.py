@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 
 Body = Callable[[Accelerator], None]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accelz import CollectiveError
 from accelz.conformance.cluster import Clusters, Context
-from accelz.errors import CollectiveError
 
 
 def _disagree(context: Context) -> float:

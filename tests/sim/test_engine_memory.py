@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 import zero
-from accelz.accelerator import Accelerator
+from accelz import Accelerator, rebind
 from accelz.conformance.cluster import Clusters, Context
-from accelz.flat_buffer import rebind
 from tests.capacity import capacity
 from tests.zero.training import collect_all, collected
 

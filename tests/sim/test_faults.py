@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator, CollectiveError
 from accelz.conformance.cluster import Clusters, Context
-from accelz.errors import CollectiveError
 
 from .on_sim import on_sim
 

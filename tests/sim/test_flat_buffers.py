@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from accelz.accelerator import Accelerator
+from accelz import Accelerator, FlatBuffer, dense_stride
 from accelz.conformance.test_flat_buffers import slots_of
-from accelz.flat_buffer import FlatBuffer, dense_stride
 from tests.capacity import capacity
 
 from .on_sim import on_sim

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from tests.capacity import capacity
 
 from .on_sim import on_sim

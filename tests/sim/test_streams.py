@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 
 from .on_sim import on_sim
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 
 from .on_sim import on_sim
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import zero
-from accelz.capabilities import Capabilities
-from accelz.flat_buffer import FlatBuffer, StorageSwap
+from accelz import Capabilities, FlatBuffer, StorageSwap
 from zero.setup.checks import check_flat_buffers
 
 HOST = torch.device("cpu")

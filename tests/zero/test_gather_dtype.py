@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import zero
+from accelz import Kernels
 from accelz.conformance.cluster import Clusters, Context
-from accelz.kernels import Kernels
 from tests.zero.models import LanguageModel, device_of, tokens
 from tests.zero.training import (
     Run,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from accelz import rebind
 from accelz.conformance.cluster import Clusters, Context
-from accelz.flat_buffer import rebind
 from tests.zero.models import device_of
 from tests.zero.training import relative_error
 

@@ -13,8 +13,8 @@ import pytest
 from torch import nn
 
 import zero
+from accelz import CollectiveError
 from accelz.conformance.cluster import Clusters, Context
-from accelz.errors import CollectiveError
 from tests.zero.models import features
 from tests.zero.training import adamw
 from zero.communication.job import join

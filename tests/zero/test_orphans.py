@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed import HashStore, TCPStore
 
 import zero
-from accelz.bounded_store import bounded, open_store
-from accelz.collectives import Group
+from accelz import Group
 from accelz.conformance.cluster import Clusters, Context, prepare
-from accelz.launcher import Launcher
+from accelz.ranks.bounded_store import bounded, open_store
+from accelz.ranks.launcher import Launcher
 from tests.accelz.fake_distribution import environment
 from tests.zero.models import features
 from tests.zero.test_silent_host import wait_until

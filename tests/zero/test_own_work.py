@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zero
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.test_ways_through import WIDTH, averaged, batch, chain, plain
 from tests.zero.training import adamw

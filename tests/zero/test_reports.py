@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelz.bounded_store import bounded
-from accelz.collectives import Group
+from accelz import Group
+from accelz.ranks.bounded_store import bounded
 from zero.communication.reports import Failure, Report, Reports
 from zero.communication.watch import Watch
 

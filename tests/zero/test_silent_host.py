@@ -18,9 +18,9 @@ import pytest
 from torch.distributed import HashStore
 
 import zero
-from accelz.bounded_store import bounded
-from accelz.collectives import Group
-from accelz.peers import Peers
+from accelz import Group
+from accelz.ranks.bounded_store import bounded
+from accelz.ranks.peers import Peers
 from tests.accelz.fake_distribution import environment
 from tests.accelz.forked import started_ranks
 from zero.checkpoint.save_messages import SaveMessages

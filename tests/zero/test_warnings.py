@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from accelz import machine
 from accelz.conformance.cluster import Clusters, Context
+from accelz.ranks import machine
 from tests.zero.models import device_of
 from zero.tiers import swap_file
 

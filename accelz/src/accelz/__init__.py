@@ -10,10 +10,11 @@ them.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from accelz.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from accelz.accelerator import Accelerator
     from accelz.capabilities import Capabilities
-    from accelz.collectives import Collectives, Group, Handle
     from accelz.discovery import BackendRow, list_backends
     from accelz.errors import (
         AccelzError,
@@ -23,21 +24,34 @@ if TYPE_CHECKING:
         CollectiveError,
         SelectionError,
     )
-    from accelz.flat_buffer import CopyAndShrink, FlatBuffer, FlatBufferStrategy, Slot, StorageSwap
     from accelz.hooks import API_VERSION, BackendDescriptor, Probe, hookimpl
-    from accelz.kernels import Kernels
-    from accelz.memory import Memory, MemoryStats
-    from accelz.rng import Rng
+    from accelz.ranks.group import Group
+    from accelz.roles.collectives import Collectives, Handle, ReduceOp
+    from accelz.roles.flat_buffer import (
+        CopyAndShrink,
+        FlatBuffer,
+        FlatBufferStrategy,
+        Slot,
+        StorageSwap,
+        dense_stride,
+        rebind,
+        unshare,
+    )
+    from accelz.roles.host import HOST
+    from accelz.roles.kernels import Kernels
+    from accelz.roles.memory import Memory, MemoryStats
+    from accelz.roles.rng import Rng
+    from accelz.roles.streams import Event, NullStreams, Stream, Streams
+    from accelz.roles.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
     from accelz.selection import current, host_kernels, use
-    from accelz.streams import Event, NullStreams, Stream, Streams
-    from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
 
 _HOME = {  # the module of each public name, imported when the name is first used
     "Accelerator": "accelerator",
     "Capabilities": "capabilities",
-    "Collectives": "collectives",
-    "Group": "collectives",
-    "Handle": "collectives",
+    "Collectives": "roles.collectives",
+    "Group": "ranks.group",
+    "Handle": "roles.collectives",
+    "ReduceOp": "roles.collectives",
     "BackendRow": "discovery",
     "list_backends": "discovery",
     "AccelzError": "errors",
@@ -46,29 +60,34 @@ _HOME = {  # the module of each public name, imported when the name is first use
     "BackendUnavailableError": "errors",
     "CollectiveError": "errors",
     "SelectionError": "errors",
-    "CopyAndShrink": "flat_buffer",
-    "FlatBuffer": "flat_buffer",
-    "FlatBufferStrategy": "flat_buffer",
-    "Slot": "flat_buffer",
-    "StorageSwap": "flat_buffer",
+    "CopyAndShrink": "roles.flat_buffer",
+    "FlatBuffer": "roles.flat_buffer",
+    "FlatBufferStrategy": "roles.flat_buffer",
+    "Slot": "roles.flat_buffer",
+    "StorageSwap": "roles.flat_buffer",
+    "dense_stride": "roles.flat_buffer",
+    "rebind": "roles.flat_buffer",
+    "unshare": "roles.flat_buffer",
+    "HOST": "roles.host",
     "API_VERSION": "hooks",
     "BackendDescriptor": "hooks",
     "Probe": "hooks",
     "hookimpl": "hooks",
-    "Kernels": "kernels",
-    "Memory": "memory",
-    "MemoryStats": "memory",
-    "Rng": "rng",
+    "Kernels": "roles.kernels",
+    "Memory": "roles.memory",
+    "MemoryStats": "roles.memory",
+    "Rng": "roles.rng",
     "current": "selection",
     "host_kernels": "selection",
     "use": "selection",
-    "Event": "streams",
-    "NullStreams": "streams",
-    "Stream": "streams",
-    "Streams": "streams",
-    "AdamWUpdate": "updates",
-    "LionUpdate": "updates",
-    "SgdUpdate": "updates",
+    "Event": "roles.streams",
+    "NullStreams": "roles.streams",
+    "Stream": "roles.streams",
+    "Streams": "roles.streams",
+    "AdamWUpdate": "roles.updates",
+    "LionUpdate": "roles.updates",
+    "SgdUpdate": "roles.updates",
+    "Update": "roles.updates",
 }
 
 __all__ = [
@@ -89,6 +108,7 @@ __all__ = [
     "FlatBuffer",
     "FlatBufferStrategy",
     "Group",
+    "HOST",
     "Handle",
     "Kernels",
     "LionUpdate",
@@ -96,6 +116,7 @@ __all__ = [
     "MemoryStats",
     "NullStreams",
     "Probe",
+    "ReduceOp",
     "Rng",
     "SelectionError",
     "SgdUpdate",
@@ -103,13 +124,16 @@ __all__ = [
     "StorageSwap",
     "Stream",
     "Streams",
+    "Update",
     "current",
+    "dense_stride",
     "hookimpl",
     "host_kernels",
     "list_backends",
+    "rebind",
+    "unshare",
     "use",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

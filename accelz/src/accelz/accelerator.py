@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from accelz.capabilities import Capabilities
-from accelz.collectives import Collectives
-from accelz.flat_buffer import FlatBufferStrategy
-from accelz.kernels import Kernels
-from accelz.memory import Memory
-from accelz.rng import Rng
-from accelz.streams import Streams
+from accelz.roles.collectives import Collectives
+from accelz.roles.flat_buffer import FlatBufferStrategy
+from accelz.roles.kernels import Kernels
+from accelz.roles.memory import Memory
+from accelz.roles.rng import Rng
+from accelz.roles.streams import Streams
 
 
 class Accelerator:

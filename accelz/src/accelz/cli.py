@@ -16,12 +16,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import accelz
 from accelz import discovery
 from accelz.conformance import TEST_SECONDS, grouping
 from accelz.discovery import BackendRow, Status, list_backends
 from accelz.errors import AccelzError
+from accelz.hooks import API_VERSION
 from accelz.patience import patience
+from accelz.version import __version__
 
 app = typer.Typer(
     help="List accelerator backends; inspect, measure and check one; create a new one.",
@@ -68,7 +69,7 @@ def quiet_stdout() -> Iterator[None]:
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
-        print(f"accelz {accelz.__version__}, interface {accelz.API_VERSION}")
+        print(f"accelz {__version__}, interface {API_VERSION}")
         raise typer.Exit
 
 

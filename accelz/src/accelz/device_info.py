@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from accelz import kernels, selection
+from accelz import selection
 from accelz.accelerator import Accelerator
+from accelz.roles import kernels
 
 
 def describe(name: str | None) -> dict[str, Any]:

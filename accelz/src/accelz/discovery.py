@@ -16,9 +16,10 @@ from typing import Any
 
 import pluggy
 
-from accelz import hooks, machine
+from accelz import hooks
 from accelz.errors import BackendError
 from accelz.hooks import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendDescriptor, Probe
+from accelz.ranks import machine
 
 
 class Status(str, Enum):

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import accelz
 from accelz import discovery
 from accelz.errors import AccelzError
+from accelz.hooks import API_VERSION
+from accelz.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".tmpl"
@@ -136,7 +137,7 @@ def _values(package: Package) -> dict[str, str]:
     kind = package.device_type or name
     library = package.library or f"torch_{name}"
     staged = package.collectives is None
-    major, minor = accelz.__version__.split(".")[:2]
+    major, minor = __version__.split(".")[:2]
     stand_in = f'a stand-in: your device\'s name in torch goes here, such as "{name}:0"'
     return {
         "name": name,
@@ -144,13 +145,13 @@ def _values(package: Package) -> dict[str, str]:
         "package": module,
         "distribution": package.distribution,
         "accelz_range": f">={major}.{minor},<{major}.{int(minor) + 1}",
-        "api_version": str(accelz.API_VERSION),
+        "api_version": str(API_VERSION),
         "device_type": kind,
         "device": f"{kind}:0" if package.device_type else "cpu",
         "device_remark": "bind() moves to another one" if package.device_type else stand_in,
         "library": library,
         "library_root": library.partition(".")[0],
         "collectives": "HostStaged()" if staged else f'Collectives("cpu:gloo,{kind}:{package.collectives}")',
-        "library_import": "" if staged else "from accelz.collectives import Collectives",
-        "staged_import": "from accelz.host_staged import HostStaged" if staged else "",
+        "and_collectives": "" if staged else ", Collectives",
+        "staged_import": "from accelz.gloo import HostStaged" if staged else "",
     }

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Mapping
 from functools import cache
 
-from accelz import discovery, hardware_hints, machine
+from accelz import discovery, hardware_hints
 from accelz.accelerator import Accelerator
 from accelz.discovery import BackendRow, Status
 from accelz.errors import BackendError, BackendNotFoundError, BackendUnavailableError, SelectionError
-from accelz.flat_buffer import HOST
-from accelz.kernels import Kernels
+from accelz.ranks import machine
+from accelz.roles.host import HOST
+from accelz.roles.kernels import Kernels
 
 _lock = threading.RLock()
 _selected: Accelerator | None = None

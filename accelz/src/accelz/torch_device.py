@@ -21,13 +21,13 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
-from accelz.collectives import Collectives
 from accelz.errors import BackendError, BackendUnavailableError
-from accelz.flat_buffer import CopyAndShrink, FlatBufferStrategy, StorageSwap
-from accelz.kernels import Kernels
-from accelz.memory import Memory, MemoryStats
-from accelz.rng import Rng
-from accelz.streams import Event, Stream, Streams
+from accelz.roles.collectives import Collectives
+from accelz.roles.flat_buffer import CopyAndShrink, FlatBufferStrategy, StorageSwap
+from accelz.roles.kernels import Kernels
+from accelz.roles.memory import Memory, MemoryStats
+from accelz.roles.rng import Rng
+from accelz.roles.streams import Event, Stream, Streams
 
 TORCH_DEVICE = Capabilities(
     asynchronous=True,

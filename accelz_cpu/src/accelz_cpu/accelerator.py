@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.capabilities import Capabilities
-from accelz.gloo_lanes import GlooLanes
-from accelz.rng import Rng
-from accelz.streams import NullStreams
+from accelz import Accelerator, Capabilities, NullStreams, Rng
+from accelz.gloo import GlooLanes
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory, keep_freed_memory

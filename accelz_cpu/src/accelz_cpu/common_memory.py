@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz.bounded_store import wait_for
-from accelz.collectives import Group
-from accelz.exchange import Exchange, unused_key
-from accelz.flat_buffer import FlatBuffer, StorageSwap
+from accelz import FlatBuffer, Group, StorageSwap
+from accelz.ranks.bounded_store import wait_for
+from accelz.ranks.exchange import Exchange, unused_key
 from accelz_cpu.hosts import Hosts, find_hosts
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from accelz.collectives import Group
-from accelz.exchange import Exchange
-from accelz.machine import machine
+from accelz import Group
+from accelz.ranks.exchange import Exchange
+from accelz.ranks.machine import machine
 
 
 @dataclass(frozen=True)

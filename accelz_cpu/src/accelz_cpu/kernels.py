@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelz.kernels import Kernels
-from accelz.updates import AdamWUpdate
+from accelz import AdamWUpdate, Kernels
 
 FUSED_CHUNK = 1 << 18  # elements whose fp32 gradient (1 MiB) stays in the cache between the cast and the step
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from accelz.memory import Memory, MemoryStats
+from accelz import Memory, MemoryStats
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import accelz_cpu
-from accelz import machine
+from accelz.ranks import machine
 
 ABI = 5
 LIBRARY = "libaccelz_cpu.so"

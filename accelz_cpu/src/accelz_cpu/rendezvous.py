@@ -12,9 +12,9 @@ import warnings
 from ctypes import CDLL
 from typing import Any
 
-from accelz.collectives import Group
-from accelz.exchange import Exchange, unused_key
-from accelz.gloo_lanes import Lanes
+from accelz import Group
+from accelz.gloo.lanes import Lanes
+from accelz.ranks.exchange import Exchange, unused_key
 from accelz_cpu.channel import Channel
 from accelz_cpu.hierarchy import Hierarchy, TwoLevels
 from accelz_cpu.hosts import Hosts, find_hosts

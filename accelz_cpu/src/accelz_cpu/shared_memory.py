@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz.collectives import Group
-from accelz.gloo_lanes import GlooLanes
+from accelz import Group
+from accelz.gloo import GlooLanes
 from accelz_cpu.channel import MAX, MIN, SUM, Channel
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.native import DTYPES

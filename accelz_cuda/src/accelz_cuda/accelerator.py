@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from accelz.torch_device import TORCH_DEVICE, ActiveMemory, TorchAccelerator
 from accelz_cuda.collectives import NcclCollectives
 from accelz_cuda.cuda_kernels import CudaKernels

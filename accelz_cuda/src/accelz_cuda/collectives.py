@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 
-from accelz.collectives import Collectives, Group
-from accelz.errors import CollectiveError
+from accelz import CollectiveError, Collectives, Group
 
 AFTER_A_TIMEOUT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",

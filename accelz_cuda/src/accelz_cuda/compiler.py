@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelz import machine
+from accelz.ranks import machine
 from accelz_cuda import kernels
 
 # No contraction, so that an element gets the same bits in a vector as alone, whatever the alignment.

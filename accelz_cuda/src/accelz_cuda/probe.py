@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from accelz.hooks import Probe
+from accelz import Probe
 
 KFD = Path("/dev/kfd")
 TOPOLOGY = Path("/sys/class/kfd/kfd/topology/nodes")

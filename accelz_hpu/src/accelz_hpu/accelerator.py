@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from accelz import machine
-from accelz.accelerator import Accelerator
-from accelz.capabilities import Capabilities
-from accelz.collectives import Collectives
-from accelz.errors import BackendError, BackendUnavailableError
-from accelz.flat_buffer import CopyAndShrink
-from accelz.kernels import Kernels
+from accelz import (
+    Accelerator,
+    BackendError,
+    BackendUnavailableError,
+    Capabilities,
+    Collectives,
+    CopyAndShrink,
+    Kernels,
+)
+from accelz.ranks import machine
 from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
 from accelz_hpu.bridge import Bridge, import_bridge
 from accelz_hpu.flat_buffers import LazyCopyAndShrink

@@ -17,7 +17,7 @@ import sys
 from dataclasses import dataclass
 from types import ModuleType
 
-from accelz.errors import BackendError
+from accelz import BackendError
 
 LAZY_MODE = "PT_HPU_LAZY_MODE"
 WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from accelz.errors import BackendError
-from accelz.flat_buffer import CopyAndShrink, FlatBuffer, Slot
+from accelz import BackendError, CopyAndShrink, FlatBuffer, Slot
 
 
 class LazyCopyAndShrink(CopyAndShrink):

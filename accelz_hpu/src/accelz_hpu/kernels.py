@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelz.kernels import Kernels
-from accelz.updates import AdamWUpdate
+from accelz import AdamWUpdate, Kernels
 
 OPERATOR = "optimizer_adamw"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelz.memory import MemoryStats
+from accelz import MemoryStats
 from accelz.torch_device import TorchMemory
 
 

@@ -10,7 +10,7 @@ import runpy
 from importlib.util import find_spec
 from pathlib import Path
 
-from accelz.hooks import Probe
+from accelz import Probe
 
 ROOT = Path("/")
 HABANA = "0x1da3"

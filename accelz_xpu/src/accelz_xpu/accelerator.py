@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelz.accelerator import Accelerator
-from accelz.collectives import Collectives
-from accelz.errors import BackendUnavailableError
+from accelz import Accelerator, BackendUnavailableError, Collectives
 from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
 from accelz_xpu.ipex import use_ipex
 from accelz_xpu.memory import XpuMemory

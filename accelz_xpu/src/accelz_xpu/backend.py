@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accelz.hooks import BackendDescriptor, Probe, hookimpl
+from accelz import BackendDescriptor, Probe, hookimpl
 
 if TYPE_CHECKING:
-    from accelz.accelerator import Accelerator
+    from accelz import Accelerator
 
 
 @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from importlib.util import find_spec
 
-from accelz import machine
+from accelz.ranks import machine
 
 NAME = "intel_extension_for_pytorch"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelz import machine
-from accelz.memory import MemoryStats
+from accelz import MemoryStats
+from accelz.ranks import machine
 from accelz.torch_device import ActiveMemory
 
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accelz.hooks import Probe
+from accelz import Probe
 
 ROOT = Path("/")
 INTEL = "0x8086"

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from accelz import current
-from accelz.bounded_store import bounded
-from accelz.collectives import Group
-from accelz.peers import Peers
+from accelz import Group, current
+from accelz.ranks.bounded_store import bounded
+from accelz.ranks.peers import Peers
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.rank_file import Part
 from zero.checkpoint.save_job import Job

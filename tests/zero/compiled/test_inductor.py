@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zero
-from accelz.accelerator import Accelerator
+from accelz import Accelerator, StorageSwap
 from accelz.conformance.cluster import Clusters, Context
-from accelz.flat_buffer import StorageSwap
-from accelz.gloo_lanes import GlooLanes
+from accelz.gloo import GlooLanes
 from tests.zero.compiled.models import WIDTH, fresh, tokens
 from tests.zero.models import device_of
 from tests.zero.training import adamw, scaled_error

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
 from tests.zero.memory.test_auto import BATCH, LAYERS, WIDTH, one_step

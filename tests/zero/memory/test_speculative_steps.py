@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from accelz import AdamWUpdate
 from accelz.conformance.cluster import Clusters, Context
-from accelz.updates import AdamWUpdate
 from tests.zero.memory.test_tiers import adagrad, lion, momentum
 from tests.zero.models import Stack, features
 from tests.zero.test_hot_path import freed_body

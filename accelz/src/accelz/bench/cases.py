@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.flat_buffer import HOST
-from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
+from accelz.roles.host import HOST
+from accelz.roles.updates import AdamWUpdate, LionUpdate, SgdUpdate
 
 COPY = "copy"
 BLOCK = 256

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from accelz import kernels
 from accelz.accelerator import Accelerator
 from accelz.bench.cases import COPY, Case, cases
 from accelz.errors import AccelzError
+from accelz.roles import kernels
 
 LAUNCH_ELEMENTS = 1024
 LAUNCHES = 200

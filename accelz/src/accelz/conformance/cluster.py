@@ -31,11 +31,11 @@ from torch.distributed import TCPStore
 
 from accelz import selection
 from accelz.accelerator import Accelerator
-from accelz.collectives import Group
 from accelz.conformance import progress
 from accelz.conformance.contract import ContractBroken, checked, unguarded
 from accelz.conformance.grouping import alike
 from accelz.patience import patience
+from accelz.ranks.group import Group
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 3.0

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from accelz.accelerator import Accelerator
 from accelz.capabilities import Capabilities
-from accelz.collectives import Collectives, Handle
 from accelz.conformance import progress
-from accelz.flat_buffer import FlatBuffer, FlatBufferStrategy
-from accelz.kernels import Kernels
-from accelz.memory import Memory
-from accelz.rng import Rng
-from accelz.streams import Event, Stream, Streams
+from accelz.roles.collectives import Collectives, Handle
+from accelz.roles.flat_buffer import FlatBuffer, FlatBufferStrategy
+from accelz.roles.kernels import Kernels
+from accelz.roles.memory import Memory
+from accelz.roles.rng import Rng
+from accelz.roles.streams import Event, Stream, Streams
 
 ROLES: dict[str, type] = {
     "memory": Memory,
@@ -242,7 +242,10 @@ def _shown(value: Any) -> str:
 
 def _name(kind: type) -> str:
     """A class's name with its module: a device library may have classes of the same names."""
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    module = "accelz" if kind.__module__.startswith("accelz.roles.") else kind.__module__
+    return f"{module}.{kind.__qualname__}"
 
 
 def _short(error: BaseException) -> str:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
-from accelz.collectives import Collectives, Group, Handle, ReduceOp
 from accelz.conformance.cluster import Cluster, Context, Outcome
 from accelz.conformance.contract import checked, expect, expect_close, expect_raises
 from accelz.conformance.fixtures import require_devices, room_for_ranks
 from accelz.conformance.marks import FLOATS, about, declares, dtype_name, needs, over_dtypes, proves
 from accelz.conformance.work import long_work
 from accelz.errors import CollectiveError
+from accelz.ranks.group import Group
+from accelz.roles.collectives import Collectives, Handle, ReduceOp
 
 Clustered = Callable[[int], Cluster]
 over_sizes = pytest.mark.parametrize("size", [1, 2, 4], ids=lambda n: f"{n} ranks")

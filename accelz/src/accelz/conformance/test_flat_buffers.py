@@ -21,7 +21,7 @@ from accelz.conformance.cluster import Cluster, Context
 from accelz.conformance.contract import checked, expect, expect_close, named, unguarded
 from accelz.conformance.held import Held
 from accelz.conformance.marks import about, needs, over_dtypes, proves
-from accelz.flat_buffer import FlatBuffer, Slot, dense_stride, rebind
+from accelz.roles.flat_buffer import FlatBuffer, Slot, dense_stride, rebind
 
 ALIGN = 8
 MIB = 1 << 20

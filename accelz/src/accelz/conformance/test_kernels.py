@@ -15,8 +15,8 @@ from accelz.accelerator import Accelerator
 from accelz.conformance.contract import expect, expect_close, expect_raises
 from accelz.conformance.marks import about, needs, over_dtypes
 from accelz.conformance.work import long_work
-from accelz.kernels import LIMITS, NAMES, SMALLEST_SCALE, Kernels
-from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
+from accelz.roles.kernels import LIMITS, NAMES, SMALLEST_SCALE, Kernels
+from accelz.roles.updates import AdamWUpdate, LionUpdate, SgdUpdate
 
 SIZES = (0, 1, 3, 17, 1023, 70_001)
 OFFSETS = (0, 1, 3)

@@ -24,9 +24,9 @@ from accelz.conformance.held import Held
 from accelz.conformance.marks import about
 from accelz.conformance.test_collectives import CALLS, pair_size
 from accelz.conformance.test_rng import saved_state
-from accelz.flat_buffer import FlatBuffer, Slot
-from accelz.kernels import Kernels
-from accelz.updates import AdamWUpdate
+from accelz.roles.flat_buffer import FlatBuffer, Slot
+from accelz.roles.kernels import Kernels
+from accelz.roles.updates import AdamWUpdate
 
 MIB = 1 << 20
 NBYTES = 2 * MIB

@@ -13,7 +13,7 @@ from accelz.accelerator import Accelerator
 from accelz.conformance.contract import expect, expect_close, expect_raises, named
 from accelz.conformance.fixtures import last_device
 from accelz.conformance.marks import about, needs, over_dtypes, proves
-from accelz.memory import MemoryStats
+from accelz.roles.memory import MemoryStats
 
 MIB = 1 << 20
 MOST_TAKEN = 8 << 30

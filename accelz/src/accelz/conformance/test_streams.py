@@ -14,7 +14,7 @@ from accelz.accelerator import Accelerator
 from accelz.conformance.contract import expect, expect_close
 from accelz.conformance.marks import about, needs, proves
 from accelz.conformance.work import long_work
-from accelz.streams import Event, Stream
+from accelz.roles.streams import Event, Stream
 
 LONG_SECONDS = 0.3
 ROUNDS = 5

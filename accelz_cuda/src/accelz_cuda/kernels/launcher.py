@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from accelz import machine
+from accelz.ranks import machine
 from accelz_cuda import compiler, kernels
 from accelz_cuda.kernels import Entry
 from accelz_cuda.kernels.driver import Driver, DriverError

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from accelz.accelerator import Accelerator
-from accelz.kernels import Kernels
+from accelz import Accelerator, Kernels
 from accelz.torch_device import TORCH_DEVICE, TorchAccelerator
 from accelz_sim import NAME, torch_device
 from accelz_sim.collectives import SimCollectives

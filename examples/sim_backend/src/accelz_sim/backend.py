@@ -5,11 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from accelz.hooks import BackendDescriptor, Probe, hookimpl
+from accelz import BackendDescriptor, Probe, hookimpl
 from accelz_sim import NAME
 
 if TYPE_CHECKING:
-    from accelz.accelerator import Accelerator
+    from accelz import Accelerator
 
 PRIORITY = -100
 """Below 0, the CPU's: a simulation is used only if it is asked for (ACCELZ_DEVICE=sim)."""

@@ -1,6 +1,6 @@
 """The collectives role: accelz's own, staged through the host, with faults that can be switched on.
 
-A device without a communication library needs nothing but `accelz.host_staged.HostStaged`. A device with one
+A device without a communication library needs nothing but `HostStaged` of `accelz.gloo`. A device with one
 registers it with torch.distributed and uses `accelz.Collectives("cpu:gloo,sim:<library>")`.
 """
 
@@ -13,9 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz.collectives import Group
-from accelz.errors import CollectiveError
-from accelz.host_staged import HostStaged
+from accelz import CollectiveError, Group
+from accelz.gloo import HostStaged
 from accelz_sim import faults
 
 

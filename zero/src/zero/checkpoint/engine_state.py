@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from zero.checkpoint import random_state, user_state
 from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.rank_file import Part

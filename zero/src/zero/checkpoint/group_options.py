@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 
 
 def misfits(group: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

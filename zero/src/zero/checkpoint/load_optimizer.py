@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.engine_state import EngineParts, stride_of
 from zero.checkpoint.group_match import match_groups

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelz.accelerator import Accelerator
-from accelz.flat_buffer import HOST
+from accelz import HOST, Accelerator
 from zero.errors import StateError
 
 

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.flat_buffer import HOST
+from accelz import HOST, Accelerator
 from zero.checkpoint.dtypes import name_of
 from zero.files.manifest import CHECKSUM_BLOCK
 from zero.files.rank_layout import RankLayout, Stretch

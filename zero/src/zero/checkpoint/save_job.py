@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.problems import Problem, error_of, problem_of
 from zero.checkpoint.program_end import has_failed

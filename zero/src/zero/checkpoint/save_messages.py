@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from accelz.bounded_store import MissingKeysError, wait_for
-from accelz.collectives import Group
-from accelz.peers import Peers
+from accelz import Group
+from accelz.ranks.bounded_store import MissingKeysError, wait_for
+from accelz.ranks.peers import Peers
 from zero.checkpoint.program_end import has_failed
 from zero.errors import CommunicationError
 

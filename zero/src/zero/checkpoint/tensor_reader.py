@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.checkpoint import user_state
 from zero.checkpoint.dtypes import TORCH
 from zero.files.stream import CHUNK

@@ -18,11 +18,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.collectives import Group, Handle, ReduceOp
-from accelz.errors import CollectiveError
-from accelz.exchange import Exchange, unused_key
-from accelz.flat_buffer import HOST
+from accelz import HOST, Accelerator, CollectiveError, Group, Handle, ReduceOp
+from accelz.ranks.exchange import Exchange, unused_key
 from zero.communication.differences import first_line, first_setting
 from zero.communication.disk_errors import PostponedDiskErrors
 from zero.communication.failures import Entry, Failures

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from accelz.collectives import Group
-from accelz.errors import CollectiveError
+from accelz import CollectiveError, Group
 from zero.communication.reports import Failure, Reports
 from zero.communication.watch import Watch
 from zero.errors import CommunicationError, RankMismatchError

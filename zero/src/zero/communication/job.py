@@ -13,12 +13,10 @@ import torch
 import torch.distributed
 from torch.distributed import DistStoreError, ProcessGroup
 
-from accelz.accelerator import Accelerator
-from accelz.bounded_store import HostSilentError
-from accelz.collectives import Group
-from accelz.errors import CollectiveError
-from accelz.exchange import Exchange
-from accelz.peers import Peers, card
+from accelz import Accelerator, CollectiveError, Group
+from accelz.ranks.bounded_store import HostSilentError
+from accelz.ranks.exchange import Exchange
+from accelz.ranks.peers import Peers, card
 from zero.communication.launch import Launch
 from zero.communication.line import Line
 from zero.errors import CommunicationError, ConfigError, RankMismatchError

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 
-from accelz.bounded_store import HostSilentError
-from accelz.collectives import Group
-from accelz.launcher import Launcher
+from accelz import Group
+from accelz.ranks.bounded_store import HostSilentError
+from accelz.ranks.launcher import Launcher
 from zero.communication.lookout import LONGEST, keep_looking
 from zero.communication.reports import hurried
 

@@ -6,8 +6,8 @@ from collections import deque
 from typing import Literal, get_args
 from zlib import crc32
 
-from accelz.collectives import Group
-from accelz.exchange import unused_key
+from accelz import Group
+from accelz.ranks.exchange import unused_key
 from zero.communication.failures import Entry, Failures
 from zero.communication.watch import Watch
 

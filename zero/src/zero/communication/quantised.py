@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelz.kernels import Kernels
+from accelz import Kernels
 from zero.communication.communicator import Communicator, NamedHandle
 
 QUANT_BLOCK = 128

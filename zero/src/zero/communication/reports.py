@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from accelz.bounded_store import BoundedStore, HostSilentError
-from accelz.collectives import Group
+from accelz import Group
+from accelz.ranks.bounded_store import BoundedStore, HostSilentError
 
 SECONDS = 5.0  # how long a rank waits for the others' reports, or for the store itself
 

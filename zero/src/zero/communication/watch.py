@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from threading import get_ident
 
-from accelz.bounded_store import HostSilentError
-from accelz.collectives import Group
+from accelz import Group
+from accelz.ranks.bounded_store import HostSilentError
 from zero.communication.lookout import LONGEST, keep_looking
 from zero.communication.reports import Log, difference, elsewhere, hurried, names
 

@@ -12,9 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.flat_buffer import HOST
-from accelz.streams import Event, Stream
+from accelz import HOST, Accelerator, Event, Stream
 
 
 class Activations:

@@ -17,7 +17,7 @@ from collections.abc import Container, Iterable
 import torch
 from torch import fx
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.compiled.graphs import ShardedGraph, begun_by, is_alias, outputs, unit_of
 from zero.compiled.ops import (
     OFFLOAD_OPTIMIZER,

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.compiled.runtime import lookup
 from zero.sharding.guard import admit
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from zero.communication.communicator import Communicator
 from zero.compiled.ops import ALLGATHER, RELEASE, WAIT
 from zero.compiled.runtime import Gathered, Profile, Runtime

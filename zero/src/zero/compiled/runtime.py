@@ -16,8 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.memory import Memory
+from accelz import Accelerator, Memory
 from zero.compiled.activations import Activations
 from zero.compiled.pending_backwards import PendingBackwards
 from zero.errors import UsageError

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.config.offload import Offload
 from zero.config.paths import as_path
 from zero.config.training import Config

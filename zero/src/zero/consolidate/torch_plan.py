@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.checkpoint.dtypes import TORCH
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, file_name, index_of, shards
 from zero.sources.torch_file import records_of

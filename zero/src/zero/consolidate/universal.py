@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.checkpoint.dtypes import TORCH
 from zero.checkpoint.tensor_reader import TensorReader
 from zero.consolidate.files import WEIGHTS

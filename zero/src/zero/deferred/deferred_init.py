@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.config.training import Config
 from zero.deferred.recording import (
     Hollow,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import accelz
-from accelz.flat_buffer import HOST
+from accelz import HOST
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from zero.communication.communicator import Communicator
 from zero.config.training import Config
 from zero.gradients.loss_scale import LossScale

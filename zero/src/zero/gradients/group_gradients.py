@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import FlatBuffer, Slot
+from accelz import FlatBuffer, Slot
 from zero.config.training import DTYPES, Config
 from zero.gradients.reduced_slice import ReducedSlice
 from zero.sharding.flat_group import FlatGroup

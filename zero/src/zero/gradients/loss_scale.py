@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from zero.config.training import Config
 from zero.tiers.room import scalars
 

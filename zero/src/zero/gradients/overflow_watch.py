@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.streams import Event
+from accelz import Accelerator, Event
 from zero.communication.communicator import Communicator
 from zero.errors import GradientOverflowError, some
 from zero.gradients.group_gradients import GroupGradients

@@ -11,7 +11,7 @@ import threading
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.sharding.flat_group import FlatGroup
 from zero.tiers.carrier import HostCopy
 from zero.tiers.stores import Stores

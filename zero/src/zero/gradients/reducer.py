@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from accelz.flat_buffer import HOST, FlatBuffer
+from accelz import HOST, FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
 from zero.gradients.overflow_watch import OverflowWatch

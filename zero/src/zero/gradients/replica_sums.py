@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from accelz.flat_buffer import FlatBuffer
+from accelz import FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.gradients.group_gradients import GroupGradients
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from zero.communication.communicator import Communicator
 from zero.config.offload import Tier
 from zero.config.sizes import human

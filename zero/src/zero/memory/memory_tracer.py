@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from zero.gradients.group_gradients import GroupGradients
 from zero.gradients.reducer import GradientReducer
 from zero.memory.memory_report import MemoryReport, Sample

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from zero.sharding.lifetime import ModelRef
 from zero.sharding.tensors import iter_tensors
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelz.kernels import Kernels
+from accelz import Kernels
 from zero.optimizer.kernel_rules import Rule
 from zero.optimizer.owned import OwnedSubGroup
 from zero.tiers.record import Opened

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 
 SCHEDULED = ("lr", "weight_decay", "momentum", "betas", "eps", "nesterov", "maximize")
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelz.kernels import Kernels
-from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
+from accelz import AdamWUpdate, Kernels, LionUpdate, SgdUpdate, Update
 from zero.errors import OptimizerError
 from zero.optimizer.lion import Lion
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.communication.communicator import Communicator
 from zero.optimizer.routes import Routes
 from zero.tiers.stores import Stores

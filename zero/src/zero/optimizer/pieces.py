@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelz.flat_buffer import rebind
+from accelz import rebind
 from zero.optimizer.owned import OwnedPiece, OwnedSubGroup
 from zero.optimizer.piece_state import moved
 from zero.optimizer.routes import route

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.optimizer.group_step import Factors, GroupStep
 from zero.optimizer.owned import OwnedSubGroup
 from zero.tiers.record import Opened

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.communication.communicator import Communicator
 from zero.config.offload import Tier
 from zero.errors import OptimizerError, UsageError

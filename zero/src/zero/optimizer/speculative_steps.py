@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelz.streams import Stream, Streams
+from accelz import Stream, Streams
 from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.group_step import Factors, GroupStep
 from zero.optimizer.owned import OwnedSubGroup, Turn

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.errors import OptimizerError
 from zero.optimizer.joint import members, name_of
 from zero.optimizer.kernel_rules import rule_for

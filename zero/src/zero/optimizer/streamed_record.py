@@ -8,7 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from accelz.streams import Event
+from accelz import Event
 from zero.optimizer.owned import OwnedSubGroup
 from zero.tiers.carrier import Carrier
 from zero.tiers.record import Opened, Record

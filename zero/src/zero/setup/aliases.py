@@ -22,7 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.deferred import deferred_init
 from zero.errors import ModelError, some
 from zero.setup.holders import Holders

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accelz.flat_buffer import unshare
+from accelz import unshare
 from zero.communication.communicator import Communicator
 from zero.config.training import Config
 from zero.deferred import deferred_init

@@ -14,8 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelz.accelerator import Accelerator
-from accelz.errors import AccelzError
+from accelz import Accelerator, AccelzError
 from zero.communication.communicator import Communicator
 from zero.config.training import DTYPES, Config
 from zero.deferred import deferred_init

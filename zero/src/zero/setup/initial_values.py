@@ -14,7 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.communication.communicator import Communicator
 from zero.errors import some
 from zero.warning import warn

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.config.training import Config
 from zero.errors import ConfigError
 from zero.optimizer.joint import members, name_of

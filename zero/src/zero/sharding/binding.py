@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import FlatBuffer, rebind
+from accelz import FlatBuffer, rebind
 from zero.sharding.alterations import elsewhere, reshaped
 from zero.sharding.exact import computes_in
 

@@ -24,9 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from accelz.accelerator import Accelerator
-from accelz.collectives import Group
-from accelz.flat_buffer import FlatBuffer, dense_stride
+from accelz import Accelerator, FlatBuffer, Group, dense_stride
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.job import explained
 from zero.communication.quantised import Quantised, block_of

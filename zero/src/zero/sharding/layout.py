@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from accelz.flat_buffer import Slot
+from accelz import Slot
 
 ALIGN_BYTES = 64
 

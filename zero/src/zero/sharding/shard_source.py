@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from accelz.streams import Event
+from accelz import Event
 from zero.tiers.room import allocate
 from zero.tiers.stores import Stores
 from zero.tiers.swap_file import Section

@@ -11,8 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.streams import Event, Stream, Streams
+from accelz import Accelerator, Event, Stream, Streams
 
 SLOTS = 2  # host buffers that weights leave from: one fills while the other travels
 LEAVING = 2  # values that may be on their way to the host, still holding device memory

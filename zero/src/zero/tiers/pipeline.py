@@ -7,8 +7,7 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
-from accelz.memory import Memory
+from accelz import HOST, Memory
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.record import Opened, Record, section_bytes
 from zero.tiers.split_master import SplitMaster

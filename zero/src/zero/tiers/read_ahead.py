@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
-from accelz.streams import Event
+from accelz import Accelerator, Event
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.swap_file import THREADS, TRANSFER_BLOCK, Section, Transfer
 

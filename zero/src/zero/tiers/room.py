@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from accelz.accelerator import Accelerator
+from accelz import Accelerator
 from zero.errors import ZeroError
 from zero.tiers.stores import Stores
 

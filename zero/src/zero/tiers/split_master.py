@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.tiers.stored import Stored
 from zero.tiers.swap_file import Section
 from zero.tiers.values import Values, put

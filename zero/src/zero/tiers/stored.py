@@ -8,7 +8,7 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.errors import UsageError
 
 

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 import accelz
-from accelz.accelerator import Accelerator
-from accelz.flat_buffer import HOST
-from accelz.kernels import Kernels
+from accelz import HOST, Accelerator, Kernels
 from zero.config.offload import Tier
 from zero.tiers.carrier import Carrier
 from zero.tiers.pipeline import Pipeline

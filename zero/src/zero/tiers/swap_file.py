@@ -25,8 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
-from accelz.memory import Memory
+from accelz import HOST, Memory
 from zero.errors import OffloadError
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored

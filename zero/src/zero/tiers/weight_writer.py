@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from accelz.flat_buffer import HOST
-from accelz.kernels import Kernels
+from accelz import HOST, Kernels
 from zero.tiers.carrier import Carrier
 from zero.tiers.values import Values, put
 

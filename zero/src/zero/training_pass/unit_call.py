@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.sharding.tensors import iter_tensors, map_tensors, with_inner
 from zero.tiers.apart import apart
 from zero.training_pass.progress import number_of

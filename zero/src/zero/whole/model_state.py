@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.errors import StateError, some
 from zero.sharding.flat_group import FlatGroup
 from zero.sharding.selection import EVERYTHING, Selection

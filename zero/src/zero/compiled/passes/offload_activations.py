@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from accelz.flat_buffer import HOST
+from accelz import HOST
 from zero.compiled.graphs import ShardedGraph, outputs, readers
 from zero.compiled.liveness import Liveness, bytes_of, hint
 from zero.compiled.ops import OFFLOAD, RELOAD, WAIT_OFFLOAD, WAIT_RELOAD

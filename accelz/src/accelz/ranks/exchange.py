@@ -7,9 +7,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from accelz.bounded_store import wait_for
-from accelz.group import Group
-from accelz.peers import Peers
+from accelz.ranks.bounded_store import wait_for
+from accelz.ranks.group import Group
+from accelz.ranks.peers import Peers
 
 
 def unused_key(group: Group, purpose: str) -> str:

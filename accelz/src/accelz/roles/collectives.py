@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz import direct_exchange
-from accelz.bounded_store import SPARE, bounded, default_store, limited
 from accelz.errors import CollectiveError
-from accelz.exchange import Exchange
-from accelz.group import Group as Group  # the role's own word, so that it is found here too
-from accelz.launch_environment import place_of_this_process
+from accelz.ranks.bounded_store import SPARE, bounded, default_store, limited
+from accelz.ranks.exchange import Exchange
+from accelz.ranks.group import Group
+from accelz.ranks.launch_environment import place_of_this_process
+from accelz.roles import direct_exchange
 
 T = TypeVar("T")
 ReduceOp = Literal["sum", "max", "min"]

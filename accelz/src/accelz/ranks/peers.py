@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from accelz.bounded_store import BoundedStore
-from accelz.machine import machine
+from accelz.ranks.bounded_store import BoundedStore
+from accelz.ranks.machine import machine
 
 
 def card() -> list[Any]:

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from accelz.collectives import Group
-
-HOST = torch.device("cpu")
+from accelz.ranks.group import Group
+from accelz.roles.host import HOST
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from accelz.bounded_store import BoundedStore, default_store
+from accelz.ranks.bounded_store import BoundedStore, default_store
 
 
 @dataclass(frozen=True)

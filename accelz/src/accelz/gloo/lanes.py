@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz import direct_exchange
-from accelz.bounded_store import BoundedStore
-from accelz.collectives import Collectives, Group
-from accelz.direct_exchange import as_bytes, is_small
 from accelz.errors import CollectiveError
-from accelz.exchange import unused_key
+from accelz.ranks.bounded_store import BoundedStore
+from accelz.ranks.exchange import unused_key
+from accelz.ranks.group import Group
+from accelz.roles import direct_exchange
+from accelz.roles.collectives import Collectives
+from accelz.roles.direct_exchange import as_bytes, is_small
 
 SPARE_DESCRIPTORS = 16
 """File descriptors left for what opening a lane takes for a moment, and for the rest of the process."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz.collectives import Group
-from accelz.direct_exchange import FinishedOnWait
-from accelz.gloo_lanes import GlooLanes
+from accelz.gloo.lanes import GlooLanes
+from accelz.ranks.group import Group
+from accelz.roles.direct_exchange import FinishedOnWait
 
 
 class HostStaged(GlooLanes):

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from accelz.attempts import store_of_attempt
 from accelz.errors import CollectiveError
+from accelz.ranks.attempts import store_of_attempt
 
 
 @dataclass(frozen=True)

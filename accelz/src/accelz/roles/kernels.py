@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
+from accelz.roles.updates import AdamWUpdate, LionUpdate, SgdUpdate
 
 
 class Kernels:

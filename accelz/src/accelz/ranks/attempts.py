@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from torch.distributed import DistStoreError, Store
 
-from accelz.bounded_store import (
+from accelz.ranks.bounded_store import (
     ASKED_AFTER,
     LONGEST,
     PAUSE,
@@ -30,7 +30,7 @@ from accelz.bounded_store import (
     open_store,
     wait_for,
 )
-from accelz.local_ranks import LocalRanks
+from accelz.ranks.local_ranks import LocalRanks
 
 _PREFIX = "accelz/attempts"
 

@@ -1,0 +1,5 @@
+"""The host's device, which every backend's tensors can be copied to."""
+
+import torch
+
+HOST = torch.device("cpu")
