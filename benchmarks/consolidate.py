@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from tests.zero.consolidate.deepspeed_layout import Layout, Model, save
+from tests.zero.helpers.deepspeed_layout import Layout, Model, save
 from torch import Tensor
 
 from benchmarks.job import JobError

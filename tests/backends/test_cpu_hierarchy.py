@@ -28,8 +28,8 @@ from accelz.gloo import GlooLanes
 from accelz_cpu import hosts, native
 from accelz_cpu.hierarchy import Hierarchy
 from accelz_cpu.shared_memory import SharedMemoryCollectives
-from tests.zero.models import LanguageModel, tokens
-from tests.zero.training import same_bits, scaled_error, train_zero
+from tests.zero.helpers.models import LanguageModel, tokens
+from tests.zero.helpers.training import same_bits, scaled_error, train_zero
 
 TIMEOUT = 5.0
 EVEN = ("AABB", "ABBA", "AABBCC")

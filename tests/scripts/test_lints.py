@@ -103,7 +103,7 @@ def test_tables_of_modules() -> None:
 
 
 PATHS = {
-    f"{ROOT}/tests/zero/training.py": "tests/zero/training.py",
+    f"{ROOT}/tests/zero/helpers/training.py": "tests/zero/helpers/training.py",
     "/opt/torch/.venv/lib/python3.12/site-packages/torch/storage.py": "torch/storage.py",
     "/home/someone/.cache/x-1/bad/rank-00001.safetensors": "…/rank-00001.safetensors",
     "/scratch/": "…/scratch",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
-from tests.zero.training import collect_all, collected
+from tests.zero.helpers.training import collect_all, collected
 
 LAYERS = 2
 WIDTH = 8  # square layers are cut in the middle, so that all ranks allocate, and fail, alike

@@ -17,7 +17,7 @@ import zero
 from accelz import Accelerator, rebind
 from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
-from tests.zero.training import collect_all, collected
+from tests.zero.helpers.training import collect_all, collected
 
 WIDTH, LAYERS = 256, 6
 LAYER = WIDTH * WIDTH * 4  # bytes of one fp32 layer, a multiple of 64, so that no buffer is padded

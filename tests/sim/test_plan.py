@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.sim.test_engine_memory import peak_of
-from tests.zero.training import collected
+from tests.zero.helpers.training import collected
 
 WIDTH, VOCABULARY, LAYERS = 192, 512, 4
 SCALARS = 24 * 1024  # bytes of one token's activations, of inputs, and of what is as small

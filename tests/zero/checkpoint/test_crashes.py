@@ -11,8 +11,8 @@ import pytest
 
 import zero
 from accelz import selection
-from tests.zero.checkpoint.memory_storage import Fixed, MemoryStorage, Operation, Tree
-from tests.zero.checkpoint.small_saves import contents, expected, save
+from tests.zero.helpers.memory_storage import Fixed, MemoryStorage, Operation, Tree
+from tests.zero.helpers.small_saves import contents, expected, save
 from zero.files import pointer
 from zero.files.manifest import MANIFEST
 from zero.files.reader import Checkpoint, complete, find

@@ -14,8 +14,8 @@ import pytest
 
 import zero
 from accelz import selection
-from tests.zero.checkpoint.memory_storage import MemoryStorage, Tree
-from tests.zero.checkpoint.small_saves import contents, expected, save
+from tests.zero.helpers.memory_storage import MemoryStorage, Tree
+from tests.zero.helpers.small_saves import contents, expected, save
 from zero.files import manifest as form
 from zero.files.reader import Checkpoint, find
 

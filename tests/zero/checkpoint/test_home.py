@@ -9,7 +9,7 @@ from unittest import mock
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.test_save import engine_of, train
-from tests.zero.models import LanguageModel
+from tests.zero.helpers.models import LanguageModel
 from zero import consolidate
 from zero.config.paths import as_path
 

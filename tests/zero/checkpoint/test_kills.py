@@ -21,10 +21,10 @@ import pytest
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
-from tests.zero.checkpoint.small_saves import Contents, contents
-from tests.zero.models import LanguageModel
-from tests.zero.test_parity import fresh, language_loss
-from tests.zero.training import adamw
+from tests.zero.engine.test_parity import fresh, language_loss
+from tests.zero.helpers.models import LanguageModel
+from tests.zero.helpers.small_saves import Contents, contents
+from tests.zero.helpers.training import adamw
 from zero.files.reader import complete, find
 from zero.files.storage import DISK
 

@@ -18,10 +18,10 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
-from tests.zero.checkpoint.counting import CountingStorage
 from tests.zero.checkpoint.test_resume import OPTIMIZERS, Job
-from tests.zero.models import LanguageModel, device_of, tokens
-from tests.zero.training import adamw
+from tests.zero.helpers.counting import CountingStorage
+from tests.zero.helpers.models import LanguageModel, device_of, tokens
+from tests.zero.helpers.training import adamw
 from zero.files.manifest import MANIFEST, seal, unseal
 from zero.files.storage import DISK
 

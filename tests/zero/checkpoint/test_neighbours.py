@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import zero
-from tests.zero.checkpoint import small_saves
+from tests.zero.helpers import small_saves
 from zero.checkpoint.save_messages import SaveMessages
 from zero.files.publication import Publication
 from zero.files.reader import find
@@ -191,7 +191,7 @@ def test_more_files_than_the_soft_limit(tmp_path: Path) -> None:
 ON_AN_OVERLAY = """
 from pathlib import Path
 from accelz import selection
-from tests.zero.checkpoint import small_saves
+from tests.zero.helpers import small_saves
 from zero.files.reader import find
 from zero.files.storage import DISK
 selection.use("cpu")

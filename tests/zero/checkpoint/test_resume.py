@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.models import LanguageModel, tokens
-from tests.zero.training import adamw
+from tests.zero.helpers.models import LanguageModel, tokens
+from tests.zero.helpers.training import adamw
 
 
 class Sign(Optimizer):

@@ -21,10 +21,10 @@ from safetensors import safe_open
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.test_load import fingerprint, raised
-from tests.zero.models import LanguageModel
-from tests.zero.test_failures import Heard
-from tests.zero.test_parity import fresh, language_loss
-from tests.zero.training import adamw
+from tests.zero.engine.test_failures import Heard
+from tests.zero.engine.test_parity import fresh, language_loss
+from tests.zero.helpers.models import LanguageModel
+from tests.zero.helpers.training import adamw
 from zero.checkpoint import save_start
 from zero.checkpoint.save_messages import SaveMessages
 from zero.files.reader import Checkpoint, complete, find

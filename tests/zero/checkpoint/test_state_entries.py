@@ -14,8 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.models import device_of
-from tests.zero.training import adamw
+from tests.zero.helpers.models import device_of
+from tests.zero.helpers.training import adamw
 from zero.checkpoint.group_match import match_groups
 from zero.sources.opening import open_source
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.checkpoint.test_load import raised
-from tests.zero.test_parity import fresh, language_loss
+from tests.zero.engine.test_parity import fresh, language_loss
 
 
 class Halved(Tensor):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.compiled.models import FAULTS, Watched, fresh, tokens
-from tests.zero.models import device_of
-from tests.zero.training import adamw, relative_error
+from tests.zero.helpers.compiled_models import FAULTS, Watched, fresh, tokens
+from tests.zero.helpers.models import device_of
+from tests.zero.helpers.training import adamw, relative_error
 
 LENGTH = 1024  # long enough that values are worth moving
 

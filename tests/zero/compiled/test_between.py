@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.compiled.models import WIDTH, Transformer, tokens
-from tests.zero.models import device_of
-from tests.zero.training import adamw
+from tests.zero.helpers.compiled_models import WIDTH, Transformer, tokens
+from tests.zero.helpers.models import device_of
+from tests.zero.helpers.training import adamw
 
 AOT = zero.Compile(inner="aot_eager")
 

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 import accelz
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.compiled.models import FAULTS, WIDTH, Watched, Writing, fresh, tokens
-from tests.zero.models import device_of
-from tests.zero.training import adamw, collected, living
+from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Watched, Writing, fresh, tokens
+from tests.zero.helpers.models import device_of
+from tests.zero.helpers.training import adamw, collected, living
 
 AOT = zero.Compile(inner="aot_eager")
 

@@ -20,9 +20,9 @@ import zero
 from accelz import Accelerator, StorageSwap
 from accelz.conformance.cluster import Clusters, Context
 from accelz.gloo import GlooLanes
-from tests.zero.compiled.models import WIDTH, fresh, tokens
-from tests.zero.models import device_of
-from tests.zero.training import adamw, scaled_error
+from tests.zero.helpers.compiled_models import WIDTH, fresh, tokens
+from tests.zero.helpers.models import device_of
+from tests.zero.helpers.training import adamw, scaled_error
 
 STEPS = 4
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.compiled.models import FAULTS, WIDTH, Transformer, Watched, tokens
-from tests.zero.memory.test_tiers import lion
-from tests.zero.models import device_of
-from tests.zero.training import adamw, collected
+from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Transformer, Watched, tokens
+from tests.zero.helpers.models import device_of
+from tests.zero.helpers.training import adamw, collected
+from tests.zero.tiers.test_tiers import lion
 
 AOT = zero.Compile(inner="aot_eager")
 VISITING: dict[str, Any] = {"optimizer": "host", "step": "device"}

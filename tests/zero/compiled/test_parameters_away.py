@@ -9,8 +9,8 @@ import pytest
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.compiled.models import fresh, tokens
-from tests.zero.training import adamw
+from tests.zero.helpers.compiled_models import fresh, tokens
+from tests.zero.helpers.training import adamw
 
 STEPS = 3
 

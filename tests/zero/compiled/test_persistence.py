@@ -12,8 +12,8 @@ import torch
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
-from tests.zero.compiled.models import VOCABULARY, WIDTH, fresh, tokens
-from tests.zero.training import adamw
+from tests.zero.helpers.compiled_models import VOCABULARY, WIDTH, fresh, tokens
+from tests.zero.helpers.training import adamw
 from zero.compiled.persistence import WARM_UP, WATCHED, PersistCandidate, choose
 
 DECIDED = WARM_UP + WATCHED  # steps

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.training import adamw
+from tests.zero.helpers.training import adamw
 
 WIDTH, STEPS = 32, 4
 

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.compiled.models import fresh, tokens
-from tests.zero.models import LanguageModel, device_of
-from tests.zero.models import tokens as small_tokens
-from tests.zero.training import adamw, relative_error, same_bits, train_zero
+from tests.zero.helpers.compiled_models import fresh, tokens
+from tests.zero.helpers.models import LanguageModel, device_of
+from tests.zero.helpers.models import tokens as small_tokens
+from tests.zero.helpers.training import adamw, relative_error, same_bits, train_zero
 
 AOT = zero.Compile(inner="aot_eager")
 STEPS = 4

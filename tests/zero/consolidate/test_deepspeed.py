@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import zero
-from tests.zero.consolidate import saved
-from tests.zero.consolidate.deepspeed_layout import (
+from tests.zero.helpers import saved
+from tests.zero.helpers.deepspeed_layout import (
     Layout,
     Model,
     model_states,

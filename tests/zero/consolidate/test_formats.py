@@ -12,10 +12,10 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.consolidate import saved
-from tests.zero.consolidate.deepspeed_layout import Layout, Model, save, save_universal
-from tests.zero.models import LanguageModel
-from tests.zero.training import adamw
+from tests.zero.helpers import saved
+from tests.zero.helpers.deepspeed_layout import Layout, Model, save, save_universal
+from tests.zero.helpers.models import LanguageModel
+from tests.zero.helpers.training import adamw
 from zero.consolidate import Options, consolidate, convert, open_source, verify
 
 

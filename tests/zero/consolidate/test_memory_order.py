@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.zero.consolidate import saved, synthetic
+from tests.zero.helpers import saved, synthetic
 from zero.consolidate import Options, consolidate, open_source
 from zero.sources.memory_order import boxes, read_box, stretches
 

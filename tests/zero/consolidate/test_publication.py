@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zero
-from tests.zero.consolidate import saved, synthetic
+from tests.zero.helpers import saved, synthetic
 from zero.consolidate import Options, consolidate, convert, open_source
 from zero.consolidate.files import WeightStorage
 from zero.files.storage import File

@@ -15,13 +15,13 @@ import torch
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.consolidate import saved
+from tests.zero.helpers import saved
 from zero.consolidate import consolidate, open_source, verify
 from zero.consolidate.universal import export_universal
 from zero.sources.zero_checkpoint import ZeroSource
 
 RANKS = 2
-JOB = "tests.zero.consolidate.deepspeed_job"
+JOB = "tests.zero.helpers.deepspeed_job"
 pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None,
@@ -46,7 +46,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def train_and_save(context: Context, folder: str) -> None:
     """A job of zero's; leaves the whole state beside the checkpoint."""
-    from tests.zero.consolidate.deepspeed_job import Model, groups_of
+    from tests.zero.helpers.deepspeed_job import Model, groups_of
 
     torch.manual_seed(4)
     model = Model()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.consolidate import saved
-from tests.zero.models import LanguageModel, tokens
-from tests.zero.training import adamw
+from tests.zero.helpers import saved
+from tests.zero.helpers.models import LanguageModel, tokens
+from tests.zero.helpers.training import adamw
 from zero.consolidate import Options, consolidate, open_source, verify
 from zero.consolidate.universal import export_universal
 from zero.files.manifest import LossScaleEntry
@@ -111,7 +111,7 @@ def test_skipped_steps_are_counted_on(folder: Path, tmp_path: Path) -> None:
 
 
 def test_names_that_are_no_directories_are_refused(tmp_path: Path) -> None:
-    from tests.zero.consolidate import synthetic
+    from tests.zero.helpers import synthetic
 
     synthetic.save(tmp_path / "checkpoint", {"../harm": torch.ones(3)})
     with (

@@ -11,7 +11,7 @@ import torch
 
 import zero
 from accelz.conformance.cluster import Clusters
-from tests.zero.consolidate import saved
+from tests.zero.helpers import saved
 from zero.consolidate import Options, consolidate, open_source, verify
 from zero.files.reader import Checkpoint
 
@@ -84,7 +84,7 @@ def test_shards_are_those_of_transformers(checkpoint: Saved, tmp_path: Path) -> 
 def test_the_model_loads_it_with_safetensors(checkpoint: Saved, tmp_path: Path) -> None:
     from safetensors.torch import load_model
 
-    from tests.zero.models import LanguageModel
+    from tests.zero.helpers.models import LanguageModel
 
     folder = checkpoint(2)
     run(folder, tmp_path / "out")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zero
-from tests.zero.consolidate import deepspeed_layout, synthetic
+from tests.zero.helpers import deepspeed_layout, synthetic
 from zero.consolidate import open_source
 from zero.files import manifest as form
 from zero.files.manifest_assembly import assemble

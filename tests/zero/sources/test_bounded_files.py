@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 import zero
-from tests.zero.consolidate import saved
-from tests.zero.consolidate.dcp_layout import read_metadata, save, write_metadata
+from tests.zero.helpers import saved
+from tests.zero.helpers.dcp_layout import read_metadata, save, write_metadata
 from zero.consolidate import Options, consolidate, open_source
 from zero.files import strict_json
 from zero.sources import torch_weights, zip_directory

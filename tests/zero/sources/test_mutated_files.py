@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from accelz import selection
-from tests.zero.sources.mutations import Tree, change, make_seeds
+from tests.zero.helpers.mutations import Tree, change, make_seeds
 
 MOST_WRONG = 20  # inputs, after which no more are read
 
@@ -33,7 +33,7 @@ def test_whatever_is_in_files_errors_are_typed(
     count, next_one = request.config.getoption("--mutations"), 0
     wrong: list[str] = []
     while next_one < count and len(wrong) < MOST_WRONG:
-        command = [sys.executable, "-m", "tests.zero.sources.read_mutated", str(tmp_path / "seeds")]
+        command = [sys.executable, "-m", "tests.zero.helpers.read_mutated", str(tmp_path / "seeds")]
         numbers = [str(next_one), str(count - next_one)]
         done = subprocess.run(
             [*command, *numbers], check=False, capture_output=True, text=True, errors="replace"

@@ -6,7 +6,7 @@ module, or what holds the part, would close a cycle: gigabytes would stay until 
 garbage. So parts have weak references to modules (`ModelRef`) and call what is above them through `weakly`.
 Nothing of the model's or the optimizer's holds what steps the optimizer.
 
-`tests/zero/test_freed.py` guards this.
+`tests/zero/engine/test_freed.py` guards this.
 """
 
 from __future__ import annotations
