@@ -26,7 +26,7 @@ from tests.zero.engine.test_parity import fresh, language_loss
 from tests.zero.helpers.models import LanguageModel
 from tests.zero.helpers.training import adamw
 from zero.checkpoint import save_start
-from zero.checkpoint.save_messages import SaveMessages
+from zero.checkpoint.save_messages import JOINED, SaveMessages
 from zero.files.reader import Checkpoint, complete, find
 from zero.files.storage import DISK, File, Storage
 from zero.files.stream import CHUNK
@@ -408,7 +408,7 @@ def interrupt_the_wait(patch: pytest.MonkeyPatch, rank: int, how: str) -> None:
         raise KeyboardInterrupt
 
     def late(messages: SaveMessages) -> Any:
-        while how.endswith("before the start") and not messages.collect(save_start.JOINED, [1])[1]:
+        while how.endswith("before the start") and not messages.collect(JOINED, [1])[1]:
             time.sleep(0.01)
         return first_problem(messages)
 
