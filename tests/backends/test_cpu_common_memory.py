@@ -16,7 +16,7 @@ from accelz import Slot
 from accelz.conformance.cluster import Clusters, Context
 from accelz.gloo import GlooLanes
 from tests.zero.helpers.models import Stack
-from tests.zero.training_pass.test_paths import decaying, straight
+from tests.zero.helpers.paths import decaying, straight
 
 NUMEL = 1000
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.test_step import bench
+from tests.benchmarks.command import bench
 
 
 def rows_of(out: Path, key: str) -> dict[str, dict[str, Any]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +10,10 @@ import pytest
 from benchmarks.step import LOSS_BOUND, LossError, check_losses
 
 from accelz.discovery import installed
+from tests.benchmarks.command import bench
 
-ROOT = Path(__file__).resolve().parents[2]
 PEERS = ("ddp", "fsdp2", "zero3")
 SAME_LOSS = 1e-5  # relative: fp32 sums are taken in another order
-
-
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
 
 
 def test_peers_are_timed_and_agree(tmp_path: Path) -> None:

@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zero
-from accelz import Accelerator, rebind
+from accelz import rebind
 from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
+from tests.sim.layers import LAYER, LAYERS, MODEL, WIDTH, build, peak_of
 from tests.zero.helpers.training import collect_all, collected
 
-WIDTH, LAYERS = 256, 6
-LAYER = WIDTH * WIDTH * 4  # bytes of one fp32 layer, a multiple of 64, so that no buffer is padded
-MODEL = LAYERS * LAYER
 SCALARS = 20 * 1024  # bytes of activations, and of everything much smaller than a layer
-
-
-def build() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-
-
-def peak_of(accelerator: Accelerator, work: Callable[[], Any]) -> tuple[int, Any]:
-    """The device's peak during `work`, and what it returned."""
-    gc.collect()
-    accelerator.memory.reset_peak()
-    value = work()
-    return accelerator.memory.stats().peak, value
 
 
 @collected()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.sim.test_engine_memory import peak_of
+from tests.sim.layers import peak_of
 from tests.zero.helpers.training import collected
 
 WIDTH, VOCABULARY, LAYERS = 192, 512, 4

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.sim.test_engine_memory import LAYER, MODEL, build, peak_of
+from tests.sim.layers import LAYER, MODEL, build, peak_of
 
 
 def pretrained_body(context: Context, path: str) -> dict[str, int]:

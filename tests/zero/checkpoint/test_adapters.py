@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_failures import Heard
 from tests.zero.helpers.models import device_of
+from tests.zero.helpers.told import Heard
 from tests.zero.helpers.training import adamw
 from zero.files.reader import Checkpoint
 

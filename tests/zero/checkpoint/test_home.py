@@ -8,8 +8,8 @@ from unittest import mock
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.checkpoint.test_save import engine_of, train
 from tests.zero.helpers.models import LanguageModel
+from tests.zero.helpers.saving import engine_of, train
 from zero import consolidate
 from zero.config.paths import as_path
 

@@ -21,8 +21,7 @@ import pytest
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss
-from tests.zero.helpers.models import LanguageModel
+from tests.zero.helpers.models import LanguageModel, fresh, language_loss
 from tests.zero.helpers.small_saves import Contents, contents
 from tests.zero.helpers.training import adamw
 from zero.files.reader import complete, find

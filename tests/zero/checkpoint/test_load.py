@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import pytest
 import torch
@@ -18,33 +17,16 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
-from tests.zero.checkpoint.test_resume import OPTIMIZERS, Job
 from tests.zero.helpers.counting import CountingStorage
+from tests.zero.helpers.fingerprint import Fingerprint, _digest, fingerprint
 from tests.zero.helpers.models import LanguageModel, device_of, tokens
+from tests.zero.helpers.resumed_job import OPTIMIZERS, Job
+from tests.zero.helpers.told import raised
 from tests.zero.helpers.training import adamw
 from zero.files.manifest import MANIFEST, seal, unseal
 from zero.files.storage import DISK
 
-Fingerprint = dict[str, int]
 Manifest = dict[str, Any]
-
-
-def fingerprint(engine: zero.Engine, optimizer: bool = True) -> Fingerprint:
-    """A number for every whole master and state tensor. Collective."""
-    found = {}
-    for name, parameter in engine.module.named_parameters():
-        found[name] = _digest(engine.full_master(name))
-        if optimizer and parameter.requires_grad:
-            for key, value in engine.full_optimizer_state(name).items():
-                found[f"{name}/{key}"] = _digest(value)
-    for name, buffer in engine.module.named_buffers():
-        found[name] = _digest(buffer)
-    return found
-
-
-def _digest(value: torch.Tensor) -> int:
-    flat = value.detach().cpu().contiguous().view(-1)
-    return crc32(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else 0
 
 
 def save_body(context: Context, path: str, optimizer: str = "adamw", **settings: Any) -> Fingerprint:
@@ -373,14 +355,6 @@ def test_state_of_other_options(cluster: Clusters, tmp_path: Path) -> None:
         assert "with different optimizer state: blocks.0" in refused
         assert "(exp_avg, exp_avg_sq, max_exp_avg_sq, step)" in refused
         assert taken == "False"
-
-
-def raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except zero.ZeroError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing raised"
 
 
 def damaged_body(context: Context, good: str, bad: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.checkpoint.test_load import raised
-from tests.zero.checkpoint.test_save import BrokenStorage, engine_of
+from tests.zero.helpers.saving import BrokenStorage, engine_of
+from tests.zero.helpers.told import raised
 from zero.files.reader import complete
 from zero.files.storage import DISK
 

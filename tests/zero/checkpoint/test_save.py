@@ -20,49 +20,16 @@ from safetensors import safe_open
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.checkpoint.test_load import fingerprint, raised
-from tests.zero.engine.test_failures import Heard
-from tests.zero.engine.test_parity import fresh, language_loss
-from tests.zero.helpers.models import LanguageModel
+from tests.zero.helpers.fingerprint import fingerprint
+from tests.zero.helpers.models import LanguageModel, fresh, language_loss
+from tests.zero.helpers.saving import BrokenStorage, engine_of, train
+from tests.zero.helpers.told import Heard, raised
 from tests.zero.helpers.training import adamw
 from zero.checkpoint import save_start
 from zero.checkpoint.save_messages import JOINED, SaveMessages
 from zero.files.reader import Checkpoint, complete, find
-from zero.files.storage import DISK, File, Storage
+from zero.files.storage import DISK
 from zero.files.stream import CHUNK
-
-
-def engine_of(context: Context, **settings: Any) -> zero.Engine:
-    model = fresh()
-    return zero.initialize(model, adamw(model), zero.Config(timeout=10, **settings))
-
-
-def train(engine: zero.Engine, context: Context, steps: int = 1) -> None:
-    for _ in range(steps):
-        engine.backward(language_loss(engine.module, engine.steps, context.rank))
-        engine.step()
-
-
-class BrokenStorage(Storage):
-    """Fails to write on one rank, or waits for a sign."""
-
-    def __init__(self, error: OSError | None = None, gate: threading.Event | None = None) -> None:
-        self.error = error
-        self.gate = gate
-
-    def create(self, path: Path, size: int, direct: bool = False) -> File:
-        file = super().create(path, size, direct)
-        write = file.write
-
-        def broken(offset: int, buffers: Sequence[memoryview]) -> None:
-            if self.gate is not None:
-                assert self.gate.wait(20)
-            if self.error is not None:
-                raise self.error
-            write(offset, buffers)
-
-        file.write = broken  # type: ignore[method-assign]
-        return file
 
 
 def rotation_body(context: Context, runs: str) -> list[list[str]]:

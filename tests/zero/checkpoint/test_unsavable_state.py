@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.checkpoint.test_load import raised
-from tests.zero.engine.test_parity import fresh, language_loss
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.told import raised
 
 
 class Halved(Tensor):

@@ -13,10 +13,10 @@ from zlib import crc32
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 import zero
 from tests.zero.helpers import saved, synthetic
+from tests.zero.helpers.commands import refused, run
 from zero import cli
 from zero.config import sizes
 from zero.files import manifest as form
@@ -28,18 +28,6 @@ MODEL = {"embedding.weight": torch.arange(600.0).view(20, 30), "scale": torch.te
 def checkpoint(tmp_path: Path) -> Path:
     synthetic.save(tmp_path / "runs" / "step-7", MODEL)
     return tmp_path / "runs" / "step-7"
-
-
-def run(*arguments: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(a) for a in arguments])
-
-
-def refused(*arguments: object) -> str:
-    """The message of a command that fails, in one line."""
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert "Traceback" not in result.output
-    return " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("module", ["zero", "accelz"])

@@ -25,9 +25,9 @@ from accelz.conformance.cluster import Clusters, Context, prepare
 from accelz.ranks.bounded_store import bounded, open_store
 from accelz.ranks.launcher import Launcher
 from tests.accelz.fake_distribution import environment
-from tests.zero.communication.test_silent_host import wait_until
 from tests.zero.helpers.models import features
 from tests.zero.helpers.training import adamw
+from tests.zero.helpers.waiting import wait_until
 from zero.communication.launch import Launch
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss
+from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import Run, adamw, same_bits, train_zero
 
 STEPS = 4

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +22,13 @@ from accelz.ranks.bounded_store import bounded
 from accelz.ranks.peers import Peers
 from tests.accelz.fake_distribution import environment
 from tests.accelz.forked import started_ranks
+from tests.zero.helpers.waiting import end, wait_until
 from zero.checkpoint.save_messages import SaveMessages
 from zero.communication.communicator import Communicator
 from zero.communication.reports import Failure, Reports
 from zero.communication.watch import Watch
 
 TIMEOUT = 4.0
-LIMIT = 60.0
 
 TRAIN = f"""
 import sys
@@ -48,19 +47,6 @@ while True:
     if saves != "none":
         engine.save_checkpoint(folder / f"step-{{engine.steps}}", keep_last=1, async_=saves == "async")
 """
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def end(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        process.kill()
-        process.join()
 
 
 @pytest.mark.parametrize("saves", ["none", "sync", "async"])

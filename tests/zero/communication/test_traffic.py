@@ -10,7 +10,7 @@ import torch
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import Stack
-from tests.zero.training_pass.test_paths import decaying, straight
+from tests.zero.helpers.paths import decaying, straight
 
 LAYERS = 4
 

@@ -7,24 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.compiled_models import FAULTS, Watched, fresh, tokens
+from tests.zero.helpers.compiled_models import FAULTS, LENGTH, Watched, build, fresh, tokens
+from tests.zero.helpers.late_stream import run_late
 from tests.zero.helpers.models import device_of
-from tests.zero.helpers.training import adamw, relative_error
-
-LENGTH = 1024  # long enough that values are worth moving
-
-
-def build(
-    model: nn.Module, where: str = "host", fraction: float = 1.0, inner: Any = "aot_eager", **settings: Any
-) -> zero.Engine:
-    part = {"activations": fraction} if where == "host" else {}
-    offload = zero.Offload(activations=where, fraction=part)
-    config = zero.Config(compile=zero.Compile(inner=inner), offload=offload, timeout=100, **settings)
-    return zero.initialize(model, adamw(model), config)
+from tests.zero.helpers.training import relative_error
 
 
 def moved(engine: zero.Engine) -> int:
@@ -144,3 +134,21 @@ def test_settings() -> None:
         compile=True, offload=zero.Offload(activations="host", fraction={"activations": 0.5})
     )
     assert config.tiers.part("activations") == 0.5
+
+
+def late_body(context: Context) -> dict[str, Any]:
+    losses = {}
+    for where in ("host", "device"):
+        engine = build(fresh(), where)
+        losses[where] = []
+        for step in range(3):
+            loss = engine(tokens(step, context.rank, engine.module, LENGTH))
+            engine.backward(loss)
+            engine.step()
+            losses[where].append(loss.item())
+    return losses
+
+
+def test_the_same_losses_on_a_late_stream(cluster: Clusters, device: str) -> None:
+    for found in run_late(cluster, device, 1, late_body):
+        assert found["host"] == found["device"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,29 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import zero
-from accelz import Accelerator, StorageSwap
 from accelz.conformance.cluster import Clusters, Context
-from accelz.gloo import GlooLanes
 from tests.zero.helpers.compiled_models import WIDTH, fresh, tokens
 from tests.zero.helpers.models import device_of
+from tests.zero.helpers.own_bytes import bytes_of_its_own
 from tests.zero.helpers.training import adamw, scaled_error
 
 STEPS = 4
-
-
-@contextmanager
-def bytes_of_its_own(accelerator: Accelerator) -> Iterator[None]:
-    """Where ranks share memory a release drops nothing, and reading behind it would go unnoticed. Ranks on
-    devices do not."""
-    if accelerator.device.type != "cpu":
-        yield
-        return
-    before = accelerator.collectives, accelerator.flat_buffers
-    accelerator.collectives, accelerator.flat_buffers = GlooLanes(), StorageSwap(accelerator.device)
-    try:
-        yield
-    finally:
-        accelerator.collectives, accelerator.flat_buffers = before
 
 
 def train(context: Context, compile: zero.Compile, autocast: bool) -> dict[str, Any]:

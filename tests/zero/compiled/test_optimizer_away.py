@@ -16,8 +16,8 @@ import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.compiled_models import FAULTS, WIDTH, Transformer, Watched, tokens
 from tests.zero.helpers.models import device_of
+from tests.zero.helpers.optimizers import lion
 from tests.zero.helpers.training import adamw, collected
-from tests.zero.tiers.test_tiers import lion
 
 AOT = zero.Compile(inner="aot_eager")
 VISITING: dict[str, Any] = {"optimizer": "host", "step": "device"}

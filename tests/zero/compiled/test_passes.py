@@ -8,14 +8,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch._prims import rng_prims
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import zero
+from tests.zero.helpers.graphs import FACTS, HANDLE, graph_of, named, shown
 from zero.compiled.explain import predicted_peak
-from zero.compiled.facts import Facts, ParameterFacts, UnitFacts
-from zero.compiled.graphs import ShardedGraph, outputs, text
+from zero.compiled.facts import Facts, UnitFacts
+from zero.compiled.graphs import ShardedGraph, outputs
 from zero.compiled.liveness import peak_of
 from zero.compiled.passes.fuse_casts import fuse_casts
 from zero.compiled.passes.insert_gathers import insert_gathers
@@ -29,34 +30,8 @@ from zero.compiled.passes.save_sharded import save_sharded
 from zero.compiled.passes.sink_weight_ops import sink_weight_ops
 from zero.compiled.passes.tie_releases import tie_releases
 
-HANDLE = 7
 BF16, FP32 = torch.bfloat16, torch.float32
-FACTS = Facts(
-    HANDLE,
-    (UnitFacts("a", False, {FP32: 16}), UnitFacts("b", False, {FP32: 16}), UnitFacts("c", True, {FP32: 16})),
-    tuple(
-        ParameterFacts(n, name, unit, True) for n, (name, unit) in enumerate((("a", 0), ("b", 1), ("c", 2)))
-    ),
-)
 A, B, C = FACTS.parameters
-
-
-def graph_of(function: object, *names: str) -> ShardedGraph:
-    """`function` traced with 4 × 4 inputs; those called a, b and c are the parameters of these names."""
-    module = make_fx(function)(*(torch.ones(4, 4) for _ in names))
-    return named(module, *names)
-
-
-def named(module: fx.GraphModule, *names: str) -> ShardedGraph:
-    known = {p.name: p for p in FACTS.parameters}
-    for node, name in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
-        node._rename(f"in_{name}")
-    return ShardedGraph(module, FACTS, {f"in_{name}": known[name] for name in names if name in known})
-
-
-def shown(graph: ShardedGraph) -> str:
-    graph.finish()
-    return text(graph.graph)
 
 
 def chain(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:

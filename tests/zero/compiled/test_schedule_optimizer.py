@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.zero.compiled.test_passes import FACTS, graph_of, shown
+from tests.zero.helpers.graphs import FACTS, graph_of, shown
 from zero.compiled.facts import UnitFacts
 from zero.compiled.graphs import ShardedGraph
 from zero.compiled.liveness import peak_of

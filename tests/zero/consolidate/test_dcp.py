@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 import zero
-from tests.zero.consolidate.test_deepspeed import Bomb
 from tests.zero.helpers import saved
+from tests.zero.helpers.bomb import Bomb
 from tests.zero.helpers.dcp_layout import Box, read_metadata, save, write_metadata
 from zero.consolidate import Options, consolidate, convert, open_source, verify
 from zero.sources import inert_pickle

@@ -21,6 +21,7 @@ import torch
 
 import zero
 from tests.zero.helpers import saved
+from tests.zero.helpers.bomb import Bomb
 from tests.zero.helpers.deepspeed_layout import (
     Layout,
     Model,
@@ -90,16 +91,6 @@ def test_frozen_parameters_that_only_the_module_has(tmp_path: Path, model: Model
     content = torch.load(path, weights_only=True)
     torch.save(content | {"frozen_param_shapes": None, "frozen_param_fragments": None}, path)
     assert saved.same(read(tag, tmp_path / "out"), model.expected())
-
-
-class Bomb:
-    """Its unpickling makes a directory."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.parametrize("place", ["optimizer", "model"])

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from tests.zero.consolidate.test_deepspeed import Bomb
 from tests.zero.helpers import saved
+from tests.zero.helpers.bomb import Bomb
 from zero.consolidate import Options, consolidate, convert, open_source, verify
 from zero.sources import torch_weights
 

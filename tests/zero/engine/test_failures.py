@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import time
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
-from tests.zero.compiled.test_inductor import bytes_of_its_own
 from tests.zero.helpers.models import LanguageModel, Stack, features, tokens
+from tests.zero.helpers.own_bytes import bytes_of_its_own
+from tests.zero.helpers.paths import STRAIGHT, decaying, fresh, straight
+from tests.zero.helpers.told import Heard
 from tests.zero.helpers.training import adamw, same_bits, train_zero
-from tests.zero.training_pass.test_paths import STRAIGHT, decaying, fresh, straight
 
 Ranks = Callable[[int], Cluster]
 TIMEOUT = 4.0  # seconds; a busy machine needs one or two to form the groups
@@ -134,18 +134,6 @@ def test_ranks_that_disagree_are_told_where(cluster: Clusters) -> None:
         assert '"prefetch_budget":1000' in compiling
         assert "AdamW" in optimizer
         assert timeout.startswith("Config(timeout=...) must be the same on all ranks; it is ")
-
-
-class Heard(logging.Handler):
-    """What this rank logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        logging.getLogger("zero").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def long_wait_body(context: Context, path: tuple[int, ...]) -> tuple[list[str], str, float]:

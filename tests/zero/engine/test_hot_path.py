@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -13,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh as language_model
-from tests.zero.engine.test_parity import language_loss
-from tests.zero.helpers.models import Stack, device_of
+from tests.zero.helpers.freed import freed_body
+from tests.zero.helpers.models import Stack, device_of, language_loss
+from tests.zero.helpers.models import fresh as language_model
+from tests.zero.helpers.paths import Optionals, decaying, optional_loss, straight
 from tests.zero.helpers.training import adamw, collected, exchanges_of, living, own_work_seen
-from tests.zero.training_pass.test_paths import Optionals, decaying, optional_loss, straight
 
 # Operations by which a value on the device reaches the host.
 _WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "item"}
@@ -127,26 +125,6 @@ def leak_body(context: Context) -> tuple[int, int, int, int]:
     before = live()
     steps(5, 40)
     return (*before, *live())
-
-
-def trained_once(context: Context, settings: dict[str, Any]) -> weakref.ref[zero.Engine]:
-    model = language_model()
-    engine = zero.initialize(model, adamw(model), zero.Config(timeout=20, **settings))
-    engine.backward(language_loss(model, 0, context.rank))
-    engine.step()
-    return weakref.ref(engine)
-
-
-@collected()
-def freed_body(context: Context, **settings: Any) -> tuple[bool, int]:
-    """Whether an engine without references is gone, and the bytes of device memory still in use."""
-    trained_once(context, settings)
-    gc.collect()
-    before = context.accelerator.memory.stats().allocated
-    alive = trained_once(context, settings)
-    gc.collect()
-    exact = context.accelerator.capabilities.counts_every_byte
-    return alive() is None, context.accelerator.memory.stats().allocated - before if exact else 0
 
 
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"offload": zero.Offload(optimizer="host")}])

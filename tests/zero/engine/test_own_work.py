@@ -23,7 +23,7 @@ import zero
 from accelz import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.training import adamw
-from tests.zero.training_pass.test_ways_through import WIDTH, averaged, batch, chain, plain
+from tests.zero.helpers.ways import WIDTH, averaged, batch, chain, plain
 
 
 class Residual(nn.Module):

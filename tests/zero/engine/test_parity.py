@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.models import LanguageModel, tokens
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.optimizers import plain_sgd, sgd
 from tests.zero.helpers.training import (
     Run,
     adamw,
@@ -28,15 +29,6 @@ from tests.zero.helpers.training import (
 WORLDS = (1, 2, 3, 4)
 STAGES = (0, 1, 2, 3)
 STEPS = 10
-
-
-def language_loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    return model(tokens(step, rank, model))["loss"]
-
-
-def fresh() -> LanguageModel:
-    torch.manual_seed(3)
-    return LanguageModel()
 
 
 def fp32_body(context: Context) -> dict[str, Any]:
@@ -102,14 +94,6 @@ def test_bf16_equals_unsharded_mixed_precision(cluster: Clusters, size: int) -> 
         assert found["loss"] < (1e-5 if size <= 2 else 2e-2), found
         assert found["same"], found
     assert results[0]["dtypes"] == {"torch.bfloat16", "torch.float32"}  # the buffer stays fp32
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-
-
-def plain_sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
 
 
 def damped_sgd(model: nn.Module) -> Optimizer:

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss, sgd
-from tests.zero.helpers.models import LanguageModel, Stack
+from tests.zero.helpers.models import LanguageModel, Stack, fresh, language_loss
+from tests.zero.helpers.optimizers import sgd
+from tests.zero.helpers.paths import decaying, straight
 from tests.zero.helpers.training import (
     Run,
     adamw,
@@ -27,7 +28,6 @@ from tests.zero.helpers.training import (
     train_reference,
     train_zero,
 )
-from tests.zero.training_pass.test_paths import decaying, straight
 
 RANKS, EACH, STEPS = 4, 2, 4
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+import zero
+from tests.zero.helpers.training import adamw
 
 VOCABULARY = 512
 WIDTH = 32  # with the vocabulary: an embedding that is a unit of its own
@@ -123,3 +128,15 @@ def tokens(step: int, rank: int, on: nn.Module, length: int = 9) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     found = torch.randint(0, VOCABULARY, (2, length), generator=generator)
     return found.to(next(on.parameters()).device)
+
+
+LENGTH = 1024  # long enough that values are worth moving
+
+
+def build(
+    model: nn.Module, where: str = "host", fraction: float = 1.0, inner: Any = "aot_eager", **settings: Any
+) -> zero.Engine:
+    part = {"activations": fraction} if where == "host" else {}
+    offload = zero.Offload(activations=where, fraction=part)
+    config = zero.Config(compile=zero.Compile(inner=inner), offload=offload, timeout=100, **settings)
+    return zero.initialize(model, adamw(model), config)

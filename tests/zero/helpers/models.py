@@ -97,3 +97,12 @@ def features(step: int, rank: int, on: nn.Module, batch: int = 3, width: int = W
 def device_of(model: nn.Module) -> torch.device:
     """The device of a model's parameters."""
     return next(model.parameters()).device
+
+
+def language_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(tokens(step, rank, model))["loss"]
+
+
+def fresh() -> LanguageModel:
+    torch.manual_seed(3)
+    return LanguageModel()

@@ -14,21 +14,8 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.layers import BATCH, LAYERS, WIDTH, build, one_step
 from zero.memory import balance
-
-WIDTH, LAYERS, BATCH = 128, 8, 64
-
-
-def build(sizes: Sequence[int] = (1,) * LAYERS) -> nn.Module:
-    """sizes: of each layer, in squares."""
-    torch.manual_seed(0)
-    return nn.Sequential(*map(_layer, sizes))
-
-
-def _layer(size: int) -> nn.Module:
-    if size == 1:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    return nn.Sequential(nn.Linear(WIDTH, size * WIDTH // 2), nn.Tanh(), nn.Linear(size * WIDTH // 2, WIDTH))
 
 
 class Stranger(torch.optim.SGD):
@@ -66,15 +53,6 @@ def train(
     predicted = balancer.predicted_peak if balancer is not None else 0
     tiers = [s.kept.tier for u in engine.units for g in u.groups for s in g.subs]
     return {"losses": losses, "peaks": peaks, "predicted": predicted, "tiers": tiers}
-
-
-def one_step(engine: zero.Engine, step: int, batch: int = BATCH, scale: float = 1.0) -> float:
-    generator = torch.Generator().manual_seed(100 * step + engine.rank)
-    x = (scale * torch.randn(batch, WIDTH, generator=generator)).to(engine.accelerator.device)
-    loss = engine(x).float().square().mean()
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
 
 
 def auto_body(context: Context, share: float, **settings: Any) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.layers import BATCH, LAYERS, WIDTH, build, one_step
 from tests.zero.helpers.training import collect_all, collected
-from tests.zero.memory.test_auto import BATCH, LAYERS, WIDTH, build, one_step
 from zero.memory.memory_report import MemoryReport, Sample
 
 NUMBER = 4  # bytes of the loss

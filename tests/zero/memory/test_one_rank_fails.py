@@ -21,8 +21,8 @@ import zero
 from accelz import Accelerator
 from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
+from tests.zero.helpers.layers import BATCH, LAYERS, WIDTH, one_step
 from tests.zero.helpers.training import collected
-from tests.zero.memory.test_auto import BATCH, LAYERS, WIDTH, one_step
 from zero.memory.oom_retry import OomRetry
 
 SHORT_STEP = 4  # two steps measure, one has the records placed

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.optimizers import adagrad
 from tests.zero.helpers.training import Run, adamw, collect_all, collected, same_bits
-from tests.zero.tiers.test_tiers import adagrad
 
 CASES: dict[str, dict[str, Any]] = {
     "stage 3": {"precision": "bf16"},

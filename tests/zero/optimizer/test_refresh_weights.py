@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss
+from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw, train_averaging
 
 STEPS = 3

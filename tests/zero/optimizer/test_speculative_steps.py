@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import wait
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,85 +16,14 @@ from torch import Tensor, nn
 import zero
 from accelz import AdamWUpdate
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_hot_path import freed_body
-from tests.zero.engine.test_parity import fresh, language_loss, plain_sgd
-from tests.zero.helpers.models import Stack, features
-from tests.zero.helpers.training import Loss, adamw
-from tests.zero.tiers.test_tiers import adagrad, lion, momentum
+from tests.zero.helpers.courses import HOST, STEPS, course, same
+from tests.zero.helpers.freed import freed_body
+from tests.zero.helpers.late_stream import run_late
+from tests.zero.helpers.models import Stack, features, fresh, language_loss
+from tests.zero.helpers.optimizers import adagrad, lion, momentum, plain_sgd
+from tests.zero.helpers.training import adamw
 from zero.optimizer.shadow_record import ShadowRecord
 from zero.tiers.carrier import Carrier
-
-STEPS = 6
-HOST = {"optimizer": "host"}
-Between = Callable[[zero.Engine, int], None]  # (engine, step): what a user does between backward and step
-
-
-@dataclass
-class Course:
-    """A run, every value that it left behind, and how much of it was stepped ahead."""
-
-    losses: list[float] = field(default_factory=list)
-    values: dict[str, Tensor] = field(default_factory=dict)
-    taken: int = 0
-    wasted: int = 0
-
-
-@contextmanager
-def survived(error: type[Exception] | None) -> Iterator[None]:
-    if error is None:
-        yield
-        return
-    with pytest.raises(error):
-        yield
-
-
-def course(
-    context: Context,
-    overlap: bool,
-    *,
-    offload: dict[str, Any] = HOST,
-    model: Callable[[], nn.Module] = fresh,
-    loss: Loss = language_loss,
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
-    between: Between | None = None,
-    after: Between | None = None,
-    raises: tuple[int, type[Exception]] | None = None,
-    **settings: Any,
-) -> Course:
-    """Train, stepping what is on the host ahead or at the step. raises: in which backward, and what."""
-    tiers = zero.Offload(**offload, overlap=overlap)
-    engine = zero.initialize(
-        net := model(), optimizer(net), zero.Config(offload=tiers, timeout=20, **settings)
-    )
-    run = Course()
-    for step in range(STEPS):
-        value = loss(net, step, context.rank)
-        with survived(raises[1] if raises and raises[0] == step else None):
-            engine.backward(value)
-            if between is not None:
-                between(engine, step)
-            engine.step()
-        if after is not None:
-            after(engine, step)
-        run.losses.append(value.item())
-        del value
-    for name, parameter in net.named_parameters():
-        run.values[name] = engine.full_master(name)
-        if parameter.requires_grad:
-            state = engine.full_optimizer_state(name)
-            run.values |= {f"{name} {key}": value for key, value in state.items()}
-    if overlap:
-        ahead = engine._sharded_optimizer._speculative
-        assert ahead is not None
-        run.taken, run.wasted = ahead.committed, ahead.wasted
-    return run
-
-
-def same(first: Course, second: Course) -> bool:
-    return repr(first.losses) == repr(second.losses) and all(
-        torch.equal(value.nan_to_num(), second.values[name].nan_to_num())
-        for name, value in first.values.items()
-    )
 
 
 def compare(context: Context, cases: dict[str, dict[str, Any]]) -> dict[str, tuple[bool, int, int]]:
@@ -575,3 +501,8 @@ def test_overlap_needs_an_optimizer_that_a_kernel_serves(cluster: Clusters) -> N
         assert (
             "overlap=True) serves optimizers that kernels step: Adam, AdamW, SGD, Lion. This Adagrad"
         ) in told
+
+
+def test_steps_ahead_on_a_late_stream(cluster: Clusters, tmp_path: Path, device: str) -> None:
+    for found in run_late(cluster, device, 2, settings_body, path=str(tmp_path)):
+        check(found, wasted=False)

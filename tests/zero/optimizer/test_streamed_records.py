@@ -13,10 +13,11 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss, plain_sgd
+from tests.zero.helpers.courses import Course, course, same
+from tests.zero.helpers.late_stream import run_late
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.optimizers import adagrad, lion, momentum, plain_sgd
 from tests.zero.helpers.training import adamw, collected
-from tests.zero.optimizer.test_speculative_steps import Course, course, same
-from tests.zero.tiers.test_tiers import adagrad, lion, momentum
 
 VISITING: dict[str, Any] = {"optimizer": "host", "step": "device"}
 WIDTH, LAYERS = 64, 8
@@ -275,3 +276,8 @@ def test_other_optimizers_are_refused(cluster: Clusters) -> None:
     for message in cluster(1).run(optimizer_body):
         assert "Adagrad" in message
         assert "step='host'" in message
+
+
+def test_state_that_visits_on_a_late_stream(cluster: Clusters, device: str) -> None:
+    for found in run_late(cluster, device, 2, parity_body):
+        assert [name for name, equal in found.items() if not equal] == []

@@ -14,8 +14,8 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.cli.test_cli import refused, run
 from tests.zero.helpers import synthetic
+from tests.zero.helpers.commands import refused, run
 from tests.zero.helpers.models import LanguageModel
 from zero.tiers.swap_file import SwapFile
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.checkpoint.test_load import raised
 from tests.zero.helpers.counting import CountingStorage
 from tests.zero.helpers.models import LanguageModel, Stack
+from tests.zero.helpers.told import raised
 from tests.zero.helpers.training import adamw
 from zero.deferred.deferred_init import is_deferred
 from zero.pretrained import Request, fill

@@ -15,6 +15,7 @@ from torch.nn import functional
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import WIDTH, LanguageModel, Stack, device_of, features, tokens
+from tests.zero.helpers.paths import straight
 from tests.zero.helpers.training import (
     relative_error,
     same_bits,
@@ -22,7 +23,6 @@ from tests.zero.helpers.training import (
     train_reference,
     train_zero,
 )
-from tests.zero.training_pass.test_paths import straight
 from zero.sharding.autocast import cast_before_use
 
 STEPS = 6

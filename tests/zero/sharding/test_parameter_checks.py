@@ -13,8 +13,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss
-from tests.zero.helpers.models import LanguageModel
+from tests.zero.helpers.models import LanguageModel, fresh, language_loss
 from tests.zero.helpers.training import adamw, relative_error
 
 FROZEN = {0: range(2, 5), 2: range(0, 3)}

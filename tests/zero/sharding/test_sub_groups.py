@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.capacity import capacity
-from tests.zero.checkpoint.test_load import fingerprint
+from tests.zero.helpers.fingerprint import fingerprint
 from tests.zero.helpers.training import adamw, collected
 from zero.optimizer.streamed_record import StreamedRecord
 from zero.tiers.swap_file import PAGE

@@ -21,7 +21,8 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss
+from tests.zero.helpers.disks import broken_disk
+from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.training import adamw
 from zero.tiers import swap_file
 from zero.tiers.host_memory import bytes_of
@@ -239,26 +240,6 @@ def test_a_full_disk_says_so_before_training(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(zero.OffloadError, match=r"no space for 8,192 more bytes .*No space left.*Free space"):
         file.allocate(5000)
-
-
-@contextmanager
-def broken_disk(after: int) -> Iterator[None]:
-    """Reads and writes of the swap file fail, `after` more of them."""
-    count = 0
-    sound = os.preadv
-
-    def read(descriptor: int, buffers: Any, place: int) -> int:
-        nonlocal count
-        count += 1
-        if count > after:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return sound(descriptor, buffers, place)
-
-    os.preadv = read
-    try:
-        yield
-    finally:
-        os.preadv = sound
 
 
 def read_error_body(context: Context, path: str) -> list[str]:

@@ -13,9 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss
+from tests.zero.helpers.compiled_models import fresh as compiled_model
+from tests.zero.helpers.late_stream import LATE
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.optimizers import adagrad
 from tests.zero.helpers.training import adamw, own_work_seen
-from tests.zero.tiers.test_tiers import adagrad
 
 HOST = {"optimizer": "host", "params": "host"}
 Change = Callable[[zero.Engine, Path], object]
@@ -163,3 +165,32 @@ def test_shards_come_beside_the_computation(cluster: Clusters, device: str) -> N
     (found,) = cluster(1).run(beside_body)
     assert len(found) >= 4
     assert not any(found)
+
+
+def ahead_body(context: Context) -> dict[str, tuple[bool, bool]]:
+    """By unit, with shards on the host: whether the gathered values are there as soon as the gather has begun
+    (which then was not beside the computation) and once it is over."""
+    engine = zero.initialize(
+        model := compiled_model(), adamw(model), zero.Config(offload=zero.Offload(params="host"), timeout=20)
+    )
+    found = {}
+    for unit in engine.units:
+        for group in unit.groups:
+            cast = unit.cast_for(torch.bfloat16)
+            if group.gather_format(cast).dtype is not torch.bfloat16:
+                continue
+            unit.start_gather(cast)
+            values = group.buffer(group.gather_format(cast)).data
+            early = bool(values.isfinite().any())
+            unit.gather(cast)
+            found[unit.name] = early, bool(values.isfinite().all())
+            unit.release()
+    return found
+
+
+def test_shards_on_the_host_are_cast_beside_the_computation(cluster: Clusters, device: str) -> None:
+    if device != "sim":
+        pytest.skip(LATE)
+    (found,) = cluster(1).run(ahead_body)
+    assert len(found) > 2
+    assert set(found.values()) == {(False, True)}

@@ -11,7 +11,7 @@ from torch import nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.tiers.test_disk import broken_disk
+from tests.zero.helpers.disks import broken_disk
 from zero.tiers.read_ahead import ReadAhead
 from zero.tiers.swap_file import Section, SwapFile
 

@@ -15,24 +15,13 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss
-from tests.zero.helpers.models import features
+from tests.zero.helpers.late_stream import run_late
+from tests.zero.helpers.models import features, fresh, language_loss
+from tests.zero.helpers.optimizers import adagrad, lion, momentum
 from tests.zero.helpers.training import Run, adamw, same_bits, scaled_error, state_error, train_zero
 from zero.tiers.placement import Placement, PlacementRequest, Placer
 
 STEPS = 6
-
-
-def lion(model: nn.Module) -> Optimizer:
-    return zero.Lion(model.parameters(), lr=1e-3, weight_decay=0.1)
-
-
-def momentum(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-
-
-def adagrad(model: nn.Module) -> Optimizer:
-    return torch.optim.Adagrad(model.parameters(), lr=1e-2)
 
 
 def two_kernels(model: nn.Module) -> Any:
@@ -417,3 +406,14 @@ def _by_default(device: torch.device, offload: Any, path: str) -> Run:
 def test_the_default_device_does_not_matter(cluster: Clusters, tmp_path: Path, size: int) -> None:
     for found in cluster(size).run(default_device_body, path=str(tmp_path), limit=60):
         assert all(found.values()), found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_tier_on_a_late_stream(cluster: Clusters, tmp_path: Path, device: str, precision: str) -> None:
+    for found in run_late(cluster, device, 2, tiers_body, path=str(tmp_path), precision=precision):
+        check(found, device, 1e-5 if precision == "fp32" else 3e-2)
+
+
+def test_every_setting_on_a_late_stream(cluster: Clusters, tmp_path: Path, device: str) -> None:
+    for found in run_late(cluster, device, 2, settings_body, path=str(tmp_path)):
+        check(found, device, 3e-2)

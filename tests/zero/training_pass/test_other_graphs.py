@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import WIDTH, Block, features
+from tests.zero.helpers.paths import decaying, error_of
 from tests.zero.helpers.training import (
     check_order,
     collected,
@@ -21,7 +22,6 @@ from tests.zero.helpers.training import (
     train_averaging,
     train_zero,
 )
-from tests.zero.training_pass.test_paths import decaying, error_of
 from zero.training_pass.turn import Turn
 
 

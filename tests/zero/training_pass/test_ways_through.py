@@ -14,10 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.models import device_of
-
-WIDTH = 16
-Loss = Callable[[nn.Module, Tensor], Tensor]
+from tests.zero.helpers.ways import WIDTH, Loss, Slotted, averaged, batch, chain, plain
 
 
 class InPlace(nn.Module):
@@ -73,18 +70,6 @@ class Added(nn.Module):
         return x + total
 
 
-class Slotted:
-    """An output of an unknown class."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-    def __call__(self) -> Tensor:
-        return self.value
-
-
 class Wrapping(InPlace):
     def forward(self, x: Any) -> Any:
         x = x() if isinstance(x, Slotted) else x
@@ -101,21 +86,12 @@ class Critic(nn.Module):
         return self.head(self.blocks(x))
 
 
-def plain(model: nn.Module, x: Tensor) -> Tensor:
-    value = model(x)
-    return (value() if isinstance(value, Slotted) else value).square().mean()
-
-
 def penalised(model: nn.Module, x: Tensor) -> Tensor:
     """The gradient penalty of Gulrajani et al. (arXiv:1704.00028)."""
     x = x.requires_grad_()
     value = model(x)
     (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=True)
     return value.mean() + (gradient.norm(dim=1) - 1).square().mean()
-
-
-def chain(kind: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(kind() for _ in range(3)))
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
@@ -125,17 +101,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "objects": (lambda: chain(Wrapping), plain),
     "gradient penalty": (Critic, penalised),
 }
-
-
-def batch(rank: int, device: torch.device) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank)).to(device)
-
-
-def averaged(model: nn.Module, loss: Loss, ranks: int) -> dict[str, Tensor]:
-    """Gradients of the plain model, averaged over all ranks' batches."""
-    for rank in range(ranks):
-        (loss(model, batch(rank, device_of(model))) / ranks).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def gradients_body(context: Context, name: str, **settings: Any) -> float:

@@ -23,10 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_parity import fresh, language_loss
-from tests.zero.helpers.models import WIDTH, LanguageModel, Stack, device_of, features, tokens
+from tests.zero.helpers.models import (
+    WIDTH,
+    LanguageModel,
+    Stack,
+    device_of,
+    features,
+    fresh,
+    language_loss,
+    tokens,
+)
+from tests.zero.helpers.paths import STRAIGHT
 from tests.zero.helpers.training import adamw, train_zero
-from tests.zero.training_pass.test_paths import STRAIGHT
 from zero.deferred import deferred_init
 from zero.migration_hints import ARGUMENT_HINTS, MIGRATION_HINTS
 
