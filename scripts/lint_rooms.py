@@ -1,5 +1,7 @@
 """Fail if a room of zero or accelz imports one that is not below it, or if modules import each other.
 
+Training imports no conversion of weights (`TOOLS`), and files are read without torch (`LIGHT`).
+
 A room is a package or a module directly under one of the two. Their order is that of the tables in
 docs/architecture.md, lowest first, and the order of a package's modules that of the table in its docstring,
 if it has one; so this check also keeps the tables complete and correct. Imports inside functions count, those
@@ -18,6 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = {"zero": ROOT / "zero" / "src", "accelz": ROOT / "accelz" / "src"}
 TABLE = ROOT / "docs" / "architecture.md"
+TOOLS = {"sources", "consolidate"}
+USERS = TOOLS | {"planning", "cli"}
+"""The rooms that may import those of conversion: all others are loaded by a training job."""
+LIGHT = ("zero.files", "zero.sources")
+HEAVY = {"zero.files.dtypes"}
+"""All modules of these packages, except these modules, import no torch, and nothing that does."""
+ON_DEMAND = {"zero.config": {"zero.config.training"}}
+"""What packages import only when a name of theirs is asked for."""
 
 
 def modules(package: str) -> dict[str, Path]:
@@ -73,6 +83,35 @@ def misplaced(graph: dict[str, set[str]], order: list[str]) -> Iterator[str]:
                 yield f"{name} imports {other}: {used!r} is not below {room!r}"
 
 
+def converting(graph: dict[str, set[str]]) -> Iterator[str]:
+    """Imports of the rooms of conversion by rooms that a training job loads."""
+    for name, below in sorted(graph.items()):
+        for other in sorted(below):
+            if _room(other) in TOOLS and _room(name) not in USERS:
+                yield f"{name} imports {other}: training converts no weights"
+
+
+def heavy(graph: dict[str, set[str]], using_torch: set[str]) -> Iterator[str]:
+    """What imports torch, or accelz, below the packages that need neither. using_torch: modules that do."""
+    left = sorted(name for name in graph if name.startswith(LIGHT) and name not in HEAVY)
+    reached = {name: name for name in left}  # with the module that imports each
+    while left:
+        name = left.pop()
+        if name in using_torch:
+            yield f"{name} imports torch, and {reached[name]} does without"
+        packages = {name.rpartition(".")[0]} & graph.keys()  # importing a module imports its package
+        for other in sorted((graph[name] | packages) - reached.keys() - ON_DEMAND.get(name, set()) - {"zero"}):
+            reached[other] = name
+            left.append(other)
+
+
+def uses_torch(path: Path) -> bool:
+    nodes = list(_running(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return any(name.split(".")[0] in ("torch", "accelz") for name in names)
+
+
 def disordered(package: str, listed: list[list[str]], graph: dict[str, set[str]]) -> Iterator[str]:
     """What is wrong with the table of a package's modules, which are listed a row at a time, lowest first:
     modules that are missing or only there, and imports of modules in later rows."""
@@ -113,6 +152,9 @@ def main() -> int:
         graph = {name: imported(path, known) - {name} for name, path in known.items()}
         found += cycles(graph)
         found += misplaced(graph, written_order(package))
+        if package == "zero":
+            found += converting(graph)
+            found += heavy(graph, {name for name, path in known.items() if uses_torch(path)})
         for name, path in known.items():
             listed = listed_modules(ast.get_docstring(ast.parse(path.read_text())) or "")
             found += disordered(name, listed, graph) if listed else []

@@ -83,6 +83,40 @@ def test_arrows() -> None:
     assert "zero.a -> zero.b" in cycle
 
 
+def test_training_converts_nothing() -> None:
+    graph = {
+        "zero.engine": {"zero.sources.opening"},
+        "zero.cli": {"zero.sources.opening"},
+        "zero.consolidate.run": {"zero.sources.opening"},
+    }
+    assert list(lint_rooms.converting(graph)) == [
+        "zero.engine imports zero.sources.opening: training converts no weights"
+    ]
+
+
+def test_files_are_read_without_torch(tmp_path: Path) -> None:
+    graph: dict[str, set[str]] = {
+        "zero.files.reader": {"zero.errors", "zero"},
+        "zero.files.dtypes": {"zero.files.reader"},
+        "zero.sources.opening": {"zero.files.reader", "zero.low"},
+        "zero.errors": set(),
+        "zero.low": set(),
+    }
+    assert list(lint_rooms.heavy(graph, {"zero.files.dtypes"})) == []
+    graph |= {"zero.package.m": set(), "zero.package": set()}
+    graph["zero.errors"] = {"zero.package.m"}
+    assert list(lint_rooms.heavy(graph, {"zero.package"})) == [
+        "zero.package imports torch, and zero.package.m does without"
+    ]
+    assert list(lint_rooms.heavy(graph, {"zero.low"})) == [
+        "zero.low imports torch, and zero.sources.opening does without"
+    ]
+    path = tmp_path / "a.py"
+    for code in ("import torch.nn", "from accelz.peers import Peers", "import json"):
+        path.write_text(code)
+        assert lint_rooms.uses_torch(path) is (code != "import json")
+
+
 def test_tables_of_modules() -> None:
     docstring = "A room.\n\nModules, lowest first:\n\na, b   two\nc\n       three\n\nNot a module."
     listed = lint_rooms.listed_modules(docstring)

@@ -17,6 +17,7 @@ from zero.checkpoint import user_state
 from zero.checkpoint.rank_file import Part
 from zero.files.manifest import escape, unescape
 from zero.files.names import Rename, Saved, Target, match
+from zero.files.value_forms import decode
 
 
 def stored(
@@ -144,7 +145,7 @@ def there_and_back(value: Any) -> Any:
     text = json.dumps(user_state.encode(value, "state", parts, "state"), allow_nan=False)
     tensors = {p.key: p.values.view(p.shape) for p in parts}
     assert len(tensors) == len(parts)
-    return user_state.decode(json.loads(text), tensors.__getitem__)
+    return decode(json.loads(text), tensors.__getitem__)
 
 
 @pytest.mark.parametrize("name", VALUES)

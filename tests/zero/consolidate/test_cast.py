@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 import zero
-from zero.checkpoint.dtypes import TORCH
 from zero.consolidate.cast import cast
+from zero.files.dtypes import TORCH
 from zero.tiers.host_memory import bytes_of
 
 FLOATS = ["F64", "F32", "F16", "BF16"]

@@ -14,11 +14,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from accelz import Group, current
 from accelz.ranks.bounded_store import bounded
 from accelz.ranks.peers import Peers
-from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.rank_file import Part
 from zero.checkpoint.save_job import Job
 from zero.checkpoint.save_messages import SaveMessages
+from zero.files.dtypes import name_of
 from zero.files.publication import Publication
 from zero.files.storage import DISK
 

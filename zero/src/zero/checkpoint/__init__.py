@@ -2,7 +2,7 @@
 
 What they consist of is in `zero.files`. Modules, lowest first:
 
-dtypes, random_state, rank_file, user_state, engine_state
+random_state, rank_file, user_state, engine_state
                         what a save consists of, and one rank's file
 program_end, save_messages, problems, together
                         messages and errors between ranks

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from accelz import Accelerator
 from zero.checkpoint import random_state, user_state
-from zero.checkpoint.dtypes import name_of
 from zero.checkpoint.rank_file import Part
 from zero.communication.communicator import Communicator
 from zero.config.training import Config
 from zero.errors import StateError, UsageError
+from zero.files.dtypes import name_of
 from zero.files.manifest import is_row_major, model_key, state_key
 from zero.gradients.loss_scale import LossScale
 from zero.memory.state_offload import StateOffload

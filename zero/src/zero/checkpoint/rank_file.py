@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accelz import HOST, Accelerator
-from zero.checkpoint.dtypes import name_of
+from zero.files.dtypes import name_of
 from zero.files.manifest import CHECKSUM_BLOCK
 from zero.files.rank_layout import RankLayout, Stretch
 from zero.files.storage import PAGE, Storage

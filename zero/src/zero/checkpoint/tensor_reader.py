@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from accelz import HOST
-from zero.checkpoint import user_state
-from zero.checkpoint.dtypes import TORCH
+from zero.files.dtypes import TORCH
 from zero.files.stream import CHUNK
+from zero.files.value_forms import decode
 from zero.tiers.host_memory import bytes_of
 
 
@@ -88,7 +88,7 @@ class TensorReader:
 
     def decode(self, value: Any) -> Any:
         """Decode user state, reading its tensors."""
-        return user_state.decode(value, self.whole)
+        return decode(value, self.whole)
 
 
 def _reordered(values: Tensor, stride: tuple[int, ...] | None) -> Tensor:

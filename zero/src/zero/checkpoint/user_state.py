@@ -2,14 +2,13 @@
 
 JSON has no tuples, no infinities, and only strings as keys. Such values are written as one-member objects:
 `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}`, `{"$counter": [[key, count], ...]}`,
-`{"$float": "inf"}`, `{"$tensor": "<key in the manifest's tensors>"}`.
+`{"$float": "inf"}`, `{"$tensor": "<key in the manifest's tensors>"}`. `value_forms` decodes them.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,26 +56,6 @@ def is_plain(value: Tensor) -> bool:
     """Whether a tensor is its values: dense, not on the meta device, and no wrapper around other tensors."""
     dense = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
     return dense and type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
-def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of encode(). tensor: reads a tensor by its key."""
-    if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        (tag, content), *_ = value.items()
-        if tag == "$tensor":
-            return tensor(content)
-        if tag == "$float":
-            return float(content)
-        if tag == "$tuple":
-            return tuple(decode(content, tensor))
-        if tag in ("$dict", "$counter"):
-            pairs = {decode(k, tensor): decode(v, tensor) for k, v in content}
-            return Counter(pairs) if tag == "$counter" else pairs
-    return {name: decode(item, tensor) for name, item in value.items()}
 
 
 def _encode_dict(value: dict[Any, Any], key: str, parts: list[Part], what: str) -> Any:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from accelz import HOST
-from zero.checkpoint.dtypes import TORCH
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, file_name, index_of, shards
+from zero.files.dtypes import TORCH
 from zero.sources.torch_file import records_of
 from zero.sources.zip_directory import Record
 

@@ -19,19 +19,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from accelz import HOST
-from zero.checkpoint.dtypes import TORCH
-from zero.checkpoint.tensor_reader import TensorReader
 from zero.consolidate.files import WEIGHTS
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.torch_plan import plan_file
 from zero.files.boundary import typed
+from zero.files.dtypes import TORCH
 from zero.files.manifest import Manifest, ParameterEntry, model_key, state_key
 from zero.files.storage import write_whole
+from zero.files.value_forms import decode
 from zero.sources.deepspeed_files import (
     LATEST_UNIVERSAL,
     MASTERS,
@@ -89,7 +90,7 @@ class _Export:
 
     def __init__(self, source: ZeroSource, chosen: Mapping[str, Chosen]) -> None:
         self._manifest: Manifest = source.checkpoint.manifest
-        self._reader = TensorReader(source.checkpoint)
+        self._checkpoint = source.checkpoint
         self._chosen = chosen
         kinds = {info.name: info.kind for info in source.tensors}
         self._buffers = [name for name in chosen if kinds[name] == "buffer"]
@@ -111,11 +112,18 @@ class _Export:
         """All other files: names and contents."""
         for parameter in self._trained:
             if "step" in parameter.state:
-                step = self._reader.whole(state_key("step", parameter.name)).float()
+                step = self._whole(state_key("step", parameter.name)).float()
                 yield self._name(parameter.name, "step"), _saved(step.reshape(()))
         yield f"{self._tag}/{MASTERS}/optimizer_state.pt", _saved(self._optimizer_state())
         yield f"{self._tag}/{SHARDED_MODEL}", _saved(self._common())
         yield LATEST_UNIVERSAL, self._tag.encode()
+
+    def _whole(self, key: str) -> Tensor:
+        entry = self._checkpoint.tensor(key)
+        data = np.empty(entry.numel * entry.item_bytes, np.uint8)
+        self._checkpoint.read(key, 0, memoryview(data))
+        values = torch.from_numpy(data).view(TORCH[entry.dtype])
+        return values.as_strided(entry.shape, entry.stride) if entry.stride else values.view(entry.shape)
 
     def _name(self, parameter: str, key: str) -> str:
         return str(master_file(Path(self._tag), parameter).with_name(f"{key}.pt"))
@@ -140,7 +148,7 @@ class _Export:
 
     def _common(self) -> dict[str, Any]:
         """Model states without tensors of the source."""
-        state, scale = self._reader.decode(self._manifest.state), self._manifest.loss_scale
+        state, scale = decode(self._manifest.state, self._whole), self._manifest.loss_scale
         scheduler = next((state[key] for key in _SCHEDULERS if key in state), None)
         shared = {alias: p.name for p in self._parameters for alias in p.aliases}
         return {
@@ -167,10 +175,10 @@ class _Export:
 
     def _optimizer_state(self) -> dict[str, Any]:
         """State that is not by parameter, both where stages 1 and 2 look for it and where stage 3 does."""
-        options = [dict(self._reader.decode(g)) for g in self._manifest.optimizer.param_groups]
+        options = [dict(decode(g, self._whole)) for g in self._manifest.optimizer.param_groups]
         groups = [{**group, "params": [number]} for number, group in enumerate(options)]
         stepped = next((p.name for p in self._trained if "step" in p.state), None)
-        step = {} if stepped is None else {"step": self._reader.whole(state_key("step", stepped)).float()}
+        step = {} if stepped is None else {"step": self._whole(state_key("step", stepped)).float()}
         return {
             "param_groups": groups,
             "optimizer_state_dict": {"state": {0: step}, "param_groups": groups},

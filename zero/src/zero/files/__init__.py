@@ -1,4 +1,4 @@
-"""The files that checkpoints and weights consist of: their formats, reading and publishing them. No torch.
+"""The files that checkpoints and weights consist of: formats, reading, publishing. Without torch.
 
 The format of checkpoints is documented in docs/checkpoint-format.md. Modules, lowest first:
 
@@ -14,4 +14,5 @@ in_place, pointer, publication
 strict_json, weight_map JSON that may hold anything; which file has which weight
 safetensors_header, safetensors_weights
                         safetensors files: where their tensors are; reading any part of any
+dtypes                  torch's dtypes by their names in files: the only module here that imports torch
 """

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: its manifest and files, and tensors by key, every byte checked. No torch, no engine.
+"""Reading a checkpoint: its manifest and files, and tensors by key, every byte checked.
 
 checkpoint = Checkpoint(find(Path("runs/a")))
 entry = checkpoint.tensor("model/blocks.0.weight")

@@ -1,64 +1,66 @@
 """The forms of what a manifest holds besides its records: user values and random states. No torch.
 
-They are documented in docs/checkpoint-format.md. `user_state` encodes and decodes such values.
+They are documented in docs/checkpoint-format.md. `user_state` encodes such values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Callable, Container
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 FLOATS = ("inf", "-inf", "nan")
 _LENGTH_OF_PAIR = 2
+Decoded = Callable[[str], Any]
+"""Takes the key of a tensor, and returns what stands for it."""
+
+
+def decode(value: Any, tensor: Decoded) -> Any:
+    """The user value that was encoded: see `user_state`. tensor: reads a tensor by its key.
+
+    Raises ValueError for what encodes none.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
+    if tag == "$tensor":
+        return tensor(content)
+    if tag == "$float":
+        if content not in FLOATS:
+            raise ValueError(f"a value has {content!r} for a float, which is none of {', '.join(FLOATS)}")
+        return float(content)
+    if tag not in ("$tuple", "$dict", "$counter"):
+        return {name: decode(item, tensor) for name, item in value.items()}
+    if not isinstance(content, list):
+        raise ValueError(f"a value's {tag} is no list")
+    items = decode(content, tensor)
+    if tag == "$tuple":
+        return tuple(items)
+    return _pairs(items, Counter if tag == "$counter" else dict, tag)
+
+
+def _pairs(items: list[Any], kind: Callable[[dict[Any, Any]], dict[Any, Any]], tag: str) -> dict[Any, Any]:
+    if not all(isinstance(item, list) and len(item) == _LENGTH_OF_PAIR for item in items):
+        raise ValueError(f"a value's {tag} has an item that is no pair")
+    try:
+        return kind(dict(items))
+    except TypeError:
+        raise ValueError(f"a value's {tag} has a key that is none, such as a list") from None
 
 
 def check_value(value: Any, tensors: Container[str]) -> None:
     """Raise ValueError unless this is an encoded user value, all of whose tensors are in `tensors`."""
-    if isinstance(value, list):
-        for item in value:
-            check_value(item, tensors)
-    elif isinstance(value, dict):
-        _check_object(value, tensors)
 
+    def known(key: Any) -> Any:
+        if not isinstance(key, str) or key not in tensors:
+            raise ValueError(f"a value refers to a tensor {key!r}, which is missing")
+        return []  # no key of a dict, as a tensor is none
 
-def _check_object(value: dict[str, Any], tensors: Container[str]) -> None:
-    tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
-    if tag == "$tensor":
-        if not isinstance(content, str) or content not in tensors:
-            raise ValueError(f"a value refers to a tensor {content!r}, which is missing")
-    elif tag == "$float":
-        if content not in FLOATS:
-            raise ValueError(f"a value has {content!r} for a float, which is none of {', '.join(FLOATS)}")
-    elif tag == "$tuple":
-        check_value(_listed(content, tag), tensors)
-    elif tag in ("$dict", "$counter"):
-        for pair in _listed(content, tag):
-            if not isinstance(pair, list) or len(pair) != _LENGTH_OF_PAIR:
-                raise ValueError(f"a value's {tag} has an item that is no pair")
-            _check_key(pair[0])
-            check_value(pair[1], tensors)
-    else:
-        for item in value.values():
-            check_value(item, tensors)
-
-
-def _check_key(key: Any) -> None:
-    """Raise ValueError unless a dict can have this key: a number, string, None or tuple of those."""
-    if isinstance(key, dict) and list(key) == ["$tuple"]:
-        for part in _listed(key["$tuple"], "$tuple"):
-            _check_key(part)
-    elif isinstance(key, dict) and list(key) == ["$float"]:
-        _check_object(key, ())
-    elif isinstance(key, (dict, list)):
-        raise ValueError(f"a value has a {type(key).__name__} as a key")
-
-
-def _listed(content: Any, tag: str) -> list[Any]:
-    if not isinstance(content, list):
-        raise ValueError(f"a value's {tag} is no list")
-    return content
+    decode(value, known)
 
 
 class _Form(BaseModel):

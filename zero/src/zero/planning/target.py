@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.checkpoint.dtypes import TORCH
 from zero.config.deepspeed import from_deepspeed
 from zero.config.offload import Offload
 from zero.config.training import Config
 from zero.deferred.deferred_init import is_deferred, outlined
 from zero.errors import ConfigError, OptimizerError, UsageError
 from zero.files.boundary import typed
+from zero.files.dtypes import TORCH
 from zero.optimizer.lion import Lion
 from zero.sources.opening import open_source
 from zero.sources.source import TensorInfo

@@ -1,4 +1,4 @@
-"""The names of dtypes in a checkpoint, which are those of safetensors."""
+"""Torch's dtypes by the names that they have in files, which are those of safetensors."""
 
 from __future__ import annotations
 
