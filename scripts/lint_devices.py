@@ -1,16 +1,20 @@
 """Fail if the engine knows a device: a device module, a vendor library or a device-name string.
 
 Where the engine would need to ask which device this is, accelz lacks an operation or a capability: add it
-there. The imports between packages are checked too: accelz must import neither zero nor any backend, and no
-backend another.
+there. The imports between packages are checked too: accelz must import neither zero nor any backend, no
+backend another, and all of them of accelz only what is public: `__all__`, and the modules that its docstring
+lists.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import accelz
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE_MODULES = {"cuda", "xpu", "cpu", "hpu", "mps", "mtia", "xla"}
@@ -31,8 +35,34 @@ def problems(path: Path, package: str) -> Iterator[str]:
         for name in _imports(node):
             if name.split(".")[0] in FORBIDDEN_IMPORTS[package]:
                 yield f"{where}: {package} must not import {name}"
+        if package != "accelz":
+            inner = [name for name in _of_accelz(node) if name not in PUBLIC]
+            yield from (f"{where}: {name} is not public (see accelz's docstring)" for name in inner)
         if package == "zero":
             yield from (f"{where}: {what}" for what in _device_knowledge(node))
+
+
+PUBLIC = {
+    "accelz",
+    *(f"accelz.{name}" for name in accelz.__all__),
+    *re.findall(r"^(accelz\.[\w.]+)  ", accelz.__doc__ or "", re.MULTILINE),
+}
+"""What others may import of accelz, by full name: itself, its names, and modules."""
+
+
+def _of_accelz(node: ast.AST) -> list[str]:
+    """The full names of what is imported of accelz; of a public module's names, the module."""
+    if isinstance(node, ast.Import):
+        found = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module in PUBLIC - {"accelz"}:
+        found = [f"{node.module}.{alias.name}" for alias in node.names if alias.name.startswith("_")]
+    elif isinstance(node, ast.ImportFrom):
+        found = [f"{node.module}.{alias.name}" for alias in node.names]
+    elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "accelz":
+        found = [f"accelz.{node.attr}"]
+    else:
+        found = []
+    return [name for name in found if name.split(".")[0] == "accelz"]
 
 
 def _imports(node: ast.AST) -> list[str]:

@@ -46,6 +46,7 @@ PUBLIC = [
     "Stream",
     "Streams",
     "Update",
+    "check_blocks",
     "current",
     "dense_stride",
     "hookimpl",

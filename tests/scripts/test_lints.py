@@ -20,6 +20,14 @@ from scripts import lint_devices, lint_paths, lint_rooms, lint_store
         ("where = 'xpu:0'", "names the device 'xpu:0'"),
         ("if x.is_cuda: pass", "asks is_cuda"),
         ("from accelz import current\nacc = current()", ""),
+        ("from accelz.roles.kernels import Kernels", "accelz.roles.kernels.Kernels is not public"),
+        ("from accelz import roles", "accelz.roles is not public"),
+        ("import accelz\naccelz.selection", "accelz.selection is not public"),
+        ("from accelz.ranks.peers import _has_ended", "accelz.ranks.peers._has_ended is not public"),
+        (
+            "import accelz\nfrom accelz.ranks import peers\nfrom accelz.ranks.peers import Peers\naccelz.use",
+            "",
+        ),
     ],
 )
 def test_device_knowledge(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, told: str) -> None:

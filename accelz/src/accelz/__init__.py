@@ -5,6 +5,18 @@
 
 Importing this package imports neither torch nor a backend; both are imported with the first name that needs
 them.
+
+Public are the names in `__all__`, and these modules. Engines and backends import nothing else of accelz;
+`scripts/lint_devices.py` checks this of those in this repository.
+
+accelz.torch_device          an accelerator derived from torch's own module for a device
+accelz.gloo                  collectives over gloo, on the host or by way of it
+accelz.ranks.bounded_store   the job's store, on which every call has a limit
+accelz.ranks.exchange        values that the ranks of a group say to each other
+accelz.ranks.peers           which of a group's ranks have ended
+accelz.ranks.launcher        torchrun's process
+accelz.ranks.machine         which machine a process is on, and warnings that concern all of it
+accelz.conformance           the tests of a backend
 """
 
 from importlib import import_module
@@ -38,57 +50,35 @@ if TYPE_CHECKING:
         unshare,
     )
     from accelz.roles.host import HOST
-    from accelz.roles.kernels import Kernels
+    from accelz.roles.kernels import Kernels, check_blocks
     from accelz.roles.memory import Memory, MemoryStats
     from accelz.roles.rng import Rng
     from accelz.roles.streams import Event, NullStreams, Stream, Streams
     from accelz.roles.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
     from accelz.selection import current, host_kernels, use
 
-_HOME = {  # the module of each public name, imported when the name is first used
-    "Accelerator": "accelerator",
-    "Capabilities": "capabilities",
-    "Collectives": "roles.collectives",
-    "Group": "ranks.group",
-    "Handle": "roles.collectives",
-    "ReduceOp": "roles.collectives",
-    "BackendRow": "discovery",
-    "list_backends": "discovery",
-    "AccelzError": "errors",
-    "BackendError": "errors",
-    "BackendNotFoundError": "errors",
-    "BackendUnavailableError": "errors",
-    "CollectiveError": "errors",
-    "SelectionError": "errors",
-    "CopyAndShrink": "roles.flat_buffer",
-    "FlatBuffer": "roles.flat_buffer",
-    "FlatBufferStrategy": "roles.flat_buffer",
-    "Slot": "roles.flat_buffer",
-    "StorageSwap": "roles.flat_buffer",
-    "dense_stride": "roles.flat_buffer",
-    "rebind": "roles.flat_buffer",
-    "unshare": "roles.flat_buffer",
-    "HOST": "roles.host",
-    "API_VERSION": "hooks",
-    "BackendDescriptor": "hooks",
-    "Probe": "hooks",
-    "hookimpl": "hooks",
-    "Kernels": "roles.kernels",
-    "Memory": "roles.memory",
-    "MemoryStats": "roles.memory",
-    "Rng": "roles.rng",
-    "current": "selection",
-    "host_kernels": "selection",
-    "use": "selection",
-    "Event": "roles.streams",
-    "NullStreams": "roles.streams",
-    "Stream": "roles.streams",
-    "Streams": "roles.streams",
-    "AdamWUpdate": "roles.updates",
-    "LionUpdate": "roles.updates",
-    "SgdUpdate": "roles.updates",
-    "Update": "roles.updates",
+_NAMES = {  # by the modules that they come from, which are imported when a name of theirs is first used
+    "accelerator": "Accelerator",
+    "capabilities": "Capabilities",
+    "discovery": "BackendRow list_backends",
+    "errors": (
+        "AccelzError BackendError BackendNotFoundError BackendUnavailableError CollectiveError SelectionError"
+    ),
+    "hooks": "API_VERSION BackendDescriptor hookimpl Probe",
+    "ranks.group": "Group",
+    "roles.collectives": "Collectives Handle ReduceOp",
+    "roles.flat_buffer": (
+        "CopyAndShrink dense_stride FlatBuffer FlatBufferStrategy rebind Slot StorageSwap unshare"
+    ),
+    "roles.host": "HOST",
+    "roles.kernels": "check_blocks Kernels",
+    "roles.memory": "Memory MemoryStats",
+    "roles.rng": "Rng",
+    "roles.streams": "Event NullStreams Stream Streams",
+    "roles.updates": "AdamWUpdate LionUpdate SgdUpdate Update",
+    "selection": "current host_kernels use",
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "API_VERSION",
@@ -125,6 +115,7 @@ __all__ = [
     "Stream",
     "Streams",
     "Update",
+    "check_blocks",
     "current",
     "dense_stride",
     "hookimpl",

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accelz.gloo.lanes import Lanes
+from accelz.gloo import Lanes
 from accelz_cpu.channel import LINGER_SECONDS, Channel
 from accelz_cpu.hosts import Hosts
 from accelz_cpu.native import DTYPES

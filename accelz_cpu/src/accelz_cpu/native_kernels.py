@@ -16,8 +16,7 @@ from ctypes import CDLL, byref
 import torch
 from torch import Tensor
 
-from accelz import AdamWUpdate, LionUpdate, SgdUpdate, Update
-from accelz.roles.kernels import check_blocks
+from accelz import AdamWUpdate, LionUpdate, SgdUpdate, Update, check_blocks
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.native import (
     CODES,

@@ -13,7 +13,7 @@ from ctypes import CDLL
 from typing import Any
 
 from accelz import Group
-from accelz.gloo.lanes import Lanes
+from accelz.gloo import Lanes
 from accelz.ranks.exchange import Exchange, unused_key
 from accelz_cpu.channel import Channel
 from accelz_cpu.hierarchy import Hierarchy, TwoLevels

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accelz import AdamWUpdate, Kernels, LionUpdate, SgdUpdate, Update
-from accelz.roles.kernels import check_blocks
+from accelz import AdamWUpdate, Kernels, LionUpdate, SgdUpdate, Update, check_blocks
 from accelz_cuda import kernels
 from accelz_cuda.kernels import Entry
 from accelz_cuda.kernels.launcher import Launcher
