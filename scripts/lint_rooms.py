@@ -100,7 +100,8 @@ def heavy(graph: dict[str, set[str]], using_torch: set[str]) -> Iterator[str]:
         if name in using_torch:
             yield f"{name} imports torch, and {reached[name]} does without"
         packages = {name.rpartition(".")[0]} & graph.keys()  # importing a module imports its package
-        for other in sorted((graph[name] | packages) - reached.keys() - ON_DEMAND.get(name, set()) - {"zero"}):
+        known = reached.keys() | ON_DEMAND.get(name, set()) | {"zero"}
+        for other in sorted((graph[name] | packages) - known):
             reached[other] = name
             left.append(other)
 
