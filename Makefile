@@ -43,6 +43,7 @@ check: setup  ## formatting, lint, types, and the project's own lints, one scrip
 	$(BIN)/python scripts/lint_devices.py
 	$(BIN)/python scripts/lint_rooms.py
 	$(BIN)/python -m scripts.lint_paths
+	$(BIN)/python -m scripts.lint_links
 	$(BIN)/python scripts/lint_store.py
 
 format: setup

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripts.paths import ROOT, absolute, all_relative, relative
 
-from scripts import lint_devices, lint_paths, lint_rooms, lint_store
+from scripts import lint_devices, lint_links, lint_paths, lint_rooms, lint_store
 
 
 @pytest.mark.parametrize(
@@ -186,3 +186,27 @@ def test_stored_texts_have_no_paths_of_a_machine(tmp_path: Path, monkeypatch: py
         "steps[0].text: an absolute path, /work/of/one",
         ": an absolute path, /a/key",
     ]
+
+
+def test_links_and_names_of_files(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "guide.md").write_text(
+        "# A `guide`, (short)\n\n[up](../CONTRIBUTING.md) [in](#a-guide-short)\n"
+    )
+    (tmp_path / "CONTRIBUTING.md").write_text(
+        "[a](docs/guide.md#a-guide-short) [b](docs/gone.md) [c](docs/guide.md#gone) [d](https://a.org/b)\n"
+        "`tiers/disk.py`, `tiers/tape.py`, `zero/tiers/`, `zero/stages/`, `engine.step()`\n"
+        "```\n[e](of-code.md) `of/code.py`\n```\n"
+    )
+    files = ["CONTRIBUTING.md", "docs/guide.md", "zero/src/zero/tiers/disk.py"]
+    assert [*lint_links.problems("docs/guide.md", files, tmp_path)] == []
+    assert [*lint_links.problems("CONTRIBUTING.md", files, tmp_path)] == [
+        "CONTRIBUTING.md: docs/gone.md: no such file",
+        "CONTRIBUTING.md: docs/guide.md#gone: no such heading",
+        "CONTRIBUTING.md: there is no tiers/tape.py",
+        "CONTRIBUTING.md: there is no zero/stages/",
+    ]
+
+
+def test_the_documentation_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert lint_links.main() == 0, capsys.readouterr().out
