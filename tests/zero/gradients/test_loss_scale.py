@@ -1,9 +1,11 @@
-"""A dynamic loss scale that has come to an end of its range does not harm the weights, and comes back."""
+"""The loss scale: dynamic, fixed, and at an end of its range, where it does not harm the weights."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,11 @@ from torch import Tensor, nn
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.models import device_of
+from tests.zero.helpers.models import (
+    device_of,
+    fresh,
+    language_loss,
+)
 from tests.zero.helpers.training import adamw
 from zero.gradients.loss_scale import LEAST, MOST
 from zero.gradients.overflow_watch import ENDS_AFTER, TOLD_AFTER
@@ -145,3 +151,72 @@ def test_a_sum_that_overflows_is_told_apart_and_shorter_runs_are_not_told(cluste
     assert "each rank's own gradients are finite" in message
     assert "reduce_dtype='fp32'" in message
     assert second == []
+
+
+def loss_scale_body(context: Context, path: str) -> dict[str, Any]:
+    """Dynamic loss scaling: overflow skips the step and halves the scale, a run of good steps doubles it."""
+    model = fresh()
+    config = zero.Config(precision="fp16", loss_scale_window=2, timeout=10)
+    engine = zero.initialize(model, adamw(model), config)
+    scales, kept, counted = [], [], []
+
+    def step(factor: float) -> None:
+        weights = engine.full_master("blocks.0.up.weight")
+        engine.backward(language_loss(model, 0, context.rank) * factor)
+        assert engine.step()
+        assert engine.loss_scale is not None
+        scales.append(engine.loss_scale.item())
+        kept.append(torch.equal(weights, engine.full_master("blocks.0.up.weight")))
+        counted.append(engine.skipped_steps)
+
+    for factor in (1.0, 1.0, 1e30 if context.rank == 0 else 1.0, 1.0, 1.0, 1.0):
+        step(factor)
+    state = engine.full_optimizer_state("blocks.0.up.weight")
+    engine.save_checkpoint(path)
+    engine.backward(language_loss(model, 0, context.rank) * math.inf)
+    engine.step()
+    counted.append(engine.skipped_steps)
+    engine.load_checkpoint(path)
+    counted.append(engine.skipped_steps)
+    return {
+        "scales": scales,
+        "kept": kept,
+        "counted": counted,
+        "step": state["step"].item(),
+        "steps": engine.steps,
+    }
+
+
+def test_dynamic_loss_scale(cluster: Clusters, tmp_path: Path) -> None:
+    """One rank's overflow skips the step on all; skipped steps do not count for Adam."""
+    for found in cluster(2).run(loss_scale_body, path=str(tmp_path / "saved")):
+        scales = found["scales"]
+        skipped = found["kept"]
+        assert skipped[2]
+        for index in range(1, len(scales)):
+            ratio = scales[index] / scales[index - 1]
+            assert ratio == 0.5 if skipped[index] else ratio in (1.0, 2.0)
+        assert any(b == 2 * a for a, b in itertools.pairwise(scales))
+        assert found["step"] == 6 - sum(skipped)
+        assert found["steps"] == 6
+        counted = list(itertools.accumulate(skipped))
+        assert found["counted"] == [*counted, counted[-1] + 1, counted[-1]]
+
+
+def fixed_scale_body(context: Context, path: str) -> tuple[float, float]:
+    scales = []
+    for scale in ("dynamic", 128.0, "dynamic"):
+        model = fresh()
+        engine = zero.initialize(model, adamw(model), zero.Config(loss_scale=scale, timeout=10))
+        if not scales:
+            engine.save_checkpoint(path)
+        engine.load_checkpoint(path)
+        assert engine.loss_scale is not None
+        scales.append(engine.loss_scale.item())
+    return scales[1], scales[2]
+
+
+def test_a_fixed_loss_scale_stays(cluster: Clusters, tmp_path: Path) -> None:
+    for fixed, dynamic in cluster(2).run(fixed_scale_body, path=str(tmp_path)):
+        assert fixed == 128.0
+        assert dynamic == 2.0**16

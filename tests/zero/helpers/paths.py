@@ -70,3 +70,7 @@ class Optionals(nn.Module):
 
 def optional_loss(model: nn.Module, step: int, rank: int) -> Tensor:
     return model(features(step, rank, model), use_extra=(step + rank) % 3 == 0)
+
+
+def plain_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    return model(features(step, rank, model))

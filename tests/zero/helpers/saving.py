@@ -9,7 +9,9 @@ from typing import Any
 
 import zero
 from accelz.conformance.cluster import Context
+from tests.zero.helpers.fingerprint import Fingerprint, fingerprint
 from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.resumed_job import Job
 from tests.zero.helpers.training import adamw
 from zero.files.storage import File, Storage
 
@@ -45,3 +47,10 @@ class BrokenStorage(Storage):
 
         file.write = broken  # type: ignore[method-assign]
         return file
+
+
+def save_body(context: Context, path: str, optimizer: str = "adamw", **settings: Any) -> Fingerprint:
+    job = Job(context, optimizer, fresh=True, **settings)
+    job.train(3)
+    job.save(path)
+    return fingerprint(job.engine)

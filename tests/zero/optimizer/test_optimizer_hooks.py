@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from torch.optim import Optimizer
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.models import (
+    Stack,
+    features,
+    fresh,
+    language_loss,
+)
+from tests.zero.helpers.paths import STRAIGHT
 from tests.zero.helpers.training import adamw
 
 
@@ -202,3 +209,62 @@ def late_option_body(context: Context, name: str) -> str:
 def test_options_that_come_late_are_refused(cluster: Clusters, name: str) -> None:
     for message in cluster(2).run(late_option_body, name=name):
         assert f"{LATE[name][1]} was set after zero.initialize" in message
+
+
+def scheduler_body(context: Context) -> dict[str, Any]:
+    """The optimizer object stays the user's: schedulers, hooks, param_groups."""
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    before = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    engine = zero.initialize(model, optimizer, zero.Config(timeout=10))
+    after = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=4)
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    rates, moved = [], []
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # schedulers warn when they miss optimizer.step()
+        for step in range(3):
+            start = engine.full_master("blocks.0.up.bias")
+            rates.append(optimizer.param_groups[0]["lr"])
+            engine.backward(model(features(step, context.rank, model), STRAIGHT).loss)
+            engine.step()
+            before.step()
+            moved.append((engine.full_master("blocks.0.up.bias") - start).abs().max().item())
+        after.step()
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    frozen = engine.full_master("blocks.0.up.bias")
+    more = {"params": [nn.Parameter(torch.ones(2))]}
+    with pytest.raises(zero.OptimizerError) as added:
+        optimizer.add_param_group(more)
+    optimizer.param_groups.append({**optimizer.param_groups[0], **more})
+    engine.backward(model(features(9, context.rank, model), STRAIGHT).loss)
+    try:
+        engine.step()
+        refused = ""
+    except zero.OptimizerError as error:
+        refused = str(error)
+    del optimizer.param_groups[1]
+    engine.step()
+    return {
+        "refused": refused,
+        "added": str(added.value),
+        "same object": engine.optimizer is optimizer,
+        "rates": rates,
+        "moved": moved,
+        "calls": calls[:4],
+        "lr 0": torch.equal(frozen, engine.full_master("blocks.0.up.bias")),
+    }
+
+
+def test_the_optimizer_stays_the_users(cluster: Clusters) -> None:
+    for found in cluster(2).run(scheduler_body):
+        assert found["same object"]
+        assert "different parameters than at zero.initialize" in found["refused"]
+        assert "may be frozen" in found["added"]
+        assert found["rates"] == pytest.approx([1.0, 1 / 2, 1 / 3])
+        assert found["moved"][0] > 0.9  # Adam's first step is as long as the learning rate
+        assert found["calls"] == ["pre", "post", "pre", "post"]
+        assert found["lr 0"]

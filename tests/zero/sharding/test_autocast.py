@@ -14,6 +14,15 @@ from torch.nn import functional
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.autocast_models import (
+    Affine,
+    Mixture,
+    gentle,
+    language_loss,
+    mixture_loss,
+    once,
+    seeded,
+)
 from tests.zero.helpers.models import WIDTH, LanguageModel, Stack, device_of, features, tokens
 from tests.zero.helpers.paths import straight
 from tests.zero.helpers.training import (
@@ -23,73 +32,8 @@ from tests.zero.helpers.training import (
     train_reference,
     train_zero,
 )
-from zero.sharding.autocast import cast_before_use
 
 STEPS = 6
-
-
-def gentle(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer with a learning rate at which a few steps do not amplify rounding."""
-    return torch.optim.AdamW(model.parameters(), lr=2e-3)
-
-
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(3)
-    return build()
-
-
-def language_loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    with torch.autocast(device_of(model).type, torch.bfloat16):
-        return model(tokens(step, rank, model))["loss"]
-
-
-class Affine(nn.Module):
-    """A user-defined layer with a matrix product."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / width)
-        self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-class Mixture(nn.Module):
-    """Layers that autocast treats in different ways, and parameters outside of layers that it knows."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.start = nn.Parameter(torch.randn(1, 1, width))
-        self.places = nn.Parameter(torch.randn(1, 4, width))
-        self.convolution = nn.Conv1d(width, width, 3, padding=1)
-        self.group_norm = nn.GroupNorm(2, width)
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.table_norm = nn.LayerNorm((4, width))
-        self.affine = Affine(width)
-        self.pair = nn.Bilinear(width, width, width)
-        self.experts = nn.Parameter(torch.randn(2, width, width) / width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.start.expand(len(x), -1, -1), x[:, None].expand(-1, 3, -1)], 1) + self.places
-        x = x + self.group_norm(self.convolution(x.mT)).mT
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        x = self.affine(self.table_norm(x))
-        x = x + torch.einsum("bsi,eij->bsj", x, self.experts)
-        return self.pair(x, x)
-
-
-def mixture_loss(model: nn.Module, step: int, rank: int) -> Tensor:
-    x = features(step, rank, model)
-    with torch.autocast(x.device.type, torch.bfloat16):
-        return model(x).float().square().mean()
-
-
-def once() -> nn.Module:
-    """A model without a block that is used twice."""
-    return LanguageModel(repeat=False)
-
-
 CASES: list[tuple[Callable[[], nn.Module], Any]] = [
     (once, language_loss),
     (LanguageModel, language_loss),
@@ -147,58 +91,6 @@ def test_what_is_only_cast_travels_cast(cluster: Clusters) -> None:
         assert found["after"] == {torch.float32}
         assert found["gathered"] == 2 * found["once"]  # for forward and for backward
         assert found["reduced"] == found["once"]  # gradients have the dtype of the computation
-
-
-def names(model: nn.Module, *modules: Any) -> set[str]:
-    castable = cast_before_use(model, zero.Config(autocast_modules=modules))
-    return {name for name, parameter in model.named_parameters() if parameter in castable}
-
-
-def test_what_is_cast_before_each_use() -> None:
-    torchs = {"convolution.weight", "attention.in_proj_weight", "attention.out_proj.weight"}
-    assert names(Mixture()) == torchs
-    assert names(Mixture(), Affine) == names(Mixture(), "Affine") == torchs | {"affine.weight"}
-    assert zero.Config(autocast_modules="Affine") == zero.Config(autocast_modules=["Affine"])  # type: ignore[arg-type]
-    assert names(Mixture(), "Affine", Mixture) == torchs | {"affine.weight", "start", "places", "experts"}
-
-
-def test_every_module_that_holds_a_parameter_counts() -> None:
-    assert names(LanguageModel()) & {"head.weight", "embedding.weight", "blocks.0.up.weight"} == {
-        "blocks.0.up.weight"  # the head's matrix is the embedding's
-    }
-    assert "embedding.weight" in names(LanguageModel(), nn.Embedding)  # unless a user says so
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LSTM(4, 4))
-    layers[1].weight = layers[0].weight
-    assert names(layers) == {"0.weight"}
-    layers[2].shared = layers[0].weight
-    assert not names(layers)
-
-
-class Standardised(nn.Linear):
-    """Computes with other values than its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight - self.weight.mean(1, keepdim=True)
-        return functional.linear(x, weight, self.bias)
-
-
-def test_layers_that_compute_with_something_else_are_unknown() -> None:
-    assert not names(Standardised(4, 4))
-    assert not names(nn.utils.spectral_norm(nn.Linear(4, 4)))
-    assert not names(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
-    patched = nn.Linear(4, 4)
-    patched.forward = lambda x: x * patched.weight  # type: ignore[method-assign]
-    assert not names(patched)
-    assert names(type("Named", (nn.Linear,), {})(4, 4)) == {"weight"}
-
-
-def test_classes_that_change_nothing_are_refused() -> None:
-    with pytest.raises(zero.ConfigError, match="no module of class 'Expert' has matrices"):
-        names(Mixture(), "Expert")
-    with pytest.raises(zero.ConfigError, match="no module of class 'LayerNorm'"):
-        names(LanguageModel(), nn.LayerNorm)
-    with pytest.raises(zero.ConfigError, match="set stage=3"):
-        zero.Config(stage=2, autocast_modules=("Affine",))
 
 
 def saved_body(context: Context, **settings: Any) -> tuple[int, list[str]]:

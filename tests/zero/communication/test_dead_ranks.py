@@ -1,0 +1,149 @@
+"""Ranks that die, wait or come late: named within the timeout, by those that waited for them."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero
+from accelz.conformance.cluster import Clusters, Context
+from tests.zero.helpers.failing import TIMEOUT, Ranks, Reordered
+from tests.zero.helpers.models import features
+from tests.zero.helpers.paths import STRAIGHT, decaying, fresh, straight
+from tests.zero.helpers.told import Heard
+from tests.zero.helpers.training import adamw
+
+
+def dying_body(context: Context, when: str, shard_ranks: int | None = None) -> tuple[str, str, float]:
+    model = fresh()
+    config = zero.Config(timeout=TIMEOUT, shard_ranks=shard_ranks)
+    engine = zero.initialize(model, decaying(model), config)
+    engine.backward(straight(model, 0, context.rank))
+    engine.step()
+    if context.rank == 1 and when == "forward":
+        model.blocks[2].register_forward_pre_hook(lambda *_: os._exit(7))
+    if context.rank == (1 if shard_ranks is None else 2) and when == "backward":
+        model.blocks[1].register_full_backward_pre_hook(lambda *_: os._exit(7))
+    if context.rank == 1 and when == "asleep":
+        context.group.store.wait(["noticed/0", "noticed/2"], timedelta(seconds=4 * TIMEOUT))
+        return "", "", 0.0
+    start = time.monotonic()
+    try:
+        engine.backward(straight(model, 1, context.rank))
+        engine.step()
+    except zero.CommunicationError as error:
+        seconds = time.monotonic() - start
+        context.group.store.set(f"noticed/{context.rank}", "")
+        return type(error).__name__, str(error), seconds
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "asleep"])
+def test_a_dead_or_silent_rank_is_named(disposable: Ranks, when: str) -> None:
+    """It is named within the timeout (and the exchange of reports), with the unit that was waited for."""
+    outcomes = disposable(3).outcomes(dying_body, limit=40, when=when)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert survivor.status == "returned", survivor
+        kind, message, seconds = survivor.value
+        assert kind == "CommunicationError"
+        assert re.search(r"rank\(s\) .*\b1\b.* did not answer", message), message
+        assert re.search("(all_gather|reduce_scatter) of unit '(<root>|blocks.[0-3])'", message), message
+        assert seconds < 4 * TIMEOUT
+
+
+def test_a_dead_rank_of_another_copy_is_named(disposable: Ranks) -> None:
+    """Ranks 2 and 3 share a copy of the model, so errors in their group count its ranks from 0."""
+    outcomes = disposable(4).outcomes(dying_body, limit=40, when="backward", shard_ranks=2)
+    for rank in (0, 1, 3):
+        assert outcomes[rank].status == "returned", outcomes[rank]
+        kind, message, seconds = outcomes[rank].value
+        assert kind == "CommunicationError"
+        assert re.search(r"rank\(s\) .*\b2\b.* did not answer", message), message
+        assert seconds < 4 * TIMEOUT
+    assert "(ranks 0 to 1 of this group are ranks 2, 3 of the job)" in outcomes[3].value[1]
+
+
+def long_wait_body(context: Context, path: tuple[int, ...]) -> tuple[list[str], str, float]:
+    """Rank 1 takes another path, or comes late."""
+    heard, model, error = Heard(), fresh(None), ""
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=2 * TIMEOUT))
+    mine = path if context.rank == 1 else STRAIGHT
+    if context.rank == 1 and path == STRAIGHT:
+        time.sleep(1.3 * TIMEOUT)
+    start = time.monotonic()
+    try:
+        engine.backward(model(features(0, context.rank, model), mine).loss)
+        engine.step()
+    except zero.ZeroError as raised:
+        error = str(raised)
+    return heard.texts, error, time.monotonic() - start
+
+
+def test_a_long_wait_of_ranks_that_differ_is_explained_before_it_fails(disposable: Ranks) -> None:
+    for texts, error, seconds in disposable(2).run(long_wait_body, limit=40, path=(3,)):
+        assert "ranks issued different collectives" in error
+        found = [text for text in texts if "ranks issued different collectives: number" in text]
+        assert len(found) == 1 or seconds < TIMEOUT / 2, texts  # shared memory notices at once
+
+
+def test_a_long_wait_for_a_rank_is_logged_once(disposable: Ranks) -> None:
+    (first, error, _), (second, _, _) = disposable(2).run(long_wait_body, limit=40, path=STRAIGHT)
+    assert error == ""
+    assert len(first) == 1, first
+    assert "rank 0 has waited" in first[0]
+    assert "rank(s) 1 are not there yet" in first[0]
+    assert second == []
+
+
+def uneven_batches_body(context: Context, path: str) -> tuple[list[str], str]:
+    """Rank 1 is out of batches first."""
+    heard, model = Heard(), fresh(None)
+    engine = zero.initialize(model, decaying(model), zero.Config(timeout=TIMEOUT))
+    if context.rank == 0:
+        with pytest.raises(zero.CommunicationError) as caught:
+            engine.backward(straight(model, 0, 0))
+        context.group.store.set("failed", "")
+    else:
+        with pytest.raises(zero.CommunicationError) as caught:
+            engine.save_checkpoint(path)
+        context.group.store.wait(["failed"], timedelta(seconds=4 * TIMEOUT))
+    return heard.texts, str(caught.value)
+
+
+def test_a_rank_that_waits_in_a_save_is_told_to_those_that_train(disposable: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    (training, failed), (saving, missed) = disposable(2).run(uneven_batches_body, limit=40, path=path)
+    place = f"wait in save_checkpoint('{path}')"
+    assert f"rank(s) 1 {place}: every rank must make the same calls" in failed
+    assert "from rank(s) 0: rank(s) 0 wait in collective" in missed
+    assert "all_gather of unit" in missed
+    assert "every rank must call save_checkpoint" in missed
+    assert len(training) == len(saving) == 1, (training, saving)
+    assert f"rank(s) 1 {place}. It will fail after {TIMEOUT:.0f} s" in training[0]
+    assert f"s in save_checkpoint('{path}'): rank(s) 0 wait in collective" in saving[0]
+
+
+def failed_gather_body(context: Context) -> list[str]:
+    model = Reordered([0, 1, 2])
+    engine = zero.initialize(model, adamw(model), zero.Config(units=("Linear",), timeout=TIMEOUT))
+
+    def failing(*_: object) -> None:
+        raise zero.CommunicationError("as the test wants")
+
+    engine._communicator.all_gather = failing  # type: ignore[assignment,method-assign]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(zero.CommunicationError, match="as the test wants"):
+            engine(torch.ones(2, 8, device=context.accelerator.device))
+    return [str(w.message) for w in caught]
+
+
+def test_a_gather_that_fails_is_the_only_error(cluster: Clusters) -> None:
+    assert cluster(2).run(failed_gather_body) == [[], []]
