@@ -52,7 +52,7 @@ def is_equal_on_all_copies(engine: zero.Engine) -> bool:
     """Whether the copies' weights are equal bit for bit, by what each rank has of them."""
     mine = [shard.flatten().view(torch.uint8).to(torch.int64) for shard in shards_of(engine)]
     digest = [int((s * torch.arange(1, s.numel() + 1)).sum()) for s in mine]
-    every, each = engine._communicator.all_gather_object(digest), engine._communicator.shards.size
+    every, each = engine._communicator.all_gather_object(digest), engine.units[0].groups[0].mesh.shards.size
     return all(every[rank] == every[rank % each] for rank in range(len(every)))
 
 

@@ -62,11 +62,6 @@ class EngineParts:
         return self.communicator.group.rank
 
     @property
-    def writes_shards(self) -> bool:
-        """Whether this rank belongs to the first copy of the model; the other copies have the same values."""
-        return self.communicator.group.rank < self.communicator.shards.size
-
-    @property
     def world_size(self) -> int:
         return self.communicator.group.size
 
@@ -97,9 +92,10 @@ def collect(engine: EngineParts, rank_state: Any, chosen: Container[str]) -> Ran
     chosen: see `chosen_of`.
     """
     found = RankState()
-    for unit in engine.units if engine.writes_shards else ():
+    for unit in engine.units:
         for group in unit.groups:
-            _collect_group(engine, group, found, chosen)
+            if group.mesh.is_first_copy:  # the others have the same values
+                _collect_group(engine, group, found, chosen)
     prefix = f"rank/{engine.rank}"
     found.rng = user_state.encode(
         random_state.read(engine.accelerator), f"{prefix}/rng", found.parts, "the random state"
@@ -169,7 +165,7 @@ def stride_of(spec: ParameterSpec) -> tuple[int, ...] | None:
 
 
 def _collect_group(engine: EngineParts, group: FlatGroup, found: RankState, chosen: Container[str]) -> None:
-    shards, flat = engine.communicator.shards, group.widest
+    shards, flat = group.mesh.shards, group.widest
     written: dict[int, slice] = {}  # by parameter, the elements of it
     for piece in _written_by(group, shards.rank, shards.size):
         spec, values = group.layout.specs[piece.index], flat[piece.shard_slice]

@@ -11,8 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -22,32 +21,35 @@ from accelz import HOST, Accelerator, CollectiveError, Group, Handle, ReduceOp
 from accelz.ranks.exchange import Exchange, unused_key
 from zero.communication.differences import first_line, first_setting
 from zero.communication.disk_errors import PostponedDiskErrors
-from zero.communication.failures import Entry, Failures
-from zero.communication.job import JobGroups, Split, explained
+from zero.communication.failures import Issued
+from zero.communication.job import JobGroups, explained
 from zero.communication.ledger import Ledger, Traffic
+from zero.communication.line import Line
 from zero.errors import CommunicationError, RankMismatchError
 
 
 class NamedHandle:
     """A collective under way that knows which unit it serves."""
 
-    def __init__(
-        self,
-        handle: Handle,
-        waiting: Callable[[], AbstractContextManager[None]],
-        explain: Callable[[CollectiveError], NoReturn],
-    ) -> None:
+    __slots__ = ("_handle", "_issued", "_line", "_ranks")
+
+    def __init__(self, handle: Handle, issued: Issued, line: Line, ranks: Group) -> None:
         self._handle = handle
-        self._waiting = waiting
-        self._explain = explain
+        self._issued = issued
+        self._line = line
+        self._ranks = ranks
 
     def wait(self) -> None:
         """Order what follows after the collective. Raises CommunicationError."""
+        watch = self._line.watch
+        wait = watch.begin(self._issued.number, self._issued.text)
         try:
-            with self._waiting():
-                self._handle.wait()
+            self._handle.wait()
+            watch.over(wait)
         except CollectiveError as error:
-            self._explain(error)
+            self._line.failures.explain(error, self._issued, self._ranks)
+        finally:
+            watch.forget()
 
 
 class Communicator:
@@ -56,8 +58,7 @@ class Communicator:
     groups: as joined for this engine, the newest. name: the model's class, for messages. outlive_launcher: as
     in Config. key: prefix for the engine's own keys in the store. peers: the ranks' processes.
 
-    group: all ranks of the job. After `split`, shards: the ranks that share a copy of the model with
-    this one; replicas: the ranks that have the same slices as this one, None if there is one copy.
+    group: all ranks of the job. Collectives of a group of parameters are over the ranks of its mesh.
 
     in_pass: inside something that ends with an agreement of the ranks, such as a forward or backward.
     """
@@ -68,8 +69,8 @@ class Communicator:
         self._launch = None if outlive_launcher else groups.job.launch
         self._collectives = accelerator.collectives
         self._control = groups.control
-        self.group = self.shards = groups.data
-        self.replicas: Group | None = None
+        self.group = groups.data
+        self._others: dict[int, Group] = {}  # that collectives were issued over, by id
         self.ledger = Ledger(groups, name)
         self.in_pass = False
         self.peers = groups.job.peers
@@ -109,32 +110,14 @@ class Communicator:
         line = self.ledger.line
         return line.watch.describe(ranks, line.count)
 
-    def split(self, split: Split) -> None:
-        """Gather and reduce slices as `split` says from now on."""
-        self.shards, self.replicas = split.shards, split.replicas
-
-    def all_gather(self, unit: str, output: Tensor, shard: Tensor) -> NamedHandle:
-        """All-gather over the ranks of a copy."""
+    def all_gather(self, unit: str, output: Tensor, shard: Tensor, ranks: Group) -> NamedHandle:
         output, shard = _transportable(output), _transportable(shard)
-        return self._issue(
-            "all_gather",
-            unit,
-            output.numel(),
-            output.dtype,
-            self.shards,
-            lambda: self._collectives.all_gather(output, shard, self.shards, async_op=True),
-        )
+        issued = self._enter("all_gather", unit, output.numel(), output.dtype, ranks)
+        return self._start(issued, ranks, self._collectives.all_gather, output, shard, ranks)
 
-    def reduce_scatter(self, unit: str, output: Tensor, full: Tensor) -> NamedHandle:
-        """Reduce-scatter over the ranks of a copy; `all_reduce_replicas` then adds up all copies."""
-        return self._issue(
-            "reduce_scatter",
-            unit,
-            full.numel(),
-            full.dtype,
-            self.shards,
-            lambda: self._collectives.reduce_scatter(output, full, self.shards, async_op=True),
-        )
+    def reduce_scatter(self, unit: str, output: Tensor, full: Tensor, ranks: Group) -> NamedHandle:
+        issued = self._enter("reduce_scatter", unit, full.numel(), full.dtype, ranks)
+        return self._start(issued, ranks, self._collectives.reduce_scatter, output, full, ranks)
 
     def all_to_all(
         self,
@@ -144,48 +127,22 @@ class Communicator:
         received: Sequence[int],
         sent: Sequence[int],
         total: int,
+        ranks: Group,
     ) -> NamedHandle:
-        """All-to-all over the ranks of a copy. total: elements that all of them send together."""
-        return self._issue(
-            "all_to_all",
-            unit,
-            total,
-            parts.dtype,
-            self.shards,
-            lambda: self._collectives.all_to_all(output, parts, received, sent, self.shards, async_op=True),
-        )
+        """total: elements that all ranks send together."""
+        issued = self._enter("all_to_all", unit, total, parts.dtype, ranks)
+        return self._start(issued, ranks, self._collectives.all_to_all, output, parts, received, sent, ranks)
 
-    def all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
-        """All-reduce over the ranks of a copy."""
-        return self._all_reduce(unit, tensor, op, self.shards)
-
-    def all_reduce_replicas(self, unit: str, tensor: Tensor, op: ReduceOp = "sum") -> NamedHandle:
-        """All-reduce over the ranks that have the same slices, in several copies of the model."""
-        assert self.replicas is not None
-        return self._all_reduce(unit, tensor, op, self.replicas)
-
-    def _all_reduce(self, unit: str, tensor: Tensor, op: ReduceOp, group: Group) -> NamedHandle:
-        return self._issue(
-            "all_reduce",
-            unit,
-            tensor.numel(),
-            tensor.dtype,
-            group,
-            lambda: self._collectives.all_reduce(tensor, group, op, async_op=True),
-        )
+    def all_reduce(self, unit: str, tensor: Tensor, ranks: Group, op: ReduceOp = "sum") -> NamedHandle:
+        issued = self._enter("all_reduce", unit, tensor.numel(), tensor.dtype, ranks)
+        return self._start(issued, ranks, self._collectives.all_reduce, tensor, ranks, op)
 
     def broadcast(self, unit: str, tensor: Tensor, source: int) -> None:
         """Broadcast from rank `source` of the job to all ranks, and wait. tensor: (n,), contiguous."""
-        tensor = _transportable(tensor)
-        self._issue(
-            "broadcast",
-            unit,
-            tensor.numel(),
-            tensor.dtype,
-            self.group,
-            lambda: self._collectives.broadcast(tensor, source, self.group, async_op=True),
-            f" from rank {source}",
-        ).wait()
+        tensor, ranks = _transportable(tensor), self.group
+        origin = f" from rank {source}"
+        issued = self._enter("broadcast", unit, tensor.numel(), tensor.dtype, ranks, origin)
+        self._start(issued, ranks, self._collectives.broadcast, tensor, source, ranks).wait()
 
     def check(self) -> None:
         """Raise CommunicationError if the library has aborted a collective asynchronously.
@@ -193,10 +150,9 @@ class Communicator:
         Raises RankMismatchError if the ranks had issued different collectives. What was computed from an
         aborted one is worthless. After `streams.synchronize()` no abort is missed.
         """
-        groups = {id(group): group for group in (self.group, self.shards, self.replicas) if group is not None}
         try:
-            for group in groups.values():
-                self._collectives.check(group)
+            for ranks in (self.group, *self._others.values()):
+                self._collectives.check(ranks)
         except CollectiveError as error:
             self.ledger.line.failures.aborted(error)
 
@@ -274,17 +230,8 @@ class Communicator:
 
     def start_or(self, what: str, flags: Tensor) -> NamedHandle:
         """Begin to take the elementwise "or" of host uint8 flags over the ranks, in place."""
-        line = self.ledger.line
-        line.failures.check()
-        entry = self.ledger.exchange(what)
-        waiting = partial(line.watch.waiting, entry.number, entry.text)
-        explain = partial(line.failures.explain, entry=entry, among="")
-        try:
-            with waiting():  # the first use of a size may wait for the other ranks
-                handle = self._collectives.all_reduce(flags, self._control, "max", async_op=True)
-        except CollectiveError as error:
-            explain(error)
-        return NamedHandle(handle, waiting, explain)
+        self.ledger.line.failures.check()
+        return self._start_exchange(what, flags)
 
     def check_equal(self, facts: Mapping[str, str]) -> None:
         """Raise RankMismatchError unless every rank passes the same text under every name.
@@ -327,59 +274,41 @@ class Communicator:
     def _exchange(self, what: str, tensor: Tensor) -> None:
         """All-reduce (max) in host memory, outside of the hashed sequence."""
         self.check()
-        line, entry = self.ledger.line, self.ledger.exchange(what)
-        try:
-            with line.watch.waiting(entry.number, entry.text):
-                self._collectives.all_reduce(tensor, self._control, "max")
-        except CollectiveError as error:
-            line.failures.explain(error, entry, "")
+        self._start_exchange(what, tensor).wait()
 
-    def _issue(
-        self,
-        op: str,
-        unit: str,
-        numel: int,
-        dtype: torch.dtype,
-        group: Group,
-        call: Callable[[], Handle],
-        origin: str = "",
-    ) -> NamedHandle:
-        """Enter and issue a collective. numel: of the whole buffer, equal on all ranks."""
+    def _start_exchange(self, what: str, tensor: Tensor) -> NamedHandle:
+        issued, control = self.ledger.exchange(what), self._control
+        return self._start(issued, control, self._collectives.all_reduce, tensor, control, "max")
+
+    def _enter(
+        self, op: str, unit: str, numel: int, dtype: torch.dtype, ranks: Group, origin: str = ""
+    ) -> Issued:
+        """Enter a collective. numel: of the whole buffer, equal on all ranks."""
+        self.ledger.line.failures.check()
+        if ranks is self.group:
+            return self.ledger.collective(op, unit, numel, dtype, None, origin)
+        self._others[id(ranks)] = ranks
+        return self.ledger.collective(op, unit, numel, dtype, ranks.size, origin)
+
+    def _start(self, issued: Issued, ranks: Group, call: Callable[..., Handle], *args: Any) -> NamedHandle:
         line = self.ledger.line
-        line.failures.check()
-        entry = self.ledger.collective(op, unit, numel, dtype, origin)
-        waiting = partial(line.watch.waiting, entry.number, entry.text)
-        explain = partial(self._explain, failures=line.failures, entry=entry, group=group)
+        wait = line.watch.begin(issued.number, issued.text)  # first uses of a size may wait for other ranks
         try:
-            with waiting():  # first uses of a size may wait for the other ranks
-                return NamedHandle(call(), waiting, explain)
+            handle = call(*args, async_op=True)
+            line.watch.over(wait)
         except CollectiveError as error:
-            explain(error)
-
-    def _explain(self, error: CollectiveError, failures: Failures, entry: Entry, group: Group) -> NoReturn:
-        failures.explain(error, entry, self._numbers(group))
-
-    def _numbers(self, group: Group) -> str:
-        """Translate a group's rank numbers to the job's, for errors; "" if they are the same."""
-        if group.size == self.group.size:
-            return ""
-        first = self.group.rank - self.shards.rank
-        ranks = range(first, first + self.shards.size)
-        if group is self.replicas:
-            ranks = range(self.shards.rank, self.group.size, self.shards.size)
-        return (
-            f" (ranks 0 to {group.size - 1} of this group are ranks {', '.join(map(str, ranks))} of the job)"
-        )
+            line.failures.explain(error, issued, ranks)
+        finally:
+            line.watch.forget()
+        return NamedHandle(handle, issued, line, ranks)
 
 
 def _transportable(tensor: Tensor) -> Tensor:
-    """View dtypes that communication libraries may not know as bytes, which are only copied, never summed.
-
-    The view is made outside of inference mode, as the collective may complete outside of it.
-    """
-    with torch.inference_mode(False):
-        summed = tensor.is_floating_point() and tensor.element_size() > 1
-        return tensor if summed else tensor.view(torch.uint8)
+    """View dtypes that communication libraries may not know as bytes, which are only copied, never summed."""
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        return tensor
+    with torch.inference_mode(False):  # the collective may complete outside of it
+        return tensor.view(torch.uint8)
 
 
 _SETTINGS_ADVICE = (

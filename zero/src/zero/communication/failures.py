@@ -7,14 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from torch.distributed import get_process_group_ranks
+
 from accelz import CollectiveError, Group
 from zero.communication.reports import Failure, Reports
 from zero.communication.watch import Watch
 from zero.errors import CommunicationError, RankMismatchError
 
 
-@dataclass(frozen=True)
-class Entry:
+@dataclass(slots=True, eq=False)
+class Issued:
     """A collective, or an exchange in host memory. number: from 1. began: on the monotonic clock."""
 
     number: int
@@ -47,14 +49,12 @@ class Failures:
                 "last checkpoint"
             )
 
-    def explain(self, error: CollectiveError, entry: Entry, among: str) -> NoReturn:
-        """Raise what the ranks' reports say of a collective that failed.
-
-        among: how the group's rank numbers translate to the job's; "" if they are the same.
-        """
-        cause = " ".join(str(error).split()) + among
+    def explain(self, error: CollectiveError, issued: Issued, ranks: Group) -> NoReturn:
+        """Raise what the ranks' reports say of a collective over `ranks` that failed."""
+        self._watch.forget()
+        cause = " ".join(str(error).split()) + self._numbers(ranks)
         self.first = self.first or cause
-        failure = Failure(entry.number, entry.text, time.monotonic() - entry.began, cause)
+        failure = Failure(issued.number, issued.text, time.monotonic() - issued.began, cause)
         log = dict(self._log)
         reports = self._reports.exchange(log, failure)
         difference = self._reports.difference(log, reports)
@@ -76,6 +76,14 @@ class Failures:
         """Raise for ranks whose hashes differ."""
         self.first = "the ranks issued different collectives"
         raise RankMismatchError(f"{self._difference() or self.first}. {self._advice}")
+
+    def _numbers(self, ranks: Group) -> str:
+        """Translate a group's rank numbers to the job's, for errors; "" if they are the same."""
+        if ranks.size == self._group.size:
+            return ""
+        job, members = (get_process_group_ranks(g.process_group) for g in (self._group, ranks))
+        numbers = ", ".join(str(job.index(rank)) for rank in members)
+        return f" (ranks 0 to {ranks.size - 1} of this group are ranks {numbers} of the job)"
 
     def _difference(self) -> str:
         """Say where the ranks' collectives diverge; "" if they agree."""

@@ -24,16 +24,21 @@ from zero.errors import CommunicationError, ConfigError, RankMismatchError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Split:
-    """A rank's groups.
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """The ranks that parameters are spread over, as one of them sees it.
 
-    shards: the ranks that share a copy of the model, with this one. replicas: the ranks that have the same
-    slices, this one among them, one of each copy; None if there is one copy.
+    shards: the ranks that share a copy of the parameters, with this one. replicas: the ranks that have the
+    same slices, this one among them, one of each copy; None if there is one copy.
     """
 
     shards: Group
-    replicas: Group | None
+    replicas: Group | None = None
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank shares the first copy of the parameters; the others have the same values."""
+        return self.replicas is None or self.replicas.rank == 0
 
 
 @dataclass
@@ -41,13 +46,13 @@ class JobGroups:
     """The groups of a job's engines that have the same timeout.
 
     data, control: of all ranks; control is for host memory, and its messages do not interleave with data.
-    splits: by the ranks of a copy of the model. line: what the engines issue, since the newest was made.
+    meshes: by the number of ranks that share a copy. line: what the engines issue, since the newest was made.
     """
 
     job: Job
     data: Group
     control: Group
-    splits: dict[int, Split] = field(default_factory=dict)
+    meshes: dict[int, Mesh] = field(default_factory=dict)
     line: Line = field(init=False)
 
 
@@ -153,8 +158,8 @@ def _local_rank() -> int:
     return int(text)
 
 
-def split(groups: JobGroups, shard_ranks: int | None) -> Split:
-    """Divide the job into copies of the model of `shard_ranks` consecutive ranks each (None: one copy).
+def mesh_of(groups: JobGroups, shard_ranks: int | None) -> Mesh:
+    """Divide the job into copies of the parameters on `shard_ranks` consecutive ranks each (None: one copy).
 
     Every rank must call this, with the same number. Raises what `ranks_of_replica` raises, and
     CommunicationError.
@@ -162,10 +167,10 @@ def split(groups: JobGroups, shard_ranks: int | None) -> Split:
     group = groups.data
     each = ranks_of_replica(shard_ranks, group.size)
     if each == group.size:
-        return Split(group, None)
-    if each not in groups.splits:
-        groups.splits[each] = explained(lambda: _cut(groups.job, group, each), group.timeout)
-    return groups.splits[each]
+        return Mesh(group)
+    if each not in groups.meshes:
+        groups.meshes[each] = explained(lambda: _cut(groups.job, group, each), group.timeout)
+    return groups.meshes[each]
 
 
 def ranks_of_replica(shard_ranks: int | None, ranks: int) -> int:
@@ -182,11 +187,11 @@ def ranks_of_replica(shard_ranks: int | None, ranks: int) -> int:
     return each
 
 
-def _cut(job: Job, group: Group, each: int) -> Split:
+def _cut(job: Job, group: Group, each: int) -> Mesh:
     ranks = range(group.size)
     shards = job.part([ranks[start : start + each] for start in ranks[::each]], group.timeout)
     replicas = job.part([ranks[place::each] for place in range(each)], group.timeout)
-    return Split(job.connect(shards), job.connect(replicas))
+    return Mesh(job.connect(shards), job.connect(replicas))
 
 
 def explained(call: Callable[[], T], timeout: float) -> T:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 from zlib import crc32
 
 import torch
 
-from zero.communication.failures import Entry
+from zero.communication.failures import Issued
 from zero.communication.job import JobGroups
 from zero.communication.line import Kind, Line
 
@@ -54,20 +55,38 @@ class Ledger:
         """Numbers that are the same on all ranks if they have issued the same collectives."""
         return [*self._hashes.values(), *self.line.turns]
 
-    def collective(self, op: str, unit: str, numel: int, dtype: torch.dtype, origin: str) -> Entry:
-        """Enter a collective. numel: of the whole buffer, equal on all ranks."""
-        text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')}){origin}"
-        kind: Kind = "reductions" if op in ("reduce_scatter", "all_reduce") else "others"
-        self._hashes[kind] = crc32(text.encode(), self._hashes[kind])
+    def collective(
+        self, op: str, unit: str, numel: int, dtype: torch.dtype, ranks: int | None, origin: str
+    ) -> Issued:
+        """Enter a collective.
+
+        numel: of the whole buffer, equal on all ranks. ranks: how many it is among; None for the whole job.
+        """
+        text, encoded = _described(op, unit, numel, dtype, ranks, origin)
+        kind: Kind = "reductions" if op in _REDUCTIONS else "others"
+        self._hashes[kind] = crc32(encoded, self._hashes[kind])
         self.traffic.calls[op] += 1
         self.traffic.bytes[op] += numel * dtype.itemsize
         return self._enter(kind, text)
 
-    def exchange(self, what: str) -> Entry:
+    def exchange(self, what: str) -> Issued:
         """Enter an exchange, which is not hashed."""
         return self._enter("exchanges", f"{what} exchange")
 
-    def _enter(self, kind: Kind, text: str) -> Entry:
+    def _enter(self, kind: Kind, text: str) -> Issued:
         self.count += 1
         line = self.line
         return line.enter(self._engine, kind, text + self._label if line.engine > 1 else text)
+
+
+_REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+@lru_cache(maxsize=4096)  # a step issues the same as the one before
+def _described(
+    op: str, unit: str, numel: int, dtype: torch.dtype, ranks: int | None, origin: str
+) -> tuple[str, bytes]:
+    """Return an entry's text, and the bytes to hash."""
+    among = "" if ranks is None else f" among {ranks} ranks"
+    text = f"{op} of unit {unit!r} ({numel} x {str(dtype).removeprefix('torch.')}){among}{origin}"
+    return text, text.encode()

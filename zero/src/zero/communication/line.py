@@ -8,7 +8,7 @@ from zlib import crc32
 
 from accelz import Group
 from accelz.ranks.exchange import unused_key
-from zero.communication.failures import Entry, Failures
+from zero.communication.failures import Failures, Issued
 from zero.communication.watch import Watch
 
 LOG_LENGTH = 256
@@ -35,14 +35,14 @@ class Line:
         # host may run reductions or others sooner.
         self._turns: dict[Kind, tuple[int, int]] = dict.fromkeys(get_args(Kind), (0, 0))
 
-    def enter(self, engine: int, kind: Kind, text: str) -> Entry:
+    def enter(self, engine: int, kind: Kind, text: str) -> Issued:
         """Enter what an engine is about to issue. engine: its number."""
         last, turns = self._turns[kind]
         if engine != last:
             self._turns[kind] = engine, crc32(f"{engine}".encode(), turns)
         self.count += 1
         self.log.append((self.count, text))
-        return Entry(self.count, text)
+        return Issued(self.count, text)
 
     @property
     def turns(self) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelz import Kernels
+from accelz import Group, Kernels
 from zero.communication.communicator import Communicator, NamedHandle
 
 QUANT_BLOCK = 128
@@ -47,11 +47,13 @@ class Quantised:
         """Quantise `values` into the elements `window`, which begins and ends on block boundaries."""
         kernels.quantise(self.codes[window], self.scales[_blocks(window)], values, QUANT_BLOCK)
 
-    def all_gather(self, communicator: Communicator, unit: str, window: slice) -> list[NamedHandle]:
+    def all_gather(
+        self, communicator: Communicator, unit: str, window: slice, ranks: Group
+    ) -> list[NamedHandle]:
         """Begin to gather every rank's window; this rank's must have been `put`."""
         return [
-            communicator.all_gather(unit, self._bytes, self._bytes[window]),
-            communicator.all_gather(unit, self.scales, self.scales[_blocks(window)]),
+            communicator.all_gather(unit, self._bytes, self._bytes[window], ranks),
+            communicator.all_gather(unit, self.scales, self.scales[_blocks(window)], ranks),
         ]
 
     def unpack(self, kernels: Kernels, output: Tensor) -> None:

@@ -25,9 +25,12 @@ _COLLECTIVE = "collective"  # so begins the place of a wait in one
 logger = logging.getLogger("zero")
 
 
-@dataclass
-class _Wait:
-    """number: of the last collective issued. limit: seconds to an error; None for that of collectives."""
+@dataclass(slots=True, eq=False)
+class Wait:
+    """A wait for other ranks that is under way.
+
+    number: of the last collective issued. limit: seconds to an error; None for that of collectives.
+    """
 
     number: int
     text: str
@@ -46,14 +49,14 @@ _Published = tuple[int, str, Log]  # by a rank: a wait's number; its place, "" o
 
 
 class Watch:
-    """The waits of one engine. key: the engine's key in the store. log: its last collectives."""
+    """The waits of the engines in one line. key: the engine's key in the store. log: its last collectives."""
 
     def __init__(self, group: Group, key: str, log: Iterable[tuple[int, str]]) -> None:
         self._group = group
         self._key = f"{key}/waiting"
         self._log = log
         self._read_from = range(group.size if group.rank == 0 else 1)
-        self._waits: dict[int, _Wait] = {}  # by thread
+        self._waits: dict[int, Wait] = {}  # by thread
         self._seen: dict[int, _Published] = {}  # what was last read of other ranks
         self.patience = min(LONGEST, group.timeout / 4)
         if group.size > 1:
@@ -61,19 +64,32 @@ class Watch:
 
     @contextmanager
     def waiting(self, number: int, text: str, limit: float | None = None) -> Iterator[None]:
-        """Wrap a wait for other ranks. number, text: as in the log.
-
-        limit: seconds to its error, for what is no collective; number is then that of the last one issued.
-        """
-        thread = get_ident()
-        wait = self._waits[thread] = _Wait(number, text, limit, time.monotonic())
+        """Wrap a wait; see `begin`."""
+        wait = self.begin(number, text, limit)
         try:
             yield
-            if wait.published:  # after an error, the other ranks are still told where this one waited
-                with suppress(RuntimeError, OSError):
-                    self._publish(number, "")
+            self.over(wait)
         finally:
-            self._waits.pop(thread, None)
+            self.forget()
+
+    def begin(self, number: int, text: str, limit: float | None = None) -> Wait:
+        """Note that this thread begins to wait for other ranks, until `over` and, in any case, `forget`.
+
+        number, text: as in the log. limit: seconds to its error, for what is no collective; number is then
+        that of the last one issued.
+        """
+        wait = self._waits[get_ident()] = Wait(number, text, limit, time.monotonic())
+        return wait
+
+    def over(self, wait: Wait) -> None:
+        """Note that the wait has ended well. After an error the other ranks are still told of it."""
+        if wait.published:
+            with suppress(RuntimeError, OSError):
+                self._publish(wait.number, "")
+
+    def forget(self) -> None:
+        """Note that this thread goes on."""
+        self._waits.pop(get_ident(), None)
 
     def places(self, ranks: Iterable[int], number: int) -> dict[int, str]:
         """In what calls other than collectives ranks wait, of those that have published it.
@@ -110,7 +126,7 @@ class Watch:
                     self._tell(wait, seconds, str(error))
                 wait.told = True
 
-    def _look_at(self, wait: _Wait, seconds: float) -> None:
+    def _look_at(self, wait: Wait, seconds: float) -> None:
         if not wait.published:  # others have until the next look to do so
             wait.published = True
             self._publish(wait.number, wait.place)
@@ -124,7 +140,7 @@ class Watch:
             self._tell(wait, seconds, found or self._company(wait, others))
         wait.told, wait.explained = True, bool(found)
 
-    def _company(self, wait: _Wait, others: Mapping[int, _Published]) -> str:
+    def _company(self, wait: Wait, others: Mapping[int, _Published]) -> str:
         """Say which ranks wait elsewhere or have not come."""
         apart = {
             rank: place
@@ -153,7 +169,7 @@ class Watch:
         self._seen |= found
         return found
 
-    def _tell(self, wait: _Wait, seconds: float, what: str) -> None:
+    def _tell(self, wait: Wait, seconds: float, what: str) -> None:
         limit, timeout = wait.limit or self._group.timeout, self._group.timeout
         logger.warning(
             "rank %d has waited %.0f s in %s: %s. It will fail after %.0f s%s",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accelz import Accelerator
 from zero.communication.communicator import Communicator
+from zero.communication.job import Mesh
 from zero.config.training import Config
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
@@ -81,11 +82,17 @@ class GradientFactor:
 
     def _measure(self, reducer: GradientReducer, factor: Tensor | None) -> Tensor:
         """The norm of all gradients times `factor`; also notes whether one of them is not finite."""
-        result = reducer.norm_and_nonfinite()
-        if self._sliced:
-            self._communicator.all_reduce("gradient norm", result).wait()
-        if self._communicator.replicas is not None:  # one number for all: each may round in its own way
-            self._communicator.all_reduce_replicas("gradient norm", result, "max").wait()
+        first, *others = (self._over(mesh, reducer) for mesh in reducer.meshes)
+        result = sum(others, first)
         torch.gt(result[1], 0, out=self._overflow)
         norm = torch.sqrt(result[0], out=self._norm)
         return norm if factor is None else norm.mul_(factor)
+
+    def _over(self, mesh: Mesh, reducer: GradientReducer) -> Tensor:
+        """`norm_and_nonfinite` of the gradients whose groups have this mesh, over all ranks."""
+        result = reducer.norm_and_nonfinite(mesh)
+        if self._sliced:
+            self._communicator.all_reduce("gradient norm", result, mesh.shards).wait()
+        if mesh.replicas is not None:  # one number for all: each may round in its own way
+            self._communicator.all_reduce("gradient norm", result, mesh.replicas, "max").wait()
+        return result

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from accelz import HOST, FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
+from zero.communication.job import Mesh
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
 from zero.gradients.overflow_watch import OverflowWatch
 from zero.gradients.replica_sums import ReplicaSums
@@ -98,9 +99,9 @@ class GradientReducer:
         self._last = True
         self._reductions: list[_Reduction] = []
         self._alone = communicator.group.size == 1
-        self._replica_sums = (
-            None if communicator.replicas is None else ReplicaSums(communicator, self._arrived)
-        )
+        self.meshes = tuple(dict.fromkeys(group.mesh for unit in units for group in unit.groups))
+        several = any(mesh.replicas is not None for mesh in self.meshes)
+        self._replica_sums = ReplicaSums(communicator, self._arrived) if several else None
 
     @property
     def local(self) -> bool:
@@ -180,25 +181,25 @@ class GradientReducer:
             self._reduce_all(late)
             self._communicator.agree()
 
-    def norm_and_nonfinite(self) -> Tensor:
-        """(2,) fp32 on the device: the sum of squares of this rank's slices, and whether a value is not
-        finite.
+    def norm_and_nonfinite(self, mesh: Mesh) -> Tensor:
+        """(2,) fp32 on the device: the sum of squares of this rank's slices of groups with this mesh, and
+        whether a value is not finite.
 
         Raises OutOfMemoryError, having changed nothing.
         """
         chunk = self._stores.accelerator.kernels.chunk
         largest = max((gradients.group.layout.shard_numel for gradients in self.all), default=0)
         wanted = 4 * min(largest, chunk)  # what the torch references take to widen 16-bit values
-        return allocate(self._stores, "for the norm of the gradients", None, wanted, self._norm)
+        return allocate(self._stores, "for the norm of the gradients", None, wanted, lambda: self._norm(mesh))
 
-    def _norm(self) -> Tensor:
+    def _norm(self, mesh: Mesh) -> Tensor:
         """One call for all slices on the device. Those elsewhere are taken one by one on the host, from
         whatever tier: where they lie does not change the norm."""
         device = self._stores.accelerator.device
         near: list[Tensor] = []
         far: list[Values] = []
         for gradients in self.all:
-            if gradients.slice.present:
+            if gradients.slice.present and gradients.group.mesh is mesh:
                 values = gradients.slice.get()
                 if device.type != HOST.type and isinstance(values, Tensor) and values.device == device:
                     near.append(values)
@@ -256,13 +257,13 @@ class GradientReducer:
         data = whole.data
         if self._overflow is not None and self._overflow.looking:
             self._overflow.look(gradients, data)
-        group, unit = gradients.group, gradients.unit.name
+        group, unit, ranks = gradients.group, gradients.unit.name, gradients.group.mesh.shards
         result, handle = data, None
         if group.shards > 1:
             result = gradients.empty_slice(data.dtype)
-            handle = self._communicator.reduce_scatter(unit, result, data)
-        elif self._communicator.shards.size > 1:
-            handle = self._communicator.all_reduce(unit, data)
+            handle = self._communicator.reduce_scatter(unit, result, data, ranks)
+        elif ranks.size > 1:
+            handle = self._communicator.all_reduce(unit, data, ranks)
         self._reductions.append(_Reduction(gradients, whole, result, handle))
         while len({r.gradients.unit for r in self._reductions}) > UNDER_REDUCTION:
             self._wait_oldest()
@@ -279,7 +280,7 @@ class GradientReducer:
         done = self._reductions.pop(0)
         if done.handle is not None:
             done.handle.wait()
-        if self._replica_sums is not None:
+        if self._replica_sums is not None and done.gradients.group.mesh.replicas is not None:
             self._replica_sums.take(done.gradients, done.whole, done.result, self._last)
             return
         with self._communicator.postponing_disk_errors():
@@ -292,7 +293,8 @@ class GradientReducer:
 
     def summed(self, gradients: GroupGradients) -> Values:
         """Collective. The slice of a group that has one, as the sum over all ranks at this moment."""
-        total = None if self._replica_sums is None else self._replica_sums.of_all(gradients)
+        sums = None if gradients.group.mesh.replicas is None else self._replica_sums
+        total = None if sums is None else sums.of_all(gradients)
         return gradients.slice.get() if total is None else total
 
     def used(self) -> Iterator[nn.Parameter]:

@@ -73,14 +73,18 @@ class ReplicaSums:
         if not gradients.two_hops or gradients.total:
             return None
         value = gradients.slice.near.clone()
-        self._communicator.all_reduce_replicas(gradients.unit.name, value).wait()
+        self._sum(gradients, value).wait()
         return value
 
     def _start(self, gradients: GroupGradients, values: Tensor, slice_: Tensor | None) -> None:
-        handle = self._communicator.all_reduce_replicas(gradients.unit.name, values)
-        self._flying.append(_Sum(gradients, slice_, handle))
+        self._flying.append(_Sum(gradients, slice_, self._sum(gradients, values)))
         while len({sum_.gradients.unit for sum_ in self._flying}) > REPLICA_SUMS_IN_FLIGHT:
             self._wait_oldest()
+
+    def _sum(self, gradients: GroupGradients, values: Tensor) -> NamedHandle:
+        replicas = gradients.group.mesh.replicas
+        assert replicas is not None
+        return self._communicator.all_reduce(gradients.unit.name, values, replicas)
 
     def _wait_oldest(self) -> None:
         sum_ = self._flying.popleft()

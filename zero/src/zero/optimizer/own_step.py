@@ -162,7 +162,7 @@ class OwnStep:
             self._exchange.cut(owned.routes, values, parts)
         direct = self._is_direct(values, target, scale)
         whole = target if direct else self._exchange.whole(owned.routes, values.dtype)
-        self._exchange.assemble(owned.group.unit, owned.routes, parts, whole)
+        self._exchange.assemble(owned.group, owned.routes, parts, whole)
         if not direct:
             with self._alone(), self._room("for whole parameters of", owned):
                 self._widen(target, whole, scale)
@@ -242,7 +242,7 @@ class OwnStep:
         """Send stepped whole parameters back to the ranks' masters."""
         assert owned.routes is not None
         master = owned.sub.kept.opened().master
-        self._exchange.take_apart(owned.group.unit, owned.routes, self._whole[owned], master)
+        self._exchange.take_apart(owned.group, owned.routes, self._whole[owned], master)
 
     def _on_device(self, values: Tensor) -> int:
         return values.nbytes if values.device == self._accelerator.device else 0

@@ -14,6 +14,7 @@ from torch import Tensor
 from accelz import HOST
 from zero.communication.communicator import Communicator
 from zero.optimizer.routes import Routes
+from zero.sharding.flat_group import FlatGroup
 from zero.tiers.stores import Stores
 from zero.tiers.values import Values, fetch
 
@@ -59,16 +60,20 @@ class ParameterExchange:
         else:
             parts.copy_(torch.cat(windows))
 
-    def assemble(self, unit: str, routes: Routes, parts: Tensor, whole: Tensor) -> None:
+    def assemble(self, group: FlatGroup, routes: Routes, parts: Tensor, whole: Tensor) -> None:
         """Collective. Fill `whole`, (routes.numel,), with the parameters that this rank steps, from every
         rank's `parts`. Both are on the device."""
-        self._communicator.all_to_all(unit, whole, parts, routes.taken, routes.given, routes.total).wait()
+        self._communicator.all_to_all(
+            group.unit, whole, parts, routes.taken, routes.given, routes.total, group.mesh.shards
+        ).wait()
 
-    def take_apart(self, unit: str, routes: Routes, whole: Tensor, slice_: Tensor) -> None:
+    def take_apart(self, group: FlatGroup, routes: Routes, whole: Tensor, slice_: Tensor) -> None:
         """Collective. The reverse of `cut` and `assemble`, into this rank's `slice_`."""
         parts = self.parts(routes, whole.dtype)
         near = whole if whole.device == self._device else self.whole(routes, whole.dtype).copy_(whole)
-        self._communicator.all_to_all(unit, parts, near, routes.given, routes.taken, routes.total).wait()
+        self._communicator.all_to_all(
+            group.unit, parts, near, routes.given, routes.taken, routes.total, group.mesh.shards
+        ).wait()
         lengths = [window.stop - window.start for window in routes.windows]
         for window, part in zip(routes.windows, parts.split(lengths), strict=True):
             slice_[window].copy_(part)

@@ -20,13 +20,13 @@ from zero.tiers.stored import Stored
 
 
 def own(
-    group: FlatGroup, param_group_of: dict[nn.Parameter, int], stepping: GroupStepping, rank: int
+    group: FlatGroup, param_group_of: dict[nn.Parameter, int], stepping: GroupStepping
 ) -> tuple[OwnedSubGroup, ...]:
     """The pieces of the group that an optimizer steps, by sub-group. param_group_of: index of each
-    parameter's param group. rank: this one.
+    parameter's param group.
     """
     by = stepping.stepped_by
-    routes = None if by is None else route(group.layout, by, rank)
+    routes = None if by is None else route(group.layout, by, group.mesh.shards.rank)
     return tuple(_own(OwnedSubGroup(group, sub, stepping.rule, routes), param_group_of) for sub in group.subs)
 
 

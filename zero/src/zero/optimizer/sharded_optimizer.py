@@ -87,9 +87,7 @@ class ShardedOptimizer:
             for p in group.parameters
             if rule is not None and p in param_group_of
         }
-        self.owned = {
-            group: own(group, param_group_of, stepping[group], communicator.shards.rank) for group in groups
-        }
+        self.owned = {group: own(group, param_group_of, stepping[group]) for group in groups}
         self.subs = [owned for subs in self.owned.values() for owned in subs]
         self._installed = InstalledPieces(optimizer, self.subs)
         self.record_streamer = RecordStreamer(stores, self.subs, self._installed.show)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from accelz import unshare
 from zero.communication.communicator import Communicator
+from zero.communication.job import Mesh
 from zero.config.training import Config
 from zero.deferred import deferred_init
 from zero.setup.drafts import UnitDraft
@@ -22,16 +23,17 @@ def build_units(
     config: Config,
     stores: Stores,
     communicator: Communicator,
+    mesh: Mesh,
     initial_values: InitialValues,
 ) -> list[ShardedUnit]:
     """Flatten, broadcast rank 0's values and shard, one unit at a time.
 
     Old gradients are dropped: they are of this rank's data alone, and the first new ones would add to them.
-    initial_values: told of what this rank had before.
+    mesh: of all groups. initial_values: told of what this rank had before.
     """
     unshare(parameter for draft in drafts for _, parameter in draft.plan.parameters)
     return [
-        _build_unit(index, draft, config, stores, communicator, initial_values)
+        _build_unit(index, draft, config, stores, communicator, mesh, initial_values)
         for index, draft in enumerate(drafts)
     ]
 
@@ -42,26 +44,33 @@ def _build_unit(
     config: Config,
     stores: Stores,
     communicator: Communicator,
+    mesh: Mesh,
     initial_values: InitialValues,
 ) -> ShardedUnit:
-    group, accelerator, plan = communicator.shards, stores.accelerator, draft.plan
-    shards, shard = (group.size, group.rank) if config.stage > 0 else (1, 0)
+    accelerator, plan = stores.accelerator, draft.plan
     awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
     nbytes = sum(p.numel() * g.kind.dtype.itemsize for g in draft.groups for _, p in g.named)
     with room_for(accelerator, "to shard", plan.name, nbytes):
         deferred_init.materialize(p for _, p in plan.parameters)
         groups = [
             FlatGroup(
-                stores, g.placement, plan.name, g.named, g.kind.dtype, shards, shard, g.kind.gather_options
+                stores,
+                g.placement,
+                plan.name,
+                g.named,
+                g.kind.dtype,
+                mesh,
+                config.stage == 0,
+                g.kind.gather_options,
             )
             for g in draft.groups
         ]
-        if group.size > 1 and not awaited:
+        if communicator.group.size > 1 and not awaited:
             for flat in groups:
                 _note(flat, initial_values)
                 communicator.broadcast(plan.name, flat.home.data, 0)
         unit = ShardedUnit(
-            index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident(group.size)
+            index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident(mesh.shards.size)
         )
         unit.finalize_shards()
     for name, parameter in plan.parameters:

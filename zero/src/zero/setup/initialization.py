@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 import accelz
 from zero.communication.communicator import Communicator
-from zero.communication.job import join, split
+from zero.communication.job import join, mesh_of
 from zero.config.training import Config
 from zero.engine import Engine
 from zero.optimizer.state_size import moments_of
@@ -85,18 +85,17 @@ def initialize(
         warn(message, category, rank=communicator.group.rank)
     check_flat_buffers(accelerator)
     check_equal(prepared, config, communicator)
-    communicator.split(split(groups, config.shard_ranks))
-    tiers, ranks = config.tiers, communicator.shards.size
+    mesh, tiers = mesh_of(groups, config.shard_ranks), config.tiers
     stores = Stores(accelerator, tiers.folder, tiers.compact, streamed=tiers.step == "device")
     placer = Placer(tiers, stores.resolve)
-    drafts = draft_units(prepared, config, placer, ranks, moments)
+    drafts = draft_units(prepared, config, placer, mesh.shards.size, moments)
     placer.warn_of_shortfalls(communicator.group.rank)
     warn_of_nothing_to_move(config, accelerator.device, communicator.group.rank)
     reserve_disk(drafts, config, stores, communicator)
     initial_values = InitialValues(model, communicator)
     _move_buffers(model, config, accelerator, communicator, initial_values)
     with _taking_over(model):
-        units = build_units(drafts, config, stores, communicator, initial_values)
+        units = build_units(drafts, config, stores, communicator, mesh, initial_values)
         initial_values.warn_of_differences()
         keep_promises(units, communicator)
         stepping = {

@@ -24,9 +24,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from accelz import Accelerator, FlatBuffer, Group, dense_stride
+from accelz import Accelerator, FlatBuffer, dense_stride
 from zero.communication.communicator import Communicator, NamedHandle
-from zero.communication.job import explained
+from zero.communication.job import Mesh, explained
 from zero.communication.quantised import Quantised, block_of
 from zero.sharding import layout
 from zero.sharding.binding import Binding
@@ -52,8 +52,8 @@ Pending = NamedHandle | SideStreamWork
 class FlatGroup:
     """A flat buffer: flattens its parameters when built; `finalize_shards()` leaves the shard, or both.
 
-    unit: the unit's name. Parameters keep their identity and are cast to `dtype`. shards: how many slices the
-    buffer is cut into (1: replicated). shard: which of them this rank owns. placement: where its state goes.
+    unit: the unit's name. Parameters keep their identity and are cast to `dtype`. mesh: the ranks that it is
+    spread over. replicated: each of them has all of it as its one slice. placement: where its state goes.
     gather_options: what the values may be converted to on their way.
     """
 
@@ -64,8 +64,8 @@ class FlatGroup:
         unit: str,
         named: Sequence[tuple[str, nn.Parameter]],
         dtype: torch.dtype,
-        shards: int,
-        shard: int,
+        mesh: Mesh,
+        replicated: bool,
         gather_options: GatherOptions,
     ) -> None:
         self.unit = unit
@@ -73,6 +73,8 @@ class FlatGroup:
         self.parameters = tuple(parameter for _, parameter in named)
         self.dtype = dtype
         self.trainable = self.parameters[0].requires_grad
+        self.mesh = mesh
+        shards, shard = (1, 0) if replicated else (mesh.shards.size, mesh.shards.rank)
         specs = [ParameterSpec(name, tuple(p.shape), dense_stride(p), p.numel()) for name, p in named]
         self.layout = layout.plan(specs, shards, dtype.itemsize, block_of(gather_options.quant_dtype))
         self.window = self.layout.shard_slice(shard)
@@ -132,10 +134,10 @@ class FlatGroup:
         nbytes = self.layout.numel * dtype.itemsize
         return room_for(self._accelerator, "for whole values of", self.unit, nbytes)
 
-    def finalize_shards(self, whole: bool, ranks: Group) -> None:
+    def finalize_shards(self, whole: bool) -> None:
         """Make masters, convert to `dtype`, and keep only the shard unless the whole buffer stays.
 
-        Called once the values are final. ranks: those that the shards are spread over.
+        Called once the values are final.
         """
         for sub in self.subs:
             if not self.placement.shard_serves(self.dtype.itemsize, sub.tier):
@@ -143,7 +145,7 @@ class FlatGroup:
         if self.home.data.dtype is not self.dtype:
             self._narrow()
         if not whole:
-            self._part_with_whole(ranks)
+            self._part_with_whole()
         for sub in self.subs:
             if sub.record is None:
                 sub.record = Record(sub.tier, sub.shard)
@@ -181,11 +183,11 @@ class FlatGroup:
     def _mine(self) -> Tensor:
         return self.home.data[self.window]
 
-    def _part_with_whole(self, ranks: Group) -> None:
+    def _part_with_whole(self) -> None:
         """Move the whole buffer into memory common to all ranks, or release it and keep the shard."""
         tier = self.placement.params
         here = tier == "device" and self.gather_options.quant_dtype is None  # shards do not hold codes
-        share = self._accelerator.flat_buffers.share
+        share, ranks = self._accelerator.flat_buffers.share, self.mesh.shards
         common = explained(lambda: share(self.home, ranks), ranks.timeout) if here else None
         if common is not None:
             self.home = self.binding.buffer = common
@@ -291,11 +293,15 @@ class FlatGroup:
         if isinstance(room, Quantised):
             with postponing, self.source.on_device() as shard:
                 room.put(self._accelerator.kernels, self.window, shard)
-            return [*room.all_gather(communicator, self.unit, self.window)]
+            return [*room.all_gather(communicator, self.unit, self.window, self.mesh.shards)]
         mine = room.data[self.window]
         with postponing:
             mine = self._mine_in(room)
-        return [] if self.shards == 1 else [communicator.all_gather(self.unit, room.data, mine)]
+        return (
+            []
+            if self.shards == 1
+            else [communicator.all_gather(self.unit, room.data, mine, self.mesh.shards)]
+        )
 
     def _open_quantised(self, fmt: Cast, quant_dtype: torch.dtype) -> Quantised:
         numel = self.layout.numel

@@ -332,7 +332,7 @@ class ShardedUnit:
     def finalize_shards(self) -> None:
         """Turn a freshly flattened unit resident, or SHARDED, where only shards remain."""
         for group in self.groups:
-            group.finalize_shards(self.resident, self._communicator.shards)
+            group.finalize_shards(self.resident)
         if not self.resident:
             self.guard.close()
 

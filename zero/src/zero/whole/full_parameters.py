@@ -92,7 +92,7 @@ class FullParameters(Uncopied):
             if group.shards == 1:
                 return shard
             full = torch.empty(group.layout.numel, dtype=shard.dtype, device=shard.device)
-            self.communicator.all_gather(unit.name, full, shard).wait()
+            self.communicator.all_gather(unit.name, full, shard, group.mesh.shards).wait()
             return full
 
     def parameter(self, name: str, shard: Values) -> Tensor:

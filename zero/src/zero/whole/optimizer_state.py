@@ -102,7 +102,8 @@ class OptimizerState:
         if kind == "elements":
             return self._full_parameters.gather(unit, group, flat)
         if group.shards > 1:
-            self._full_parameters.communicator.all_reduce(unit.name, flat, "max").wait()
+            ranks = group.mesh.shards
+            self._full_parameters.communicator.all_reduce(unit.name, flat, ranks, "max").wait()
         return flat
 
 
