@@ -211,14 +211,14 @@ def waiting_body(context: Context) -> dict[str, int]:
     config = zero.Config(gather_dtype="int8", timeout=20)
     engine = zero.initialize(nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=0.1), config)
     (unit,), memory = engine.units, context.accelerator.memory
-    cast = unit.cast_for(None)
-    unit.start_gather(cast)
-    unit.complete(cast)  # warms up the staging of collectives
+    fmt = unit.format_for(None)
+    unit.start_gather(fmt)
+    unit.gather(fmt, bind=False)  # warms up the staging of collectives
     unit.release()
     before = memory.stats().allocated
-    unit.start_gather(cast)
+    unit.start_gather(fmt)
     found = {"under way": memory.stats().allocated - before}
-    unit.complete(cast)
+    unit.gather(fmt, bind=False)
     found["done"] = memory.stats().allocated - before
     unit.release()
     return found | {"released": memory.stats().allocated - before}
@@ -369,7 +369,7 @@ def evaluating_body(context: Context) -> list[float]:
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 for unit in engine.units:
-                    unit.start_gather(unit.cast_for(None))
+                    unit.start_gather(unit.format_for(None))
             losses.append(language_loss(model, 0, context.rank).item())
         found.append(losses[1] - losses[0])
     return found

@@ -176,13 +176,13 @@ def ahead_body(context: Context) -> dict[str, tuple[bool, bool]]:
     found = {}
     for unit in engine.units:
         for group in unit.groups:
-            cast = unit.cast_for(torch.bfloat16)
-            if group.gather_format(cast).dtype is not torch.bfloat16:
+            fmt = unit.format_for(torch.bfloat16)
+            if group.gather_format(fmt).dtype is not torch.bfloat16:
                 continue
-            unit.start_gather(cast)
-            values = group.buffer(group.gather_format(cast)).data
+            unit.start_gather(fmt)
+            values = group.buffer(group.gather_format(fmt)).data
             early = bool(values.isfinite().any())
-            unit.gather(cast)
+            unit.gather(fmt)
             found[unit.name] = early, bool(values.isfinite().all())
             unit.release()
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from zero.sharding.cast import OWN
+from zero.sharding.gather_format import EXACT
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.training_pass.schedule import Schedule
 
@@ -39,7 +39,8 @@ def counts(*paths: list[int]) -> tuple[int, int]:
         for unit in units:
             unit.gathered, unit.on_demand, unit.ahead = False, 0, 0
         for index in path:
-            schedule.acquire(cast(Any, units[index]), OWN)
+            units[index].gather(EXACT)
+            schedule.follow(cast(Any, units[index]), EXACT)
     return sum(unit.on_demand for unit in units), sum(unit.ahead for unit in units)
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelz import Group, Kernels
-from zero.communication.communicator import Communicator, NamedHandle
+from accelz import Kernels
+
+Sent = tuple[Tensor, Tensor]
+"""A tensor to be gathered, and the slice of it that this rank sends."""
 
 QUANT_BLOCK = 128
 """Elements that share a scale, which takes 4 more bytes for each 128."""
@@ -47,14 +49,9 @@ class Quantised:
         """Quantise `values` into the elements `window`, which begins and ends on block boundaries."""
         kernels.quantise(self.codes[window], self.scales[_blocks(window)], values, QUANT_BLOCK)
 
-    def all_gather(
-        self, communicator: Communicator, unit: str, window: slice, ranks: Group
-    ) -> list[NamedHandle]:
-        """Begin to gather every rank's window; this rank's must have been `put`."""
-        return [
-            communicator.all_gather(unit, self._bytes, self._bytes[window], ranks),
-            communicator.all_gather(unit, self.scales, self.scales[_blocks(window)], ranks),
-        ]
+    def sent(self, window: slice) -> list[Sent]:
+        """Return what to gather from all ranks' windows; this rank's must have been `put`."""
+        return [(self._bytes, self._bytes[window]), (self.scales, self.scales[_blocks(window)])]
 
     def unpack(self, kernels: Kernels, output: Tensor) -> None:
         """Write the dequantised values to `output`, shape (numel,)."""

@@ -21,8 +21,8 @@ from zero.compiled.activations import Activations
 from zero.compiled.pending_backwards import PendingBackwards
 from zero.errors import UsageError
 from zero.optimizer.record_streamer import RecordStreamer
-from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup
+from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import ShardedUnit, State
 from zero.tiers.tracer import Tracer
@@ -84,7 +84,7 @@ class Runtime:
         self._unseen = False
         self._record_streamer = record_streamer
         self._held: Counter[ShardedUnit] = Counter()
-        self._whole: dict[tuple[ShardedUnit, Cast], int] = {}
+        self._whole: dict[tuple[ShardedUnit, GatherFormat], int] = {}
         _runtimes[self.handle] = self
 
     @property
@@ -103,29 +103,29 @@ class Runtime:
     def nbytes(self, what: Gathered) -> int:
         """Bytes of whole buffers, beside those that ranks have in common."""
         unit = self.unit(what)
-        cast = unit.cast_for(what[1], all=True)
+        fmt = unit.format_for(what[1], all=True)
         return sum(
-            g.nbytes(cast) for g in unit.groups if not (g.home.common and g.gather_format(cast) == OWN)
+            g.nbytes(fmt) for g in unit.groups if not (g.home.common and g.gather_format(fmt) == EXACT)
         )
 
     def begin_gather(self, unit: int, dtype: torch.dtype) -> None:
         """Begin to gather a unit; nothing waits. dtype: what fp32 parameters travel in."""
-        cast = self.units[unit].cast_for(dtype, all=True)
-        self._count(self.units[unit], cast)
-        self.units[unit].start_gather(cast)
+        fmt = self.units[unit].format_for(dtype, all=True)
+        self._count(self.units[unit], fmt)
+        self.units[unit].start_gather(fmt)
 
     def gather(self, numbers: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Whole values of parameters of one unit; it stays gathered until as many `release`."""
         unit = self._slots[numbers[0]][0]
-        cast = unit.cast_for(dtype, all=True)
+        fmt = unit.format_for(dtype, all=True)
         unit.forwards += 1
         self._held[unit] += 1
-        self._count(unit, cast)
-        unit.complete(cast)
+        self._count(unit, fmt)
+        unit.gather(fmt, bind=False)
         if self.profile is not None:
             self.profile.gathers[unit.index, dtype] += 1
         self._mark_use(unit)
-        values = {group: group.values(cast) for group in unit.groups}
+        values = {group: group.values(fmt) for group in unit.groups}
         return [values[group][index] for _, group, index in (self._slots[n] for n in numbers)]
 
     def release(self, unit: int, keep: bool) -> None:
@@ -179,7 +179,7 @@ class Runtime:
         """Whether the unit stays gathered in this dtype from now on, until the weights change."""
         unit = self.unit(what)
         change = unit.persistent.add if persistent else unit.persistent.discard
-        change(unit.cast_for(what[1], all=True))
+        change(unit.format_for(what[1], all=True))
 
     def invalidate(self, unit: int) -> None:
         """Drop the unit's whole values, also what persists."""
@@ -223,10 +223,10 @@ class Runtime:
         if not self._unseen:
             self._tracer.mark(self._phase.name, unit.name)
 
-    def _count(self, unit: ShardedUnit, cast: Cast) -> None:
+    def _count(self, unit: ShardedUnit, fmt: GatherFormat) -> None:
         self._forget_released()
         if not unit.resident:
-            self._whole[unit, cast] = sum(group.nbytes(cast) for group in unit.groups)
+            self._whole[unit, fmt] = sum(group.nbytes(fmt) for group in unit.groups)
             self.peak = max(self.peak, sum(self._whole.values()))
 
     def _forget_released(self) -> None:

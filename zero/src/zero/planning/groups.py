@@ -15,7 +15,7 @@ from zero.config.offload import Tier
 from zero.config.training import Config
 from zero.gradients.group_gradients import GradientPolicy
 from zero.setup.drafts import GroupDraft, UnitDraft
-from zero.sharding.cast import OWN, Cast
+from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.placement import Placement
 from zero.tiers.record import DiskFormat
@@ -226,10 +226,10 @@ class UnitPlanner:
     def _group(self, draft: GroupDraft, resident: bool) -> PlannedGroup:
         kind, policy, order = draft.kind, self._policy, self._order
         fmt = (
-            OWN
+            EXACT
             if resident
             else kind.gather_options.gather_format(
-                Cast(self._autocast, kind.gather_options.quant_dtype), kind.dtype
+                GatherFormat(self._autocast, kind.gather_options.quant_dtype), kind.dtype
             )
         )
         parameters = [parameter for _, parameter in draft.named]

@@ -17,7 +17,7 @@ from zero.optimizer.routes import share_out
 from zero.optimizer.stepping import GroupStepping, Stepping, of_unknown
 from zero.setup.preparation import Prepared
 from zero.sharding import layout
-from zero.sharding.cast import GatherOptions
+from zero.sharding.gather_format import GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.units import UnitPlan
 from zero.tiers.placement import Placement, PlacementRequest, Placer

@@ -3,8 +3,8 @@
 Glossary
 --------
 home        the flat buffer in the parameters' own dtype.
-cast buffer a flat buffer for another format of the values: in autocast's dtype, if autocast casts them before
-            each use, or rounded by a gather in 8 bits.
+converted   a flat buffer for another gather format: in autocast's dtype, if autocast casts the values before
+            each use, or with values that were rounded to 8 bits.
 shard       this rank's slice of the parameters in their own dtype, shape (shard_numel,). If the whole buffer
             stays (stages 0 to 2, one rank, persistent units, ranks with common memory) it is a view of
             `home`. If parameters are offloaded it is on the host or on disk.
@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from accelz import Accelerator, FlatBuffer, dense_stride
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.job import Mesh, explained
-from zero.communication.quantised import Quantised, block_of
+from zero.communication.quantised import Quantised, Sent, block_of
 from zero.sharding import layout
 from zero.sharding.binding import Binding
-from zero.sharding.cast import OWN, Cast, GatherOptions
+from zero.sharding.gather_format import EXACT, GatherFormat, GatherOptions
 from zero.sharding.layout import ParameterSpec
 from zero.sharding.shard_source import ShardSource
 from zero.sharding.sub_group import SubGroup, sub_groups
@@ -47,6 +47,8 @@ from zero.tiers.values import Values, at_least_fp32, lasting
 
 Pending = NamedHandle | SideStreamWork
 """A transfer under way to or from a buffer."""
+
+_HERE = nullcontext()
 
 
 class FlatGroup:
@@ -84,8 +86,9 @@ class FlatGroup:
         self._stores = stores
         self._accelerator: Accelerator = stores.accelerator
         self.gather_options = gather_options
-        self._cast_buffers: dict[Cast, FlatBuffer] = {}
-        self._travelling: dict[Cast, Quantised] = {}
+        self._formats: dict[GatherFormat, GatherFormat] = {}  # of the group, by the unit's
+        self._converted: dict[GatherFormat, FlatBuffer] = {}
+        self._travelling: dict[GatherFormat, Quantised] = {}
         self._private: FlatBuffer | None = None
         # Masters start from the values as given, not from their 16-bit rounding.
         wide = self.trainable and any(p.dtype.itemsize > dtype.itemsize for p in self.parameters)
@@ -211,7 +214,7 @@ class FlatGroup:
 
     def held(self) -> DeviceBytes:
         """Return the bytes of the device in use for the group."""
-        buffers = [self.home, *self._cast_buffers.values(), *([self._private] if self._private else [])]
+        buffers = [self.home, *self._converted.values(), *([self._private] if self._private else [])]
         whole = sum(b.nbytes for b in buffers if b.materialized)
         whole += sum(quantised.nbytes for quantised in self._travelling.values())
         device = self._accelerator.device
@@ -226,13 +229,13 @@ class FlatGroup:
             )
         return DeviceBytes(parameters=shard.nbytes, gathered=whole, optimizer=record)
 
-    def isolate(self, beside: Cast) -> None:
+    def isolate(self, beside: GatherFormat) -> None:
         """Make the gathered parameters a `private` copy if they may not be views of `home`.
 
         Then no write to them reaches another rank, and what is computed with them stays valid up to its
-        backward, longer than `home`. beside: the cast that a forward under way computes in.
+        backward, longer than `home`. beside: the format that a forward under way computes in.
         """
-        if self._private is None and (self.home.common or self.gather_format(beside) != OWN):
+        if self._private is None and (self.home.common or self.gather_format(beside) != EXACT):
             self._private = allocate(self._stores, "for a copy of", self.unit, self.home.nbytes, self._copy)
             self.binding.bind(self._private)
 
@@ -242,82 +245,73 @@ class FlatGroup:
         copy.data.copy_(self.home.data)
         return copy
 
-    def rejoin(self, bound: Cast) -> None:
+    def rejoin(self, bound: GatherFormat) -> None:
         """End isolate(): if the parameters were views of a copy, bind them to the buffer of `bound`."""
         if self._private is not None:
             self._private = None
             self.bind(bound)
 
-    def buffer(self, cast: Cast) -> FlatBuffer:
-        """Return the buffer to gather into: `home` for values as they are, else a cast buffer."""
-        fmt = self.gather_format(cast)
-        if fmt == OWN:
+    def buffer(self, fmt: GatherFormat) -> FlatBuffer:
+        """Return the buffer to gather into: `home` for values as they are, else a converted one."""
+        fmt = self.gather_format(fmt)
+        if fmt == EXACT:
             return self.home
-        if fmt not in self._cast_buffers:
+        if fmt not in self._converted:
             dtype = fmt.dtype or self.dtype
             with lasting():
-                self._cast_buffers[fmt] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
-        return self._cast_buffers[fmt]
+                self._converted[fmt] = self._accelerator.flat_buffers.empty_like(self.home, dtype)
+        return self._converted[fmt]
 
-    def nbytes(self, cast: Cast) -> int:
+    def nbytes(self, fmt: GatherFormat) -> int:
         """Return the bytes of the buffer to gather into."""
-        return self.layout.numel * (self.gather_format(cast).dtype or self.dtype).itemsize
+        return self.layout.numel * (self.gather_format(fmt).dtype or self.dtype).itemsize
 
-    def release(self, cast: Cast) -> None:
-        """Drop the bytes of `buffer(cast)`, if it was ever made: memory may have run out before."""
-        fmt = self.gather_format(cast)
+    def release(self, fmt: GatherFormat) -> None:
+        """Drop the bytes of `buffer(fmt)`, if it was ever made: memory may have run out before."""
+        fmt = self.gather_format(fmt)
         self._travelling.pop(fmt, None)
-        buffer = self.home if fmt == OWN else self._cast_buffers.get(fmt)
+        buffer = self.home if fmt == EXACT else self._converted.get(fmt)
         if buffer is not None:
             buffer.release()
 
-    def gather_format(self, cast: Cast) -> Cast:
-        """Return the format in which the group is gathered for a unit's cast; each has its own buffer."""
-        return self.gather_options.gather_format(cast, self.dtype)
+    def gather_format(self, fmt: GatherFormat) -> GatherFormat:
+        """Return what of a unit's format applies to the group; each has its own buffer."""
+        found = self._formats.get(fmt)
+        if found is None:
+            found = self._formats[fmt] = self.gather_options.gather_format(fmt, self.dtype)
+        return found
 
-    def start_gather(self, communicator: Communicator, cast: Cast) -> list[Pending]:
+    def start_gather(self, communicator: Communicator, fmt: GatherFormat) -> list[Pending]:
         """Begin to fill the buffer from all ranks' shards; return what to wait for before `finish_gather`.
 
         Values are cast, or rounded to codes, before anything travels. A shard that is away is copied and cast
         concurrently with the computation. Nothing travels between ranks if no other rank has a shard.
         """
-        fmt = self.gather_format(cast)
-        room = self._open(fmt) if fmt.quant_dtype is None else self._open_quantised(fmt, fmt.quant_dtype)
-        if self.source.resting is not None:
-            return self._fill(communicator, room)
-        with self._stores.carrier.beside() as work:
-            return [*self._fill(communicator, room), work]
+        room = self._opened(self.gather_format(fmt))
+        begun: list[Pending] = []
+        with self._stores.carrier.beside() if self.source.resting is None else _HERE as work:
+            for whole, mine in self._filled(room, communicator):
+                begun.append(communicator.all_gather(self.unit, whole, mine, self.mesh.shards))
+        return begun if work is None else [*begun, work]
 
-    def _fill(self, communicator: Communicator, room: FlatBuffer | Quantised) -> list[Pending]:
-        postponing = communicator.postponing_disk_errors() if communicator.in_pass else nullcontext()
-        if isinstance(room, Quantised):
-            with postponing, self.source.on_device() as shard:
-                room.put(self._accelerator.kernels, self.window, shard)
-            return [*room.all_gather(communicator, self.unit, self.window, self.mesh.shards)]
-        mine = room.data[self.window]
-        with postponing:
-            mine = self._mine_in(room)
-        return (
-            []
-            if self.shards == 1
-            else [communicator.all_gather(self.unit, room.data, mine, self.mesh.shards)]
-        )
-
-    def _open_quantised(self, fmt: Cast, quant_dtype: torch.dtype) -> Quantised:
-        numel = self.layout.numel
-        make = partial(Quantised, numel, quant_dtype, self._accelerator.device)
-        whole = allocate(self._stores, "to gather", self.unit, Quantised.nbytes_of(numel), make)
-        self._travelling[fmt] = whole
-        return whole
-
-    def finish_gather(self, cast: Cast) -> None:
+    def finish_gather(self, fmt: GatherFormat) -> None:
         """Unpack values that travelled as codes, after the gather has been waited for."""
-        fmt = self.gather_format(cast)
+        fmt = self.gather_format(fmt)
         if fmt in self._travelling:
-            self._travelling[fmt].unpack(self._accelerator.kernels, self._open(fmt).data)
+            self._travelling[fmt].unpack(self._accelerator.kernels, self._materialized(fmt).data)
             del self._travelling[fmt]
 
-    def _open(self, fmt: Cast) -> FlatBuffer:
+    def _opened(self, fmt: GatherFormat) -> FlatBuffer | Quantised:
+        """Make room for what travels: the whole buffer, or codes that `finish_gather` unpacks."""
+        if fmt.quant_dtype is None:
+            return self._materialized(fmt)
+        numel = self.layout.numel
+        make = partial(Quantised, numel, fmt.quant_dtype, self._accelerator.device)
+        codes = allocate(self._stores, "to gather", self.unit, Quantised.nbytes_of(numel), make)
+        self._travelling[fmt] = codes
+        return codes
+
+    def _materialized(self, fmt: GatherFormat) -> FlatBuffer:
         def materialized() -> FlatBuffer:
             buffer = self.buffer(fmt)
             buffer.materialize()
@@ -325,27 +319,41 @@ class FlatGroup:
 
         return allocate(self._stores, "to gather", self.unit, self.nbytes(fmt), materialized)
 
-    def _mine_in(self, buffer: FlatBuffer) -> Tensor:
-        """Return this rank's slice for `buffer`: the shard itself if it fits, else a copy in `buffer`."""
-        mine = buffer.data[self.window]
-        if buffer is not self.home:
-            with self.source.on_device() as shard:
-                self._accelerator.kernels.scale_cast(mine, shard)
-            return mine
-        with self.source.in_memory() as shard:
-            if shard.device == mine.device and self.shards > 1 and not isinstance(self.shard, Section):
-                return shard
-            mine.copy_(shard, non_blocking=True)
-        return mine
+    def _filled(self, room: FlatBuffer | Quantised, communicator: Communicator) -> Sequence[Sent]:
+        """Put this rank's values in `room`; return what to gather."""
+        near = self.source.resting
+        if near is not None:
+            return self._put(room, near)
+        postponing = communicator.postponing_disk_errors() if communicator.in_pass else _HERE
+        away = self.source.in_memory() if room is self.home else self.source.on_device()
+        with postponing, away as shard:
+            return self._put(room, shard)
+        return self._sent(room)  # with whatever values there are: the disk has failed
 
-    def bind(self, cast: Cast) -> None:
-        """Make the parameters views of the buffer that `cast` is gathered in, or of their private copy."""
-        self.binding.bind(self._readable(cast))
+    def _put(self, room: FlatBuffer | Quantised, shard: Tensor) -> Sequence[Sent]:
+        if isinstance(room, Quantised):
+            room.put(self._accelerator.kernels, self.window, shard)
+        elif room is not self.home:
+            self._accelerator.kernels.scale_cast(room.data[self.window], shard)
+        elif shard.device == room.data.device and self.shards > 1 and not isinstance(self.shard, Section):
+            return [(room.data, shard)]
+        else:
+            room.data[self.window].copy_(shard, non_blocking=True)
+        return self._sent(room)
 
-    def values(self, cast: Cast) -> tuple[Tensor, ...]:
+    def _sent(self, room: FlatBuffer | Quantised) -> Sequence[Sent]:
+        if isinstance(room, Quantised):
+            return room.sent(self.window)
+        return [(room.data, room.data[self.window])] if self.shards > 1 else ()
+
+    def bind(self, fmt: GatherFormat) -> None:
+        """Make the parameters views of the buffer that `fmt` is gathered in, or of their private copy."""
+        self.binding.bind(self._readable(fmt))
+
+    def values(self, fmt: GatherFormat) -> tuple[Tensor, ...]:
         """Return the views that `bind` would make the parameters, in their order."""
-        return self._readable(cast).views
+        return self._readable(fmt).views
 
-    def _readable(self, cast: Cast) -> FlatBuffer:
-        buffer = self.buffer(cast)
+    def _readable(self, fmt: GatherFormat) -> FlatBuffer:
+        buffer = self.buffer(fmt)
         return self._private if self._private and buffer is self.home else buffer

@@ -1,7 +1,7 @@
-"""A unit's life cycle: SHARDED -> GATHERING -> GATHERED -> SHARDED, once for each cast it is needed in.
+"""A unit's life cycle: SHARDED -> GATHERING -> GATHERED -> SHARDED, once for each format it is needed in.
 
-A unit is gathered in a *cast*: in the parameters' own dtypes, or an autocast dtype for fp32 groups, exact
-or through 8 bits. Nearly always one cast is alive. There may be two if forwards under different autocast
+A unit is gathered in a `GatherFormat`: in the parameters' own dtypes, or an autocast dtype for fp32 groups,
+exact or through 8 bits. Nearly always one is alive. There may be two if forwards under different autocast
 settings await one backward, because autograd has saved views of both buffers, or if `zero.gathered` shows
 exact values of a unit that computes with others.
 """
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from zero.communication.communicator import Communicator
+from zero.ranges import ranged
 from zero.sharding.alterations import replaced, written
-from zero.sharding.cast import OWN, Cast
 from zero.sharding.flat_group import FlatGroup, Pending
+from zero.sharding.gather_format import EXACT, GatherFormat
 from zero.sharding.parameter_guard import ParameterGuard
 
 
@@ -52,9 +53,9 @@ class ShardedUnit:
     resident: the parameters are always whole (stages 0 to 2, one rank, persistent units).
     forwards: number of forwards under way that need the unit gathered. calls_in_backward: forward calls whose
     backward has begun and is not over. kept: what else needs it.
-    computed_in: the cast of the last call that a backward has come to or, until one does, of the last forward
-    with gradients. persistent: casts whose buffers `release` keeps until the weights change. changes: how
-    often the weights have changed, for backwards to find out that their forward had others.
+    computed_in: the format of the last call that a backward has come to or, until one does, of the last
+    forward with gradients. persistent: formats whose buffers `release` keeps until the weights change.
+    changes: how often the weights have changed, for backwards to find out that their forward had others.
     """
 
     def __init__(
@@ -74,16 +75,18 @@ class ShardedUnit:
         self.forwards = 0
         self.calls_in_backward: set[object] = set()
         self.kept: set[Keep] = set()
-        self.computed_in = OWN
-        self.persistent: set[Cast] = set()
+        self.computed_in = EXACT
+        self.persistent: set[GatherFormat] = set()
         self.changes = 0
         self._communicator = communicator
         self.guard = ParameterGuard([p for group in groups for p in group.parameters])
-        self._pending: dict[Cast, list[list[Pending]]] = {}  # one list for each group that has begun
-        self._gathered: set[Cast] = set()
+        self._pending: dict[GatherFormat, list[list[Pending]]] = {}  # one list for each group that has begun
+        self._gathered: set[GatherFormat] = set()
         self._stale = False  # the weights changed: nothing gathered before may stay
-        self._bound = OWN  # the cast whose buffers the parameters are views of
-        self._bound_before_exact: list[Cast] = []  # what was bound before the `hold_exact` blocks under way
+        self._bound = EXACT  # the format whose buffers the parameters are views of
+        self._bound_before_exact: list[
+            GatherFormat
+        ] = []  # what was bound before the `hold_exact` blocks under way
         self._quant_dtype = next(
             (group.gather_options.quant_dtype for group in groups if group.gather_options.quant_dtype), None
         )
@@ -124,72 +127,77 @@ class ShardedUnit:
         self.calls_in_backward.clear()
         self.kept.intersection_update(keep)
 
-    def state(self, cast: Cast = OWN) -> State:
-        if self.resident or cast in self._gathered:
+    def state(self, fmt: GatherFormat = EXACT) -> State:
+        if self.resident or fmt in self._gathered:
             return State.GATHERED
-        return State.GATHERING if cast in self._pending else State.SHARDED
+        return State.GATHERING if fmt in self._pending else State.SHARDED
 
     @property
     def idle(self) -> bool:
         """Whether nothing is gathered or being gathered."""
         return not (self._pending or self._gathered)
 
-    def cast_for(self, dtype: torch.dtype | None, all: bool = False) -> Cast:
-        """Return the cast to compute in when autocast casts to `dtype` (None: it is off).
+    def format_for(self, dtype: torch.dtype | None, all: bool = False) -> GatherFormat:
+        """Return the format to compute in when autocast casts to `dtype` (None: it is off).
 
         all: every fp32 parameter is wanted in `dtype`. A unit that is held exact also computes with exact
         values.
         """
         castable = any(g.dtype is torch.float32 and (all or g.gather_options.narrows) for g in self.groups)
         narrow = dtype if castable and dtype is not torch.float32 else None
-        return Cast(narrow, None if self.held_exact else self._quant_dtype, all and narrow is not None)
+        return GatherFormat(
+            narrow, None if self.held_exact else self._quant_dtype, all and narrow is not None
+        )
 
-    def start_gather(self, cast: Cast) -> None:
+    def start_gather(self, fmt: GatherFormat) -> None:
         """Begin the gather unless it is done or under way.
 
         If a failure cut an earlier start short, begin the groups that are missing.
         """
-        if self.state(cast) is not State.GATHERED:
-            begun = self._pending.setdefault(cast, [])
-            for index in range(len(begun), len(self.groups)):
-                begun.append(self._begin(index, cast))
+        if self.resident or fmt in self._gathered:
+            return
+        begun = self._pending.setdefault(fmt, [])
+        with ranged("gather", self.name):
+            for group in self.groups[len(begun) :]:
+                shared = self._shared(group, len(begun), fmt)
+                begun.append(group.start_gather(self._communicator, fmt) if shared is None else shared)
 
-    def _begin(self, index: int, cast: Cast) -> list[Pending]:
-        """Begin a group's gather, or join that of another cast in which the group has the same format.
+    def _shared(self, group: FlatGroup, index: int, fmt: GatherFormat) -> list[Pending] | None:
+        """Return what was begun for another format that is the same for the group; None if nothing was.
 
-        There is one buffer for each format.
+        There is one buffer for each.
         """
-        group = self.groups[index]
-        fmt = group.gather_format(cast)
+        if len(self._pending) == 1 and not self._gathered:
+            return None
+        alike = group.gather_format(fmt)
         for other, begun in self._pending.items():
-            if len(begun) > index and group.gather_format(other) == fmt:
+            if len(begun) > index and group.gather_format(other) == alike:
                 return begun[index]
-        if not self._stale and any(group.gather_format(other) == fmt for other in self._gathered):
-            return []
-        return group.start_gather(self._communicator, cast)
+        there = any(group.gather_format(other) == alike for other in self._gathered)
+        return [] if there and not self._stale else None
 
-    def gather(self, cast: Cast) -> None:
-        """Make the parameters whole in `cast`, waiting for the gather if need be."""
-        if not self.resident:
-            self.complete(cast)
-            self.guard.open()
-            self._bind(cast)
+    def gather(self, fmt: GatherFormat, bind: bool = True) -> None:
+        """Make the unit whole in `fmt`: begin the gather unless that was done before, and wait for it.
 
-    def complete(self, cast: Cast) -> None:
-        """Fill the buffers of `cast`, waiting for the gather if need be, without binding parameters."""
+        bind: make the parameters views of the values; a graph takes `FlatGroup.values` instead.
+        """
         if self.resident:
             return
-        self.start_gather(cast)
-        if cast in self._pending:
-            self._finish(cast, self._pending[cast])
-            del self._pending[cast]
-            self._gathered.add(cast)
+        if fmt not in self._gathered:
+            self.start_gather(fmt)
+            self._finish(fmt)
+        if bind:
+            self.guard.open()
+            self._bind(fmt)
 
-    def _finish(self, cast: Cast, begun: list[list[Pending]]) -> None:
-        for handle in chain.from_iterable(begun):
-            handle.wait()
-        for group in self.groups:
-            group.finish_gather(cast)
+    def _finish(self, fmt: GatherFormat) -> None:
+        with ranged("wait", self.name):
+            for handle in chain.from_iterable(self._pending[fmt]):
+                handle.wait()
+            for group in self.groups:
+                group.finish_gather(fmt)
+        del self._pending[fmt]
+        self._gathered.add(fmt)
 
     def renew(self) -> None:
         """Refill gathered buffers after weights were written in a `hold_exact` block. Collective.
@@ -199,10 +207,11 @@ class ShardedUnit:
         self.begin_compute()
         under_way = self.forwards or self.calls_in_backward
         if under_way or self.kept:
-            for cast in tuple(self._pending):
-                self.complete(cast)
-            for cast in sorted(self._gathered, key=str):
-                self._finish(cast, [group.start_gather(self._communicator, cast) for group in self.groups])
+            for fmt in tuple(self._pending):
+                self._finish(fmt)
+            for fmt in sorted(self._gathered, key=str):
+                self._pending[fmt] = [group.start_gather(self._communicator, fmt) for group in self.groups]
+                self._finish(fmt)
         if not under_way:
             self.changes += 1
 
@@ -240,7 +249,7 @@ class ShardedUnit:
     def hold_exact(self) -> None:
         """Hold the unit, its parameters bound to exact values of this rank's own, until `unhold_exact`."""
         self._bound_before_exact.append(self._bound)
-        self.gather(OWN)
+        self.gather(EXACT)
         for group in self.groups:
             group.isolate(self._bound_before_exact[-1])
 
@@ -248,12 +257,12 @@ class ShardedUnit:
         """Gather the unit for the program to read; `Keep` says until when. Collective."""
         if not self.resident:
             self.kept.add(why)
-            self.gather(self.cast_for(None))
+            self.gather(self.format_for(None))
 
     def _bind_again(self) -> None:
         """Bind what the program reads, in `hold_exact` or in a part, once no forward computes with it."""
         if not self.forwards and (self.held_exact or self.kept & FOR_PARTS):
-            readable = self.cast_for(None)
+            readable = self.format_for(None)
             if readable in self._gathered:
                 self._bind(readable)
 
@@ -286,14 +295,14 @@ class ShardedUnit:
                 handle.wait()
         stay = set() if self._stale else self.persistent & self._gathered
         for group in self.groups:
-            kept = {group.gather_format(cast) for cast in stay}
-            for cast in (*self._pending, *self._gathered):
-                if group.gather_format(cast) not in kept:
-                    group.release(cast)
+            kept = {group.gather_format(fmt) for fmt in stay}
+            for fmt in (*self._pending, *self._gathered):
+                if group.gather_format(fmt) not in kept:
+                    group.release(fmt)
         self._pending.clear()
         self._gathered = stay
         self._stale = False
-        self._bind(OWN)
+        self._bind(EXACT)
         self.guard.close()
 
     def rest(self) -> None:
@@ -339,7 +348,7 @@ class ShardedUnit:
     def start_refill(self, frozen: bool) -> list[Pending]:
         """Begin what `refill` completes."""
         kept = [group for group in self.groups if self.resident and group.shards > 1]
-        begun = [g.start_gather(self._communicator, OWN) for g in kept if g.trainable or frozen]
+        begun = [g.start_gather(self._communicator, EXACT) for g in kept if g.trainable or frozen]
         return list(chain.from_iterable(begun))
 
     def rebound(self) -> list[str]:
@@ -375,12 +384,12 @@ class ShardedUnit:
         self.forget_calls()
         self.release()
 
-    def _bind(self, cast: Cast) -> None:
-        if cast != self._bound:
+    def _bind(self, fmt: GatherFormat) -> None:
+        if fmt != self._bound:
             self.guard.open()
             for group in self.groups:
-                group.bind(cast)
-            self._bound = cast
+                group.bind(fmt)
+            self._bound = fmt
 
     def conceal(self) -> None:
         """End `ParameterGuard.expose`."""

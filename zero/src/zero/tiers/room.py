@@ -31,13 +31,13 @@ class OutOfMemoryError(ZeroError, torch.OutOfMemoryError):
 
 def allocate(stores: Stores, purpose: str, unit: str | None, nbytes: int, allocation: Callable[[], T]) -> T:
     """Return what `allocation` returns, trying again if state could be moved off the device. See room_for."""
-    with room_for(stores.accelerator, purpose, unit, nbytes):
-        try:
-            return allocation()
-        except torch.OutOfMemoryError:
+    try:
+        return allocation()
+    except torch.OutOfMemoryError:
+        with room_for(stores.accelerator, purpose, unit, nbytes):
             if not stores.relieve(nbytes):
                 raise
-        return allocation()
+            return allocation()
 
 
 @contextmanager

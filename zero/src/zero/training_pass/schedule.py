@@ -10,11 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 
-from zero.sharding.cast import Cast
+from zero.sharding.gather_format import GatherFormat
 from zero.sharding.sharded_unit import ShardedUnit, State
 from zero.tiers.read_ahead import DEPTH, ReadAhead
 
-Event = tuple[int, Cast]  # by unit index
+Event = tuple[int, GatherFormat]  # by unit index
 _LONGEST = 100_000  # uses of units that an order may hold
 
 
@@ -48,12 +48,11 @@ class Schedule:
         if self._disk is not None:
             self._disk.clear()
 
-    def acquire(self, unit: ShardedUnit, cast: Cast) -> None:
-        """Gather `unit`, and begin to gather the units that were needed after it last time."""
+    def follow(self, unit: ShardedUnit, fmt: GatherFormat) -> None:
+        """Begin to gather the units that were needed after `unit` last time; it was gathered just now."""
         if unit.resident:
             return
-        self._advance((unit.index, cast))
-        unit.gather(cast)
+        self._advance((unit.index, fmt))
         for index, later in self._upcoming(self._ahead):
             self._units[index].start_gather(later)
         if self._disk is not None:
@@ -86,9 +85,9 @@ class Schedule:
         return 1 + min(places[max(later - 1, 0) : later + 1], key=lambda place: abs(place - self._cursor))
 
     def _read_ahead(self) -> None:
-        for index, cast in self._upcoming(self._ahead + DEPTH)[self._ahead :]:
+        for index, fmt in self._upcoming(self._ahead + DEPTH)[self._ahead :]:
             unit = self._units[index]
-            will_be_gathered = unit.state(cast) is State.SHARDED or not self.needed_soon(unit)
+            will_be_gathered = unit.state(fmt) is State.SHARDED or not self.needed_soon(unit)
             if will_be_gathered and not all(group.source.start_read() for group in unit.groups):
                 return
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import ref
 
 from zero.errors import UsageError
-from zero.sharding.cast import Cast
+from zero.sharding.gather_format import GatherFormat
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.training_pass.progress import next_number
 
@@ -32,7 +32,7 @@ class TurnUser(Protocol):
 class Turn:
     """The place of one forward of a unit in backwards. It outlives what autograd's graph holds of the call.
 
-    call: while the graph exists. unit, index: the unit's name and number. cast: what the forward computed in.
+    call: while the graph exists. unit, index: the unit's name and number. fmt: what the forward computed in.
     changes: see `ShardedUnit`, as of the forward. taken: whether the backward under way goes through the call
     on this rank or, as far as is known, on any. ends_with_gradients: of the unit's parameters, if no input
     has a producer.
@@ -41,9 +41,9 @@ class Turn:
     __slots__ = (
         "_hooks",
         "call",
-        "cast",
         "changes",
         "ends_with_gradients",
+        "fmt",
         "index",
         "newest_input",
         "start",
@@ -52,10 +52,10 @@ class Turn:
         "unit",
     )
 
-    def __init__(self, hooks: TurnUser, unit: ShardedUnit, cast: Cast) -> None:
+    def __init__(self, hooks: TurnUser, unit: ShardedUnit, fmt: GatherFormat) -> None:
         self.unit = unit.name
         self.index = unit.index
-        self.cast = cast
+        self.fmt = fmt
         self.changes = unit.changes
         self.start = next_number()
         self.newest_input = -1

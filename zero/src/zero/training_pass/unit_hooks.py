@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zero.sharding import autocast
 from zero.sharding.alterations import changed_since
-from zero.sharding.cast import Cast
+from zero.sharding.gather_format import GatherFormat
 from zero.sharding.guard import UNIT_ATTRIBUTE
 from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import FOR_PARTS, Keep, ShardedUnit, State
@@ -181,15 +181,15 @@ class UnitHooks(Uncopied):
             return inputs
         if Keep.READ in self._unit.kept and calls_under_way(self._hooked) == 1:
             self._unit.kept.discard(Keep.READ)  # what it was kept for is over
-        cast = self._unit.cast_for(autocast.enabled_dtype(self._device_type))
+        fmt = self._unit.format_for(autocast.enabled_dtype(self._device_type))
         with apart():
-            self._acquire(cast)
+            self._acquire(fmt)
             self._unit.begin_compute()
             self._mark()
         self._call = self._in_order = None
         if torch.is_grad_enabled():
-            self._unit.computed_in = cast
-            turn = self._take_turn(cast)
+            self._unit.computed_in = fmt
+            turn = self._take_turn(fmt)
             inputs, produced = with_producers(inputs)
             self._call = Call(turn, produced, recomputed=self._phase.in_backward)
             if not produced:
@@ -198,12 +198,12 @@ class UnitHooks(Uncopied):
                 self._progress.watch(tensor)
         return inputs
 
-    def _take_turn(self, cast: Cast) -> Turn:
+    def _take_turn(self, fmt: GatherFormat) -> Turn:
         """Return a turn for a call that begins, in `order` if all ranks make the call and gather for it.
 
         In a block of `zero.gathered`, one rank may make it alone. In a backward, calls are made again.
         """
-        turn = Turn(self, self._unit, cast)
+        turn = Turn(self, self._unit, fmt)
         if not (self._unit.resident or self._unit.held_exact or torch._C._current_graph_task_id() >= 0):
             self._in_order = turn
             self._order.enter(turn)
@@ -224,7 +224,7 @@ class UnitHooks(Uncopied):
             self._unit.gather_to_keep(Keep.LENT if torch.is_grad_enabled() else Keep.READ)
         if torch.is_grad_enabled():
             self._open_ended = True
-            self._unit.computed_in = self._unit.cast_for(None)
+            self._unit.computed_in = self._unit.format_for(None)
             self._take_turn(self._unit.computed_in)
             self._leave_order()
         self._mark()
@@ -241,17 +241,17 @@ class UnitHooks(Uncopied):
     def _mark(self) -> None:
         self._tracer.mark(self._phase.name, self._unit.name)
 
-    def _acquire(self, cast: Cast) -> None:
+    def _acquire(self, fmt: GatherFormat) -> None:
         """Gather the unit.
 
         A unit that is recomputed during its backward is gathered already, and this use is not part of the
         order that `schedule` learns: ranks that have used nothing of the unit do not recompute it.
         """
         used = self._unit.calls_in_backward or self._unit.kept - FOR_PARTS
-        if used and self._unit.state(cast) is State.GATHERED:
-            self._unit.gather(cast)
-        else:
-            self._schedule.acquire(self._unit, cast)
+        again = used and self._unit.state(fmt) is State.GATHERED
+        self._unit.gather(fmt)
+        if not again:
+            self._schedule.follow(self._unit, fmt)
 
     def _release_after(self, output: Any) -> Any:
         """Release the unit, if possible; return the output of its forward."""
@@ -319,13 +319,14 @@ class UnitHooks(Uncopied):
         if turn not in self._ahead:
             self._put_ahead(turn)
         turn.taken = True
-        self._unit.computed_in = turn.cast
+        self._unit.computed_in = turn.fmt
         if turn not in self._unit.calls_in_backward:
             self._unit.calls_in_backward.add(turn)
             if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
                 self._unit.kept.add(Keep.DIFFERENTIATED)
             with apart():
-                self._schedule.acquire(self._unit, turn.cast)
+                self._unit.gather(turn.fmt)
+                self._schedule.follow(self._unit, turn.fmt)
                 self._mark()
 
     def end_backward(self, turn: Turn) -> None:

@@ -12,9 +12,10 @@ import pytest
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.test_parity import fresh, language_loss, sgd
-from tests.zero.test_replicas import errors_of
-from tests.zero.training import Run, same_bits, train_reference, train_zero
+from tests.zero.engine.test_replicas import errors_of
+from tests.zero.helpers.models import fresh, language_loss
+from tests.zero.helpers.optimizers import sgd
+from tests.zero.helpers.training import Run, same_bits, train_reference, train_zero
 from zero.communication.job import mesh_of
 from zero.setup import build, initialization
 from zero.setup.drafts import UnitDraft
