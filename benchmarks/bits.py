@@ -37,7 +37,6 @@ VARIANTS: dict[str, Variant] = {
     GENERATED: Variant("inductor", {"compile": zero.Compile()}),
     "zero3, state on the host": Variant("host", {"offload": zero.Offload(optimizer="host")}),
     "zero3, all on the host": Variant("host", {"offload": zero.Offload(optimizer="host", params="host")}),
-    "zero3, overlapped": Variant("host", {"offload": zero.Offload(optimizer="host", overlap=True)}),
 }
 BY_MODE: dict[Mode, tuple[str, ...]] = {
     "deterministic": tuple(VARIANTS),

@@ -27,6 +27,5 @@ def build_zero_host(model: Decoder, setting: Setting, offload: zero.Offload) -> 
 PEERS: dict[str, Callable[[Decoder, Setting], Peer]] = {
     "fsdp2-host": build_fsdp2_host,
     "zero3-host": partial(build_zero_host, offload=zero.Offload(optimizer="host")),
-    "zero3-host-overlap": partial(build_zero_host, offload=zero.Offload(optimizer="host", overlap=True)),
     "zero3-host-params": partial(build_zero_host, offload=zero.Offload(optimizer="host", params="host")),
 }

@@ -63,8 +63,7 @@ HOST_OPTIMIZER = "accelz_cpu.native_kernels.NativeKernels"
 # If memory cannot hold all peers at once, every turn is a launch of its own; so there are fewer rounds.
 FULL_STEP = "--size huge --length 2048 --batch 2 --rounds 7 --peers plain,fsdp2,zero3,zero2"
 FULL_HOST_STEP = (
-    "--size huge --length 2048 --batch 2 --rounds 3 --steps 2 "
-    "--peers fsdp2-host,zero3-host,zero3-host-overlap,zero3-host-params"
+    "--size huge --length 2048 --batch 2 --rounds 3 --steps 2 --peers fsdp2-host,zero3-host,zero3-host-params"
 )
 FULL_BITS = "--size small --length 512 --steps 12"
 QUICK_BITS = "--size tiny --length 16 --steps 3 --modes default"

@@ -220,7 +220,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "local accumulation": {"gradient_accumulation_steps": 2, "accumulate": "local"},
     "clipped": {"clip_norm": 0.1, "stage": 2},
     "gradients on the host": {"offload": zero.Offload(optimizer="host", gradients="host")},
-    "ahead": {"offload": zero.Offload(optimizer="host", overlap=True)},
     "sent in bf16": {"reduce_dtype": "bf16", "persistent_below": 200},
 }
 

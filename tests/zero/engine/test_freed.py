@@ -65,7 +65,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16", "clip_norm": 1.0},
     "fp16": {"precision": "bf16", "loss_scale": "dynamic"},
     "stage 2": {"stage": 2, "gradient_accumulation_steps": 2},
-    "on the host": {"offload": zero.Offload(optimizer="host", params="host", overlap=True)},
+    "on the host": {"offload": zero.Offload(optimizer="host", params="host")},
     "streamed": {"offload": zero.Offload(optimizer="host", step="device")},
     "measured": {"offload": "auto"},
     "compiled": {"compile": zero.Compile(inner="aot_eager")},

@@ -68,7 +68,7 @@ SETTINGS: dict[str, tuple[Settings, int]] = {
         {"gradient_accumulation_steps": 2, "offload": {"optimizer": "host", "params": "host"}},
         2,
     ),
-    "stepped ahead": ({"offload": {"optimizer": "host", "overlap": True}, "clip_norm": 0.5}, 1),
+    "stepped on the host": ({"offload": {"optimizer": "host"}, "clip_norm": 0.5}, 1),
     "persistent": ({"persistent_below": 40}, 1),
 }
 

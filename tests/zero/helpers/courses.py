@@ -1,4 +1,4 @@
-"""Runs whose host state is stepped ahead or at the step, with every value that they leave behind."""
+"""Runs with state on the host, with every value that they leave behind."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ Between = Callable[[zero.Engine, int], None]  # (engine, step): what a user does
 
 @dataclass
 class Course:
-    """A run, every value that it left behind, and how much of it was stepped ahead."""
+    """A run, and every value that it left behind."""
 
     losses: list[float] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
-    taken: int = 0
-    wasted: int = 0
 
 
 @contextmanager
@@ -42,7 +40,6 @@ def survived(error: type[Exception] | None) -> Iterator[None]:
 
 def course(
     context: Context,
-    overlap: bool,
     *,
     offload: dict[str, Any] = HOST,
     model: Callable[[], nn.Module] = fresh,
@@ -53,8 +50,8 @@ def course(
     raises: tuple[int, type[Exception]] | None = None,
     **settings: Any,
 ) -> Course:
-    """Train, stepping what is on the host ahead or at the step. raises: in which backward, and what."""
-    tiers = zero.Offload(**offload, overlap=overlap)
+    """Train. raises: in which backward, and what."""
+    tiers = zero.Offload(**offload)
     engine = zero.initialize(
         net := model(), optimizer(net), zero.Config(offload=tiers, timeout=20, **settings)
     )
@@ -75,10 +72,6 @@ def course(
         if parameter.requires_grad:
             state = engine.full_optimizer_state(name)
             run.values |= {f"{name} {key}": value for key, value in state.items()}
-    if overlap:
-        ahead = engine._sharded_optimizer._speculative
-        assert ahead is not None
-        run.taken, run.wasted = ahead.committed, ahead.wasted
     return run
 
 

@@ -211,7 +211,6 @@ def tiers_body(context: Context, path: str) -> dict[str, tuple[bool, int]]:
     tiers = {
         "host": zero.Offload(optimizer="host", params="host"),
         "visiting": zero.Offload(optimizer="host", step="device"),
-        "overlap": zero.Offload(optimizer="host", overlap=True),
         "disk": zero.Offload(optimizer="disk", params="disk", gradients="disk", path=path),
     }
     found = {}

@@ -73,8 +73,8 @@ def parity_body(context: Context) -> dict[str, bool]:
     for name, (tiers, settings) in CASES.items():
         key = repr(settings)
         if key not in expected:
-            expected[key] = course(context, False, offload={}, **settings)
-        found[name] = same(course(context, False, offload={**VISITING, **tiers}, **settings), expected[key])
+            expected[key] = course(context, offload={}, **settings)
+        found[name] = same(course(context, offload={**VISITING, **tiers}, **settings), expected[key])
     return found
 
 
@@ -86,8 +86,8 @@ def test_bitwise_equal_to_state_on_the_device(cluster: Clusters, size: int) -> N
 
 def disk_body(context: Context, path: str) -> bool:
     tiers = {**VISITING, "params": "disk", "gradients": "disk", "path": path}
-    visiting = course(context, False, offload=tiers, precision="bf16")
-    return same(visiting, course(context, False, offload={}, precision="bf16"))
+    visiting = course(context, offload=tiers, precision="bf16")
+    return same(visiting, course(context, offload={}, precision="bf16"))
 
 
 def test_beside_parameters_and_gradients_on_disk(cluster: Clusters, tmp_path: Path) -> None:
@@ -255,7 +255,6 @@ def test_no_room_to_come_ahead(cluster: Clusters, device: str) -> None:
     [
         ({}, "set optimizer='host', or keep step='host'"),
         ({"optimizer": "disk", "path": "/"}, "set optimizer='host', or keep step='host'"),
-        ({"optimizer": "host", "overlap": True}, "overlap=False or step='host'"),
         ({"optimizer": "host", "compact": True}, "compact=False or step='host'"),
     ],
 )

@@ -90,7 +90,7 @@ def refusals_body(context: Context) -> list[str]:
         told(muon, whole_parameters=False),
         told(adamw, whole_parameters=True),
         told(muon, offload=zero.Offload(optimizer="disk", path=".")),
-        told(muon, offload=zero.Offload(optimizer="host", overlap=True)),
+        told(muon, offload=zero.Offload(optimizer="host", step="device")),
         told(lambda model: []),
         told(lambda model: [adamw(model), None]),
         told(lambda model: [adamw(model), torch.optim.SGD([model.gain], lr=1)]),
@@ -103,7 +103,7 @@ REFUSED = (
     "OptimizerError: AdamW works element by element",
     "ConfigError: Offload(optimizer='disk') serves optimizers that kernels step: Adam, AdamW, SGD, Lion. "
     "This Muon",
-    "ConfigError: Offload(overlap=True) serves optimizers that kernels step: Adam, AdamW, SGD, Lion. This "
+    "ConfigError: Offload(step='device') serves optimizers that kernels step: Adam, AdamW, SGD, Lion. This "
     "Muon",
     "OptimizerError: the list of optimizers is empty",
     "OptimizerError: expected a torch.optim.Optimizer or a list of them, got NoneType",

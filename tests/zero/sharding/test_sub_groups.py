@@ -157,23 +157,6 @@ def test_a_record_comes_once_in_a_step(cluster: Clusters, device: str, params: s
         assert journeys == records > 3
 
 
-def mixed_body(context: Context) -> tuple[int, int]:
-    offload = zero.Offload(optimizer="host", params="host", fraction=0.5, overlap=True, sub_group_size=SUB)
-    engine = build(offload)
-    one_step(engine, 0)
-    ahead = engine._sharded_optimizer._speculative
-    assert ahead is not None
-    return ahead.committed, ahead.wasted
-
-
-def test_steps_ahead_are_of_use_beside_records_on_the_device(cluster: Clusters, device: str) -> None:
-    if device != "sim":
-        pytest.skip("needs a device that is not the host")
-    for taken, wasted in cluster(2).run(mixed_body):
-        assert taken
-        assert not wasted
-
-
 def misfit_body(context: Context, path: str) -> str:
     """What is told of a checkpoint that has less optimizer state."""
     config = zero.Config(offload=zero.Offload(optimizer="host", sub_group_size=SUB), timeout=20)

@@ -57,8 +57,6 @@ CHANGES: dict[str, tuple[Change, dict[str, Any]]] = {
     "step": (stepped, {}),
     "step, bf16": (stepped, {"precision": "bf16"}),
     "step, optimizer on the device": (stepped, {"precision": "bf16", "offload": {"params": "host"}}),
-    "step ahead": (stepped, {"precision": "bf16", "offload": {**HOST, "overlap": True}}),
-    "step ahead, one master and shard": (stepped, {"offload": {**HOST, "overlap": True}}),
     "step of any optimizer": (stepped, {"optimizer": adagrad}),
     "load_checkpoint": (loaded, {}),
     "load_checkpoint, bf16": (loaded, {"precision": "bf16"}),

@@ -84,10 +84,9 @@ class Engine:
             None if self._loss_scale is None else OverflowWatch(self._loss_scale, accelerator, communicator)
         )
         self._factor = GradientFactor(config, communicator, self._loss_scale, accelerator)
-        expected = self._factor.expected if config.tiers.overlap else None
         trainable = [g for u in units for g in u.groups if g.trainable]
         self._sharded_optimizer = sharded = ShardedOptimizer(
-            optimizer, trainable, param_group_of, stores, communicator, stepping, tracer, expected
+            optimizer, trainable, param_group_of, stores, communicator, stepping, tracer
         )
         self._state_offload = state_offload = StateOffload(self.units, sharded, communicator)
         self._integrity = integrity = Integrity(module, self.units, sharded, state_offload)
@@ -111,7 +110,7 @@ class Engine:
         own(module, self._full_parameters)
         policy, settings = GradientPolicy.of(config, communicator.group.size), partial(scheduled, optimizer)
         self._reducer = reducer = GradientReducer(
-            units, stores, communicator, policy, sharded.gradient_observer, settings, self._overflow
+            units, stores, communicator, policy, settings, self._overflow
         )
         self._model_hooks = ModelHooks(
             module, config, stores, communicator, units, integrity, sharded, reducer, tracer
@@ -232,6 +231,7 @@ class Engine:
 
     def _drop_gradients(self) -> None:
         self._integrity.hide_absent()
+        self._sharded_optimizer.record_streamer.dropped()
         self._reducer.clear()
         self._micro_steps = 0
 

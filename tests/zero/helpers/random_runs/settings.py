@@ -51,9 +51,9 @@ def _draw_offload(rng: random.Random, run: Drawn, stage: int, folder: Path) -> A
     if rng.random() < 0.3:
         chosen["gradients"] = rng.choice(("device", "host", "disk"))
     if chosen["optimizer"] == "host" and by_kernel:
-        chosen |= rng.choice(({}, {"step": "device"}, {"overlap": True, "gradients": None}))
+        chosen |= rng.choice(({}, {"step": "device"}))
     if chosen["optimizer"] != "device":
-        chosen |= _draw_part(rng, by_kernel, chosen.get("overlap", False))
+        chosen |= _draw_part(rng, by_kernel)
     if chosen["optimizer"] == "disk" and run.precision == "bf16":
         chosen["compact"] = rng.random() < 0.5
     if "disk" in chosen.values():
@@ -61,12 +61,12 @@ def _draw_offload(rng: random.Random, run: Drawn, stage: int, folder: Path) -> A
     return chosen
 
 
-def _draw_part(rng: random.Random, by_kernel: bool, overlap: bool) -> Settings:
+def _draw_part(rng: random.Random, by_kernel: bool) -> Settings:
     """How much of the optimizer's state leaves the device, and in what pieces."""
     part: Settings = {"sub_group_size": rng.choice((64, 256, 1 << 20))} if by_kernel else {}
     how = rng.choice(("all", "all", "fraction", "budget"))
     if how == "fraction":
         part["fraction"] = {"optimizer": rng.choice((0.2, 0.5, 0.9))}
-    if how == "budget" and not overlap:
+    if how == "budget":
         part["host_budget"] = {"optimizer": rng.choice((1000, 20000))}
     return part

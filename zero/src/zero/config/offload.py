@@ -51,8 +51,8 @@ class Offload(Validated):
         given leave entirely. For parameters, gradients, and optimizer state that no kernel steps, what a unit
         has in one dtype and one optimizer steps stays together: a warning says if that is too coarse to come
         near the fraction.
-    host_budget: host memory per rank in bytes, or e.g. "8GiB". A number is for optimizer state, including the
-        second copies of `overlap`; {"optimizer": "8GiB", "params": "2GiB"} gives one for each kind. What does
+    host_budget: host memory per rank in bytes, or e.g. "8GiB". A number is for optimizer state;
+        {"optimizer": "8GiB", "params": "2GiB"} gives one for each kind. What does
         not fit stays on the device if the kind is set to "host", and goes to disk if it is set to "disk". A
         kind that is not given has no limit with "host", and no host memory with "disk". The budget holds on
         every rank, even if ranks step whole parameters; what a step needs temporarily is not counted.
@@ -62,13 +62,6 @@ class Offload(Validated):
         record takes whole pages: below some 10,000 elements it takes more room than its values.
     path: directory on a local disk for the state on disk. A rank's file has mode 0600 and no name, so nothing
         is left when a job ends, however it ends.
-    overlap: step the state on the host while backward goes on, as soon as its gradients are there. Exact:
-        each record is stepped in a second copy, which replaces it in `Engine.step` if nothing was clipped,
-        overflowed or changed. That takes the memory of the record again, and that of the weights if the
-        master is not the shard itself (2 bytes per parameter in bf16); `host_budget` counts both. To change
-        masters and optimizer state in place between backward and step, change the tensors themselves, under
-        `torch.no_grad()`: changes through `.data` or a numpy view are not seen, and may be lost. See
-        `zero.optimizer.speculative_steps`.
     compact: keep only the part of masters on disk that the 16-bit parameters lack (Adam: 20 bytes moved per
         parameter and step instead of 24). Same values, bit for bit; more work for the processor. ConfigError
         if no parameter is bf16.
@@ -83,7 +76,6 @@ class Offload(Validated):
     host_budget: Budgets | int | str | Mapping[str, int | str] | None = Budgets()
     sub_group_size: int = Field(default=1 << 24, ge=1)
     path: Path | str | None = None
-    overlap: bool = False
     compact: bool = False
 
     @field_validator("fraction", mode="before")
@@ -141,7 +133,6 @@ class Offload(Validated):
                         "or 'disk'"
                     )
         self._check_step()
-        self._check_overlap()
         if self.compact and self.optimizer != "disk":
             raise ValueError("compact applies to masters on disk: set optimizer='disk'")
         return self
@@ -154,22 +145,8 @@ class Offload(Validated):
                 f"step='device' applies to optimizer state on the host, but optimizer={self.optimizer!r}: "
                 "set optimizer='host', or keep step='host'"
             )
-        for name in ("overlap", "compact"):
-            if getattr(self, name):
-                raise ValueError(
-                    f"{name} applies to steps by the host's kernels: keep {name}=False or step='host'"
-                )
-
-    def _check_overlap(self) -> None:
-        budget = self.budget("optimizer")
-        nothing = budget == 0 or (self.optimizer == "disk" and budget is None)
-        if self.overlap and (self.optimizer == "device" or nothing):
-            raise ValueError(
-                "overlap applies to optimizer state on the host: set optimizer='host', or a host_budget "
-                "above 0"
-            )
-        if self.overlap and self.gradients not in (None, "host"):
-            raise ValueError("overlap steps from gradients on the host: keep gradients=None")
+        if self.compact:
+            raise ValueError("compact applies to masters on disk: keep compact=False or step='host'")
 
     def part(self, kind: Kind) -> float:
         """Fraction, of 1, of a kind of state that leaves the device if the kind is not set to stay there."""

@@ -38,9 +38,8 @@ class GradientFactor:
         self._sliced = config.stage > 0 and self._size > 1
         self._communicator = communicator
         self._loss_scale = loss_scale
-        numbers = scalars(accelerator, "for the factor of the gradients", 6)
-        self._one, self._zero, self._mean, self._norm, self._overflow, self._clip = numbers
-        self._one.fill_(1.0)
+        numbers = scalars(accelerator, "for the factor of the gradients", 4)
+        self._mean, self._norm, self._overflow, self._clip = numbers
         self._mean.fill_(1.0 / self._size)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -56,13 +55,6 @@ class GradientFactor:
         if self._loss_scale is not None:
             return torch.mul(self._loss_scale.scale, self._size, out=self._mean).reciprocal_()
         return None if self._size == 1 else self._mean
-
-    def expected(self) -> tuple[Tensor | None, Tensor | None]:
-        """What `complete` returns where nothing is clipped and nothing overflows."""
-        factor = self.mean()
-        if factor is None and self._clip_norm is not None:
-            factor = self._one
-        return factor, None if self._loss_scale is None else self._zero
 
     def complete(self, reducer: GradientReducer) -> tuple[Tensor | None, Tensor | None]:
         """Collective. The whole factor (None: 1) of what the reducer has, and whether to skip the step (None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,17 +38,6 @@ from zero.tiers.values import Values
 UNDER_REDUCTION = 1  # units whose reduction is not waited for until the next unit's is issued
 
 
-class GradientObserver(Protocol):
-    """Is told what becomes of gradients."""
-
-    def arrived(self, gradients: GroupGradients) -> None:
-        """A slice of the last micro-batch has been reduced, and is in its tier or on its way there. Called
-        again if a late gradient is added."""
-
-    def dropped(self) -> None:
-        """None of the gradients so far counts any more."""
-
-
 @dataclass
 class _Reduction:
     gradients: GroupGradients
@@ -60,7 +49,7 @@ class _Reduction:
 class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
-    observer: told what becomes of gradients. settings(): see `Communicator.agree`; called at the end of a
+    settings(): see `Communicator.agree`; called at the end of a
     backward. overflow: shown gradients when it asks for them; None without a loss scale.
     """
 
@@ -70,14 +59,12 @@ class GradientReducer:
         stores: Stores,
         communicator: Communicator,
         policy: GradientPolicy,
-        observer: GradientObserver,
         settings: Callable[[], Mapping[str, Any]],
         overflow: OverflowWatch | None,
     ) -> None:
         self._stores = stores
         self._communicator = communicator
         self._policy = policy
-        self._observer = observer
         self._settings = settings
         self._overflow = overflow
         self.all: tuple[GroupGradients, ...] = tuple(
@@ -101,7 +88,7 @@ class GradientReducer:
         self._alone = communicator.group.size == 1
         self.meshes = tuple(dict.fromkeys(group.mesh for unit in units for group in unit.groups))
         several = any(mesh.replicas is not None for mesh in self.meshes)
-        self._replica_sums = ReplicaSums(communicator, self._arrived) if several else None
+        self._replica_sums = ReplicaSums(communicator) if several else None
 
     @property
     def local(self) -> bool:
@@ -236,7 +223,6 @@ class GradientReducer:
 
     def clear(self) -> None:
         """Drop all gradients: after the optimizer step, or after an exception."""
-        self._observer.dropped()
         for reduction in self._reductions:
             if reduction.handle is not None and not self._communicator.failed:
                 reduction.handle.wait()
@@ -285,11 +271,6 @@ class GradientReducer:
             return
         with self._communicator.postponing_disk_errors():
             done.gradients.store_reduced(done.whole, done.result)
-        self._arrived(done.gradients)
-
-    def _arrived(self, gradients: GroupGradients) -> None:
-        if self._last:
-            self._observer.arrived(gradients)
 
     def summed(self, gradients: GroupGradients) -> Values:
         """Collective. The slice of a group that has one, as the sum over all ranks at this moment."""

@@ -8,7 +8,6 @@ it leaves, every time. Either way the sum overlaps the backward of the units tha
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,12 +30,10 @@ class _Sum:
 
 
 class ReplicaSums:
-    """Slices under way between the replicas. arrived(gradients): called when a slice of the last micro-batch
-    is complete."""
+    """Slices under way between the replicas."""
 
-    def __init__(self, communicator: Communicator, arrived: Callable[[GroupGradients], None]) -> None:
+    def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._arrived = arrived
         self._flying: deque[_Sum] = deque()
 
     def take(self, gradients: GroupGradients, whole: FlatBuffer, slice_: Tensor, last: bool) -> None:
@@ -92,4 +89,3 @@ class ReplicaSums:
         if sum_.slice_ is not None:
             with self._communicator.postponing_disk_errors():
                 sum_.gradients.slice.add(sum_.slice_)
-        self._arrived(sum_.gradients)

@@ -14,8 +14,6 @@ parameter_exchange, own_step
                         steps by the optimizer itself, of slices or of whole parameters
 streamed_record, record_streamer
                         records on the host that come to the device for their step
-shadow_record, speculative_steps
-                        records stepped while backward goes on
 refused_calls, hyper_parameters
                         what the optimizer object no longer does; what schedulers change
 sharded_optimizer       all of it behind the user's optimizer object

@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import torch
 
-from zero.gradients.group_gradients import GroupGradients
 from zero.optimizer.group_step import scratch_bytes
 from zero.optimizer.owned import OwnedSubGroup
 from zero.optimizer.streamed_record import Residence, StreamedRecord
@@ -25,7 +24,7 @@ STREAM_WINDOW = 3
 
 
 class RecordStreamer:
-    """The streamed records of an optimizer's sub-groups; an observer of the gradients that they come for.
+    """The streamed records of an optimizer's sub-groups.
 
     show(owned): makes the optimizer's views those of the present record. expected: whether units may be
     prefetched, because a step follows.
@@ -104,9 +103,6 @@ class RecordStreamer:
         """Bytes of the device in use, besides the sub-groups' records."""
         here = (v for v in self._streamed.values() if v.residence is not Residence.ON_HOST)
         return sum(streamed.nbytes for streamed in here if not streamed.kept_on_device)
-
-    def arrived(self, gradients: GroupGradients) -> None:
-        """A gradient has come: nothing to do before the step."""
 
     def dropped(self) -> None:
         """There will be no step with the gradients so far."""

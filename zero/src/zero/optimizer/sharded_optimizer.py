@@ -27,7 +27,6 @@ from zero.config.offload import Tier
 from zero.errors import OptimizerError, UsageError
 from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
-from zero.gradients.reducer import GradientObserver
 from zero.optimizer.group_step import Factors, GroupStep, plan_step
 from zero.optimizer.installed import InstalledPieces
 from zero.optimizer.joint import JointOptimizer, members, name_of
@@ -37,10 +36,8 @@ from zero.optimizer.owned import OwnedSubGroup, StepCount, Turn
 from zero.optimizer.pieces import own
 from zero.optimizer.record_streamer import RecordStreamer
 from zero.optimizer.refused_calls import refuse_calls
-from zero.optimizer.speculative_steps import SpeculativeSteps
 from zero.optimizer.stepping import GroupStepping
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.lifetime import weakly
 from zero.tiers.record import Opened
 from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
@@ -53,10 +50,8 @@ class ShardedOptimizer:
 
     stepping: how each group is stepped.
     tracer: told when a kernel has stepped a sub-group; see also `OwnStep`.
-    expected: as in `SpeculativeSteps`, which then steps what is on the host as gradients arrive; None not to.
     owned, subs: the sub-groups, by group, and all in order.
     visits: of the records that come to the device for their step.
-    gradient_observer: of the gradients that are stepped.
     held_back: whether optimizers that step themselves took no part in the last step, because its gradients
         overflowed: the state that they keep may not exist yet.
     absent: what stands for the gradients of pieces until the hooks before the step are over.
@@ -71,7 +66,6 @@ class ShardedOptimizer:
         communicator: Communicator,
         stepping: Mapping[FlatGroup, GroupStepping],
         tracer: Tracer,
-        expected: Callable[[], tuple[Tensor | None, Tensor | None]] | None,
     ) -> None:
         self.optimizer = optimizer
         self._stores = stores
@@ -101,10 +95,6 @@ class ShardedOptimizer:
             if owned.rule is not None:
                 with self._room("for the optimizer state of", owned):
                     self._make_state(owned, owned.rule)
-        self._speculative = (
-            None if expected is None else SpeculativeSteps(stores, self.owned, weakly(self._plan), expected)
-        )
-        self.gradient_observer: GradientObserver = self._speculative or self.record_streamer
         for each in {optimizer, *members(optimizer)}:
             each.register_step_pre_hook(_callers_check(self))
             refuse_calls(each)
@@ -157,16 +147,13 @@ class ShardedOptimizer:
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
         self.absent.hide()
         away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
-        if self._speculative is not None:
-            self._speculative.validate(away)
-            present = self._speculative.in_turn(present)
         with closing(self._in_turn([owned for owned, _ in present])) as turns:
             for (owned, have), state in zip(present, turns, strict=True):
-                step = self._plan(owned, have.used)
+                assert owned.rule is not None
+                step = plan_step(owned.rule, self.optimizer.param_groups, owned, have.used)
                 here = factors if state.master.device == self._accelerator.device else away
                 with self._room("for the step of", owned):
-                    if not self._committed(owned, step):
-                        self._step_sub_group(owned, have, state, step, here)
+                    self._step_sub_group(owned, have, state, step, here)
                 owned.remember(step.missed)
                 self._tracer.mark("step", owned.group.unit)
 
@@ -288,13 +275,6 @@ class ShardedOptimizer:
         owned.count = StepCount(torch.zeros(len(owned.pieces), dtype=torch.float32, device=device))
         self._installed.show_state(owned, rule)
 
-    def _committed(self, owned: OwnedSubGroup, step: GroupStep) -> bool:
-        """Whether the step was made ahead; if so, it has now taken effect."""
-        if self._speculative is None or not self._speculative.commit(owned, step):
-            return False
-        self._installed.show(owned)
-        return True
-
     def _step_sub_group(
         self, owned: OwnedSubGroup, have: GroupGradients, state: Opened, step: GroupStep, factors: Factors
     ) -> None:
@@ -304,10 +284,6 @@ class ShardedOptimizer:
         kernels = self._stores.kernels(device)
         step.run(kernels, state, owned.counted.steps, gradient, factors, writer.narrow)
         writer.deliver(step.written, factors.skip)
-
-    def _plan(self, owned: OwnedSubGroup, used: set[int]) -> GroupStep:
-        assert owned.rule is not None
-        return plan_step(owned.rule, self.optimizer.param_groups, owned, used)
 
 
 def _between_hooks(optimizers: Sequence[Optimizer], step: Callable[[], None]) -> None:

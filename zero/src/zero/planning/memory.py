@@ -84,11 +84,6 @@ def _rest(group: PlannedGroup, tier: Tier, config: Config) -> DeviceBytes:
         optimizer = sum(section_bytes(n, dtype) for n in records for dtype in group.disk_sections(compact))
     else:
         optimizer = sum(group.record_bytes(numel, tier) for numel in records)
-    if tier == "host" and config.tiers.overlap:
-        weights = 0 if group.is_master("host") else group.dtype.itemsize
-        optimizer += sum(
-            numel * (group.wide.itemsize * (1 + group.placement.moments) + weights) for numel in records
-        )
     return DeviceBytes(parameters=parameters if group.placement.params == tier else 0, optimizer=optimizer)
 
 

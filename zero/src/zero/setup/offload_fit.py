@@ -36,7 +36,7 @@ def warn_of_nothing_to_move(config: Config, device: torch.device, rank: int) -> 
 
 
 def _check_own_steps(optimizer: Optimizer, config: Config) -> None:
-    """Raise ConfigError if an optimizer that steps itself is to step from disk, on a visit or ahead."""
+    """Raise ConfigError if an optimizer that steps itself is to step from disk or on a visit."""
     serves = (
         f"serves optimizers that kernels step: Adam, AdamW, SGD, Lion. This {name_of(optimizer)} steps its "
         "own"
@@ -47,8 +47,6 @@ def _check_own_steps(optimizer: Optimizer, config: Config) -> None:
         )
     if config.tiers.step == "device":
         raise ConfigError(f"Offload(step='device') {serves} tensors, all at once: set step='host'")
-    if config.tiers.overlap:
-        raise ConfigError(f"Offload(overlap=True) {serves} tensors, all at once: set overlap=False")
 
 
 def _has_split_masters(model: nn.Module, config: Config) -> bool:

@@ -128,7 +128,6 @@ class Placer:
         self._offload = offload
         self._resolve = resolve
         self._size = -(-offload.sub_group_size // ALIGN) * ALIGN
-        self._shadows = offload.overlap and resolve("host") == "host"
         self._streamed = offload.step == "device"
         self._shares: dict[Kind, _Share] = {kind: _Share(offload.part(kind)) for kind in get_args(Kind)}
         budgets: dict[Kind, int | None] = {kind: offload.budget(kind) for kind in get_args(Kind)}
@@ -248,16 +247,12 @@ class Placer:
         return "device" if stepped_there else self._resolve("host")
 
     def _host_bytes(self, group: PlacementRequest, params: Tier) -> int:
-        """Return the host bytes of an element's optimizer state, with its `ShadowRecord`.
-
-        A shard that serves as the master is a parameter's memory.
-        """
+        """Return the host bytes of an element's optimizer state, less a shard that is the master."""
         item_bytes = group.item_bytes
         record = (1 + group.moments) * max(item_bytes, 4)
         there = Placement(params=params, streamed=self._streamed)
         serves = there.shard_serves(item_bytes, self._resolve("host"))
-        shadow = record + (0 if serves else item_bytes) if self._shadows else 0
-        return record - (item_bytes if serves else 0) + shadow
+        return record - (item_bytes if serves else 0)
 
 
 def _rounded(numel: int) -> int:

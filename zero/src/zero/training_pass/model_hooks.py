@@ -211,6 +211,7 @@ class ModelHooks(Uncopied):
         self._drop_accumulated()
         self._order.clear()
         try:
+            self._record_streamer.dropped()
             self.reducer.clear()
             self._reset()
             for unit in self._units:
