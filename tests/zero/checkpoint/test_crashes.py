@@ -242,6 +242,29 @@ def test_a_save_that_fails_forgets_no_other_one_that_latest_does_not_name_yet() 
     assert storage.names(RUNS) == ["kept", "latest", "step-11"]
 
 
+@pytest.mark.parametrize("fixed", ORDERS)
+def test_a_save_that_could_not_rename_latest_either_forgets_no_earlier_one(fixed: Fixed) -> None:
+    """`latest` cannot be replaced after step-7 or before step-9, which then fails to be published itself."""
+
+    def fails(number: int, operation: Operation) -> None:
+        kind, first, *second = operation
+        if kind == "rename" and second[0] == str(RUNS / "latest") and "latest" in broken:
+            raise PermissionError(errno.EACCES, "injected", first)
+        if kind == "rename" and second[0].startswith(str(RUNS / "step-9")) and "step-9" in broken:
+            raise PermissionError(errno.EACCES, "injected", first)
+
+    storage = MemoryStorage(prepared(SCENARIOS["rotating"], fixed), fault=fails, fixed=fixed)
+    broken = {"latest", "step-9"}
+    assert save(storage, RUNS / "step-7", 7, 2) == [None, None]
+    for _ in range(2):
+        assert all(isinstance(e, zero.CheckpointError) for e in save(storage, RUNS / "step-9", 9, 2))
+    assert find(RUNS, storage).name == "step-5"
+    assert complete(RUNS, storage) == ["kept", "step-3", "step-5", "step-7"]
+    broken.clear()
+    assert save(storage, RUNS / "step-11", 11, 1) == [None, None]
+    assert storage.names(RUNS) == ["kept", "latest", "step-11"]
+
+
 def test_a_rotation_that_nobody_would_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = MemoryStorage(prepared(SCENARIOS["rotating"]))
     monkeypatch.setattr(pointer, "LARGEST_LATEST", 140)

@@ -1,12 +1,14 @@
 """`latest`, beside the checkpoints: which of them is the newest, and which were saved for rotation.
 
 Its next contents are on the disk, as `.latest.zero-new`, before the checkpoint that they name is published.
-If they cannot take their place after that, or a kill comes before it, the next save puts them there. So no
-published checkpoint is left out of the rotation.
+If they cannot take their place after that, or a kill comes before it, the next save puts them there. If that
+fails, too, it puts them aside as `.latest.zero-old`, until its own contents, which list the same checkpoints,
+have taken their place. So no published checkpoint is left out of the rotation.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from zlib import crc32
 
@@ -34,6 +36,7 @@ class Pointer:
         self._parent = parent
         self._path = parent / LATEST
         self._next = hidden(self._path, "new")
+        self._earlier = hidden(self._path, "old")
         self._listed: tuple[str, ...] = ()
 
     def check(self) -> None:
@@ -47,10 +50,13 @@ class Pointer:
 
     def finish(self) -> None:
         """Let what an earlier save has prepared take its place, or drop it if nothing was published."""
-        if self._prepared():
-            self.replace()
-        else:
+        prepared = self._prepared()
+        if prepared is None:
             self.drop()
+            return
+        if prepared[0] == self._earlier:
+            self._storage.rename(self._earlier, self._next)
+        self.replace()
 
     def rotate(self, name: str, keep_last: int | None) -> list[str]:
         """The names that rotate out when a checkpoint `name` is published, which prepare() is then to say.
@@ -76,23 +82,32 @@ class Pointer:
                 f"{self._path} would have {len(latest):,} bytes, and at most {LARGEST_LATEST:,} are read: it "
                 f"lists {len(self._listed)} checkpoints for rotation; lower keep_last, or save elsewhere"
             )
-        self._storage.remove(self._next)
+        prepared = self._prepared()
+        if prepared is not None and prepared[0] == self._next:
+            self._storage.rename(self._next, self._earlier)
+            self._storage.sync_directory(self._parent)
+        else:
+            self._storage.remove(self._next)
         write_whole(self._storage, self._next, latest)
 
     def replace(self) -> None:
-        """Let what was prepared take its place."""
+        """Let what was prepared take its place. What an earlier save has prepared is never newer."""
+        if self._storage.exists(self._earlier):
+            self._storage.remove(self._earlier)
+            self._storage.sync_directory(self._parent)
         self._storage.rename(self._next, self._path)
         self._storage.sync_directory(self._parent)
 
     def drop(self) -> None:
         """Remove what was prepared."""
         self._storage.remove(self._next)
+        self._storage.remove(self._earlier)
 
     def _rotation(self) -> tuple[str, ...]:
         """The names listed for rotation. If `latest` is damaged they are lost, and never removed."""
         prepared = self._prepared()
         if prepared is not None:
-            return prepared.rotation
+            return prepared[1].rotation
         if not self._storage.exists(self._path):
             return ()
         try:
@@ -100,16 +115,16 @@ class Pointer:
         except CorruptCheckpointError:
             return ()
 
-    def _prepared(self) -> Latest | None:
-        """What an earlier save has prepared, if it names the checkpoint that is there now."""
-        if not self._storage.exists(self._next):
-            return None
-        try:
-            data = read_whole(self._storage, self._next, LARGEST_LATEST)
-            latest = Latest.model_validate_json(unseal("zero-latest", data))
-            manifest = read_whole(
-                self._storage, self._parent / latest.checkpoint / MANIFEST, LARGEST_MANIFEST
-            )
-        except (OSError, ValueError):
-            return None
-        return latest if crc32(manifest) == latest.manifest else None
+    def _prepared(self) -> tuple[Path, Latest] | None:
+        """What earlier saves have prepared last, if it names a checkpoint that is there now."""
+        for path in (self._next, self._earlier):
+            if not self._storage.exists(path):
+                continue
+            with suppress(OSError, ValueError):
+                latest = Latest.model_validate_json(
+                    unseal("zero-latest", read_whole(self._storage, path, LARGEST_LATEST))
+                )
+                named = self._parent / latest.checkpoint / MANIFEST
+                if crc32(read_whole(self._storage, named, LARGEST_MANIFEST)) == latest.manifest:
+                    return path, latest
+        return None
