@@ -81,7 +81,7 @@ class Checkpoints:
         except BaseException as interrupt:
             refuse(messages, interrupt)
             raise
-        start(messages)
+        start(messages, chosen)
         if async_:
             messages.waiting = nullcontext
             self._background = BackgroundSave(job, where)

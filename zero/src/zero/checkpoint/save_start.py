@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from typing import Any
+from zlib import crc32
 
 from zero.checkpoint.problems import Problem, error_of, problem_of
 from zero.checkpoint.save_messages import JOINED, SaveMessages
-from zero.errors import CommunicationError, ZeroError
+from zero.errors import CommunicationError, RankMismatchError, ZeroError
 
 _log = logging.getLogger("zero")
 PART = "rank {} could not save its part of the checkpoint"
 LAST = 3.0  # timeouts to wait for rank 0's word: it may itself be waiting for a rank that is gone
 
 
-def start(messages: SaveMessages) -> None:
-    """Wait until all ranks have come. Raises, on every rank, what keeps any of them from the save."""
-    messages.publish(JOINED, [])
+def start(messages: SaveMessages, chosen: Collection[str]) -> None:
+    """Wait until all ranks have come. Raises, on every rank, what keeps any of them from the save.
+
+    chosen: the names of what is saved of the model, which has to be the same on every rank.
+    """
+    messages.publish(JOINED, [[], [len(chosen), crc32("\n".join(sorted(chosen)).encode(errors="replace"))]])
     try:
         problem = _first_problem(messages) if messages.rank == 0 else _word_of_rank_0(messages)
     except BaseException as error:  # of this rank: it has waited too long, or was interrupted
@@ -33,7 +39,7 @@ def refuse(messages: SaveMessages, error: BaseException) -> ZeroError:
     own = problem_of(error, PART.format(rank))
     told = [own[0], f"rank {rank}: {own[1]}"] if isinstance(error, ZeroError) else own
     with suppress(CommunicationError):  # without a store, nobody can be told
-        messages.publish(JOINED, told)
+        messages.publish(JOINED, [told, []])
         if rank:
             messages.publish("file", {"problem": told})  # for a rank 0 that has just found all ranks ready
         else:
@@ -44,7 +50,7 @@ def refuse(messages: SaveMessages, error: BaseException) -> ZeroError:
 
 
 def _word_of_rank_0(messages: SaveMessages) -> Problem:
-    problem: Problem = messages.collect(JOINED, [0])[0]
+    problem: Problem = messages.collect(JOINED, [0])[0][0]
     return problem or messages.collect("start", [0], LAST)[0]
 
 
@@ -52,11 +58,26 @@ def _first_problem(messages: SaveMessages) -> Problem:
     """On rank 0: learn what keeps any rank from the save, and tell the others."""
     try:
         said = messages.collect(JOINED, messages.ranks)
-        problem: Problem = next((each for _, each in sorted(said.items()) if each), [])
+        problem: Problem = next((said[rank][0] for rank in messages.ranks if said[rank][0]), [])
+        problem = problem or _difference(said)
     except CommunicationError as error:
         problem = problem_of(error, "")
     messages.publish("start", problem)
     return problem
+
+
+def _difference(said: Mapping[int, Any]) -> Problem:
+    """That a rank saves other names of the model than rank 0, if one does."""
+    for rank, (_, chosen) in sorted(said.items()):
+        if chosen != said[0][1]:
+            return problem_of(
+                RankMismatchError(
+                    f"rank {rank} would save {chosen[0]} names of the model, and rank 0 {said[0][1][0]} "
+                    "others: every rank must pass the same trainable_only and include"
+                ),
+                "",
+            )
+    return []
 
 
 def _leave(messages: SaveMessages, problem: Problem) -> None:
