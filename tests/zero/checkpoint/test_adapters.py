@@ -15,9 +15,11 @@ from torch import Tensor, nn
 import zero
 from accelz.conformance.cluster import Clusters, Context
 from tests.zero.helpers.models import device_of
+from tests.zero.helpers.small_saves import contents
 from tests.zero.helpers.told import Heard
 from tests.zero.helpers.training import adamw
 from zero.files.reader import Checkpoint
+from zero.files.storage import DISK
 
 WIDTH = 24
 TRAINED = [*sorted(f"blocks.{i}.lora_{which}" for i in range(3) for which in "ab"), "scale"]
@@ -221,7 +223,7 @@ def test_a_checkpoint_of_the_adapters_alone_goes_on_with_the_same_base(
     with Checkpoint(tmp_path / "adapters") as checkpoint:
         assert sorted(p.name for p in checkpoint.manifest.parameters) == TRAINED
         assert checkpoint.manifest.buffers == ()
-        assert list(checkpoint.verify()) == []
+        contents(checkpoint.path, DISK)
         assert sum(t.numel for k, t in checkpoint.manifest.tensors.items() if k[:5] == "model") == 289
     with Checkpoint(tmp_path / "a") as checkpoint:
         assert {p.name for p in checkpoint.manifest.parameters} == {f"blocks.{i}.lora_a" for i in range(3)}

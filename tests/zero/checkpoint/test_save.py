@@ -234,6 +234,32 @@ def test_what_one_rank_alone_cannot_save_is_told_on_every_rank_at_once(
         assert found["left"] == ["good", "latest"]
 
 
+def other_names_body(context: Context, runs: str, async_: bool) -> list[str]:
+    engine = engine_of(context)
+    train(engine, context)
+    layer, other = (f"blocks.{number}.*" for number in (0, 1))  # of as many names each
+    told = []
+    for include in (layer if context.rank else other, [layer, other] if context.rank else layer, layer):
+
+        def save(include: str | list[str] = include) -> None:
+            engine.save_checkpoint(Path(runs, "a"), include=include, async_=async_)
+
+        told.append(raised(save))
+        assert len(told) == 3 or not os.listdir(runs)
+    engine.wait_for_checkpoint()
+    return told
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_ranks_that_would_save_other_names_are_told(cluster: Clusters, tmp_path: Path, async_: bool) -> None:
+    for *refused, last in cluster(2).run(other_names_body, runs=str(tmp_path), async_=async_):
+        for said in refused:
+            assert said.startswith("RankMismatchError: rank 1 would save ")
+            assert said.endswith("every rank must pass the same trainable_only and include")
+        assert last == "nothing raised"
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
+
+
 def other_paths_body(context: Context, runs: str) -> str:
     """As with the time of day in a path."""
     engine = engine_of(context)

@@ -88,6 +88,16 @@ def test_part_of_a_model_is_never_passed_off_as_the_whole(tmp_path: Path) -> Non
     assert json.loads(run("inspect", tmp_path / "part", "--json").stdout)["saved_without"] == base
 
 
+def test_what_is_excluded_is_told_and_known_to_be_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    for number, command in enumerate(["consolidate", "convert", "convert --to universal"]):
+        result = run(*command.split(), checkpoint, tmp_path / f"out-{number}", "--exclude", "embedding.*")
+        assert result.exit_code == 0, result.output
+        assert "part of a model, saved without: embedding.weight\n" in result.stderr
+    described = json.loads(run("inspect", tmp_path / "out-1", "--json").stdout)
+    assert described["saved_without"] == ["embedding.weight"]
+    assert [tensor["name"] for tensor in described["tensors"]] == ["scale"]
+
+
 def test_inspect_tells_what_is_there(checkpoint: Path) -> None:
     result = run("inspect", checkpoint)
     assert result.exit_code == 0

@@ -17,8 +17,9 @@ import torch
 import zero
 from tests.zero.helpers import saved, synthetic
 from zero.consolidate import Options, consolidate, convert, open_source
-from zero.consolidate.files import WeightStorage
-from zero.files.storage import File
+from zero.consolidate.universal import export_universal
+from zero.files.storage import File, Storage
+from zero.sources.zero_checkpoint import ZeroSource
 
 TENSORS = 8
 SHARD = 400_000  # bytes: one tensor in a file
@@ -36,14 +37,12 @@ def checkpoint(tmp_path: Path, model: saved.State) -> Path:
     return tmp_path / "checkpoint"
 
 
-def run(
-    checkpoint: Path, out: Path, options: Options | None = None, storage: WeightStorage | None = None
-) -> None:
+def run(checkpoint: Path, out: Path, options: Options | None = None, storage: Storage | None = None) -> None:
     with open_source(checkpoint) as source:
-        consolidate(source, out, options or Options(max_shard_size=SHARD), storage=storage or WeightStorage())
+        consolidate(source, out, options or Options(max_shard_size=SHARD), storage=storage or Storage())
 
 
-class Failing(WeightStorage):
+class Failing(Storage):
     """Raises an error of the system at the `at`-th creation, write, sync or rename."""
 
     def __init__(self, at: int, code: int = errno.ENOSPC) -> None:
@@ -84,7 +83,7 @@ def test_an_error_anywhere_leaves_what_was_there(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(WeightStorage, "exchange", lambda *_: False)
+        monkeypatch.setattr(Storage, "exchange", lambda *_: False)
     out = tmp_path / "out"
     run(checkpoint, out, Options(dtype="bf16"))
     before = {p.name: p.read_bytes() for p in out.iterdir()}
@@ -103,14 +102,16 @@ import sys, time
 from pathlib import Path
 from zero.files.storage import File
 from zero.consolidate import Options, consolidate, open_source
-from zero.consolidate.files import WeightStorage
+from zero.files.storage import DISK, Storage
+from zero.consolidate.universal import export_universal
+from zero.sources.zero_checkpoint import ZeroSource
 
 class SlowFile(File):
     def sync(self):
         super().sync()
         time.sleep(0.1)
 
-class Slow(WeightStorage):
+class Slow(Storage):
     def create(self, path, size, direct=False):
         file = super().create(path, size, direct)
         return SlowFile(file.path, file._descriptor)
@@ -156,9 +157,11 @@ ENDED = """
 import os, sys
 from pathlib import Path
 from zero.consolidate import Options, consolidate, open_source
-from zero.consolidate.files import WeightStorage
+from zero.files.storage import DISK, Storage
+from zero.consolidate.universal import export_universal
+from zero.sources.zero_checkpoint import ZeroSource
 
-class Ending(WeightStorage):
+class Ending(Storage):
     def rename(self, old, new):
         super().rename(old, new)
         os._exit(9)
@@ -205,7 +208,7 @@ def test_a_killed_run_with_other_options_begins_anew(
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path, checkpoint: Path) -> None:
-    storage = WeightStorage()
+    storage = Storage()
     (tmp_path / ".out.zero-weights").mkdir()
     lock = storage.lock(tmp_path / ".out.zero-weights")
     assert lock is not None
@@ -245,7 +248,7 @@ def test_a_models_other_files_stay(
     (out / "tokenizer.json").symlink_to(tmp_path / "nowhere")
     (out / "pytorch_model.bin").write_text("old weights")
     if not exchange:
-        monkeypatch.setattr(WeightStorage, "exchange", lambda *_: False)
+        monkeypatch.setattr(Storage, "exchange", lambda *_: False)
     run(checkpoint, out, Options(overwrite=True))
     assert sorted(os.listdir(out)) == ["config.json", "model.safetensors", "tokenizer.json"]
     assert (out / "tokenizer.json").readlink() == tmp_path / "nowhere"
@@ -260,23 +263,103 @@ def test_what_was_replaced_and_stays_is_no_failure(
     caplog: pytest.LogCaptureFixture,
     exchange: bool,
 ) -> None:
-    def stays(storage: WeightStorage, path: Path) -> None:
+    def stays(storage: Storage, path: Path) -> None:
         if (path / "pytorch_model.bin").exists():
             raise PermissionError(errno.EACCES, "injected", str(path))
         remove(storage, path)
 
-    out, remove = tmp_path / "out", WeightStorage.remove
+    out, remove = tmp_path / "out", Storage.remove
     out.mkdir()
     (out / "pytorch_model.bin").write_text("old weights")
     if not exchange:
-        monkeypatch.setattr(WeightStorage, "exchange", lambda *_: False)
+        monkeypatch.setattr(Storage, "exchange", lambda *_: False)
     with monkeypatch.context() as patch:
-        patch.setattr(WeightStorage, "remove", stays)
+        patch.setattr(Storage, "remove", stays)
         run(checkpoint, out, Options(overwrite=True))
     assert os.listdir(out) == ["model.safetensors"]
     assert "out is written, but what it replaces could not be removed" in caplog.text
     run(checkpoint, out, Options(overwrite=True))
     assert not [n for n in os.listdir(tmp_path) if n.startswith(".out")]
+
+
+class Fixed(Storage):
+    """A file system that renames no directories; it also fails, or ends, at the `at`-th rename of a file."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self.renames = 0
+
+    def rename(self, old: Path, new: Path) -> None:
+        if old.is_dir():
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(old))
+        self.renames += old.parent != new.parent
+        if self.renames == self.at and old.parent != new.parent:
+            raise OSError(errno.EIO, "injected", str(old))
+        super().rename(old, new)
+
+    def exchange(self, first: Path, second: Path) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty directory", "a model"])
+def test_where_directories_cannot_be_renamed(
+    tmp_path: Path, checkpoint: Path, model: saved.State, there: str
+) -> None:
+    """The files move one by one. An error meanwhile leaves what the same call completes."""
+    out, storage = tmp_path / "out", Fixed()
+    if there != "nothing":
+        out.mkdir()
+    if there == "a model":
+        run(checkpoint, out, Options(dtype="bf16", max_shard_size=SHARD // 2))
+        (out / "config.json").write_text("{}")
+        (out / "pytorch_model.bin").write_text("old weights")
+    options = Options(max_shard_size=SHARD, overwrite=there == "a model")
+    left = {"config.json"} if there == "a model" else set()
+    run(checkpoint, tmp_path / "count", options, storage)
+    assert saved.same(saved.read(tmp_path / "count"), model)
+    assert storage.renames == TENSORS + 1
+    for at in range(1, storage.renames + 1):
+        with pytest.raises(zero.CheckpointError, match=r"out is written in part: .*the same call goes on"):
+            run(checkpoint, out, options, Fixed(at))
+        assert not list(out.glob("*.json")) or left
+        assert not (out / "model.safetensors.index.json").exists()
+    run(checkpoint, out, options, Fixed())
+    assert saved.same(saved.read(out), model)
+    assert len(saved.weight_map(out)) == TENSORS
+    files = {*saved.weight_map(out).values(), "model.safetensors.index.json", *left}
+    assert set(os.listdir(out)) == files
+    assert not [n for n in os.listdir(tmp_path) if n.startswith(".out")]
+
+
+def test_what_is_written_in_part_is_no_other_outputs(tmp_path: Path, checkpoint: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(zero.CheckpointError, match="written in part"):
+        run(checkpoint, out, None, Fixed(2))
+    with pytest.raises(zero.CheckpointError, match="exists and holds"):
+        run(checkpoint, out, Options(dtype="bf16", max_shard_size=SHARD))
+    run(checkpoint, out)
+    assert len(saved.weight_map(out)) == TENSORS
+
+
+def test_checkpoints_too_where_directories_cannot_be_renamed(
+    tmp_path: Path, checkpoint: Path, model: saved.State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Storage.rename
+
+    def of_files(storage: Storage, old: Path, new: Path) -> None:
+        if old.is_dir():
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(old))
+        rename(storage, old, new)
+
+    monkeypatch.setattr(Storage, "rename", of_files)
+    with open_source(checkpoint) as source:
+        convert(source, tmp_path / "zero")
+    with ZeroSource(checkpoint, optimizer=True) as source:
+        export_universal(source, tmp_path / "universal")
+    for path in (tmp_path / "zero", tmp_path / "universal"):
+        run(path, tmp_path / f"{path.name}-weights", Options())
+        assert saved.same(saved.read(tmp_path / f"{path.name}-weights"), model)
+    assert not [n for n in os.listdir(tmp_path) if n.startswith(".")]
 
 
 def test_fp16_that_overflows_is_told(tmp_path: Path) -> None:

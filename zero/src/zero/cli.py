@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -46,29 +46,7 @@ app = typer.Typer(
 )
 errors = Console(stderr=True)
 _WIDEST = 60  # characters of a column
-_PARTIAL = "part of a model: the checkpoint was saved without"
-
-
-class Dtype(str, Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    keep = "keep"
-
-
-class Format(str, Enum):
-    safetensors = "safetensors"
-    torch = "torch"
-
-
-class Autocast(str, Enum):
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Target(str, Enum):
-    zero = "zero"
-    universal = "universal"
+_PARTIAL = "part of a model, saved without"
 
 
 Checkpoint = Annotated[
@@ -148,7 +126,8 @@ def plan(
         ),
     ] = None,
     autocast: Annotated[
-        Autocast | None, typer.Option(help="Assume that the forward runs under torch.autocast.")
+        Literal["bf16", "fp16"] | None,
+        typer.Option(help="Assume that the forward runs under torch.autocast."),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Memory of one device, e.g. 80GB: exit code 1 if nothing fits.")
@@ -175,7 +154,7 @@ def plan(
     changes = {name: value for name, value in named.items() if value is not None}
     settings = targets.settings(config, changes, ranks)
     options = targets.options_of(optimizer_options)
-    dtype = None if autocast is None else DTYPES[autocast.value]
+    dtype = None if autocast is None else DTYPES[autocast]
     room = None if memory is None else size(memory)
     planned = command.planner_for(target, optimizer, options, ranks, dtype)
     plans = command.plans_for(planned, settings, compare)
@@ -190,11 +169,12 @@ def consolidate(
     checkpoint: Checkpoint,
     out: Annotated[Path, typer.Argument(help="The directory to write; its parent must exist.")],
     dtype: Annotated[
-        Dtype, typer.Option(help="Dtype of floating-point weights; keep: the one each had in training.")
-    ] = Dtype.fp32,
+        Literal["fp32", "bf16", "fp16", "keep"],
+        typer.Option(help="Dtype of floating-point weights; keep: the one each had in training."),
+    ] = "fp32",
     format: Annotated[
-        Format, typer.Option(help="Format of the files; torch: as torch.save writes them.")
-    ] = Format.safetensors,
+        run.Format, typer.Option(help="Format of the files; torch: as torch.save writes them.")
+    ] = "safetensors",
     max_shard_size: Annotated[str, typer.Option(help="Largest size of one file, e.g. 5GB, 500MiB.")] = "5GB",
     include: Include = None,
     exclude: Exclude = None,
@@ -214,8 +194,8 @@ def consolidate(
     disk. A run that was killed continues when it is called again.
     """
     options = run.Options(
-        format=format.value,
-        dtype=dtype.value,
+        format=format,
+        dtype=dtype,
         max_shard_size=size(max_shard_size),
         workers=workers or default_workers(),
         memory=size(memory),
@@ -244,12 +224,12 @@ def convert(
     ],
     out: Annotated[Path, typer.Argument(help="The checkpoint to write; its parent must exist.")],
     to: Annotated[
-        Target,
+        Literal["zero", "universal"],
         typer.Option(
             help="universal: convert a zero checkpoint to a DeepSpeed universal one, including optimizer "
             "state."
         ),
-    ] = Target.zero,
+    ] = "zero",
     include: Include = None,
     exclude: Exclude = None,
     workers: Workers = None,
@@ -269,7 +249,7 @@ def convert(
         exclude=tuple(exclude or ()),
     )
     with progress_bar() as progress:
-        if to is Target.universal:
+        if to == "universal":
             from zero.consolidate.universal import export_universal  # torch takes a second to import
 
             with ZeroSource(weights, optimizer=True) as checkpoint:
@@ -364,18 +344,7 @@ def _described(source: Source) -> dict[str, Any]:
         "path": str(source.path),
         "format": source.format,
         **source.facts,
-        "tensors": [
-            {
-                "name": tensor.name,
-                "aliases": list(tensor.aliases),
-                "shape": list(tensor.shape),
-                "dtype": tensor.dtype,
-                "training_dtype": tensor.training_dtype,
-                "kind": tensor.kind,
-                "bytes": tensor.nbytes,
-            }
-            for tensor in source.tensors
-        ],
-        "left_out": list(source.left_out),
-        "saved_without": list(source.missing),
+        "tensors": [{**asdict(tensor), "bytes": tensor.nbytes} for tensor in source.tensors],
+        "left_out": source.left_out,
+        "saved_without": source.missing,
     }

@@ -23,7 +23,7 @@ class BackgroundSave:
         self._path = path
         self._failure: BaseException | None = None
         self._begun = threading.Event()
-        self._claims: list[str] = []  # the first decides: the thread has begun, or is waited for no longer
+        self._claim = threading.Lock()  # whose it is: the thread has begun, or is waited for no longer
         self._thread = threading.Thread(target=self._run, name=f"saving {path}")
 
     def start(self) -> None:
@@ -31,7 +31,7 @@ class BackgroundSave:
 
     def outcome(self) -> BaseException | None:
         """Wait until the save is over, and return its error, if any. May be interrupted and called again."""
-        if not self._begun.wait(START_SECONDS) and self._claim("forgotten"):
+        if not self._begun.wait(START_SECONDS) and self._claim.acquire(blocking=False):
             return CheckpointError(
                 f"the save of {self._path} in the background was interrupted before it began: call "
                 "save_checkpoint again on every rank"
@@ -40,14 +40,9 @@ class BackgroundSave:
         self._thread.join()
         return self._failure
 
-    def _claim(self, what: str) -> bool:
-        """Whether this, and nothing else, has been claimed first."""
-        self._claims.append(what)
-        return self._claims[0] == what
-
     def _run(self) -> None:
         """The thread's body."""
-        if not self._claim("begun"):
+        if not self._claim.acquire(blocking=False):
             return
         self._begun.set()
         try:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from accelz import HOST, Accelerator
 from zero.files.dtypes import name_of
 from zero.files.manifest import CHECKSUM_BLOCK
-from zero.files.rank_layout import RankLayout, Stretch
+from zero.files.rank_layout import RankLayout, Stretch, block_sums
 from zero.files.storage import PAGE, Storage
 from zero.files.stream import CHUNK, Stream, empty_aligned, view_of
 from zero.tiers.host_memory import bytes_of
@@ -134,9 +133,10 @@ def _write_packed(
         for part in parts:
             assert isinstance(part.values, Tensor)
             values = bytes_of(part.values)
-            for block in range(0, values.nbytes, CHECKSUM_BLOCK):
-                table += crc32(values[block : block + CHECKSUM_BLOCK]).to_bytes(4, "little")
-                summed += min(CHECKSUM_BLOCK, values.nbytes - block)
+            for first_byte in range(0, values.nbytes, _CACHED):
+                run = values[first_byte : first_byte + _CACHED]
+                table += block_sums(run)
+                summed += run.nbytes
                 if summed - written >= _PACKED:  # the processor's cache still has some of it
                     ready = written + _PACKED
                     file.write(begin + written, [memory[written:ready]])
@@ -159,8 +159,7 @@ def _write_parts(file: Stream, accelerator: Accelerator, parts: Sequence[Part]) 
         for values in staging.on_host(chunk):
             for begin in range(0, values.nbytes, _CACHED):
                 run = values[begin : begin + _CACHED]
-                for block in range(0, run.nbytes, CHECKSUM_BLOCK):
-                    table += crc32(run[block : block + CHECKSUM_BLOCK]).to_bytes(4, "little")
+                table += block_sums(run)
                 file.append(run)
     return bytes(table)
 

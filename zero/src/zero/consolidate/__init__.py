@@ -2,7 +2,7 @@
 
 Modules, lowest first:
 
-files, plan             files being written; where every byte of the output goes
+plan                    where every byte of the output goes
 workers, cast           chunks to threads; between dtypes
 output, publish         writing; giving the output its name, and resuming killed runs
 torch_plan              files of torch.save, planned

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
-from zero.consolidate.files import WEIGHTS
 from zero.consolidate.plan import OutputPlan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.workers import Buffers, chunk_bytes, run
@@ -21,8 +19,8 @@ from zero.errors import CheckpointError
 from zero.files.boundary import typed
 from zero.files.manifest import CHECKSUM_BLOCK, ITEM_BYTES, MANIFEST, model_key
 from zero.files.manifest_assembly import assemble
-from zero.files.rank_layout import RankLayout, Stretch
-from zero.files.storage import File, write_whole
+from zero.files.rank_layout import RankLayout, Stretch, block_sums
+from zero.files.storage import DISK, File, write_whole
 from zero.sources.source import Chunk, Source
 from zero.version import __version__
 
@@ -46,24 +44,24 @@ def convert(
         ordered = sorted(chosen, key=lambda t: -ITEM_BYTES[t.dtype])  # keeps every tensor aligned
         layout = RankLayout(Stretch(model_key(t.name), t.dtype, t.shape, t.numel) for t in ordered)
     offsets = {t.tensor: place for t, place in zip(ordered, layout.places, strict=True)}
-    file = PlannedFile(NAME, layout.size, offsets, tuple(ordered), ((0, layout.header),))
+    plan = OutputPlan((PlannedFile(NAME, layout.size, offsets, tuple(ordered), ((0, layout.header),)),), {})
 
     def complete(directory: Path) -> None:
         path = directory / NAME
         table = _checksums(path, layout, options)
         _append(path, layout.checksums_at, table)
         report = {**layout.report(NAME, table), "values": {}, "rng": {}, "state": {}}
-        WEIGHTS.remove(directory / MANIFEST)
-        write_whole(WEIGHTS, directory / MANIFEST, assemble(_described(source, file), [report]))
+        DISK.remove(directory / MANIFEST)
+        write_whole(DISK, directory / MANIFEST, assemble(_described(source, plan), [report]))
 
-    return publish(source, OutputPlan((file,), {}), Path(out), options, progress, WEIGHTS, complete)
+    return publish(source, plan, Path(out), options, progress, DISK, complete)
 
 
 def _checksums(path: Path, layout: RankLayout, options: Options) -> bytes:
     """The table of the CRC-32 values of all blocks of all tensors, in the table's format."""
     limit = chunk_bytes(options.memory, options.workers)
     table = bytearray(layout.size - layout.checksums_at)
-    opened = WEIGHTS.open(path, direct=True)
+    opened = DISK.open(path, direct=True)
 
     def chunks() -> Iterator[Chunk]:
         block = 0
@@ -91,15 +89,13 @@ def _sum(file: File, offset: int, nbytes: int, table: bytearray, block: int, pag
     values = file.read_around(offset, nbytes, pages)
     if values.nbytes < nbytes:
         raise CheckpointError(f"{file.path} is shorter than what was written")
-    for number, first in enumerate(range(0, nbytes, CHECKSUM_BLOCK), start=block):
-        table[4 * number : 4 * number + 4] = crc32(values[first : first + CHECKSUM_BLOCK]).to_bytes(
-            4, "little"
-        )
+    sums = block_sums(values)
+    table[4 * block : 4 * block + len(sums)] = sums
     return values
 
 
 def _append(path: Path, offset: int, data: bytes) -> None:
-    file = WEIGHTS.reopen(path)
+    file = DISK.reopen(path)
     try:
         file.write(offset, [memoryview(data)])
         file.sync()
@@ -107,9 +103,9 @@ def _append(path: Path, offset: int, data: bytes) -> None:
         file.close()
 
 
-def _described(source: Source, file: PlannedFile) -> dict[str, Any]:
+def _described(source: Source, plan: OutputPlan) -> dict[str, Any]:
     """The manifest's members that do not describe files."""
-    kinds = {chosen: source.tensors[chosen.tensor].kind for chosen in file.tensors}
+    kinds = {chosen: source.tensors[chosen.tensor].kind for chosen in plan.files[0].tensors}
     return {
         "zero": __version__,
         "created": time.time(),
@@ -132,7 +128,7 @@ def _described(source: Source, file: PlannedFile) -> dict[str, Any]:
             if kind != "buffer"
         ],
         "buffers": [chosen.name for chosen, kind in kinds.items() if kind == "buffer"],
-        "left_out": list(source.missing),
+        "left_out": list(plan.missing(source)),
         "extra_state": {},
         "state": {},
     }

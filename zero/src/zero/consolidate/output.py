@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from zero.consolidate.cast import cast
-from zero.consolidate.files import WeightStorage
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile
 from zero.consolidate.workers import Buffers
 from zero.errors import CheckpointError
@@ -134,9 +134,7 @@ class Output:
     files. Raises OSError.
     """
 
-    def __init__(
-        self, storage: WeightStorage, directory: Path, plan: OutputPlan, converter: Converter
-    ) -> None:
+    def __init__(self, storage: Storage, directory: Path, plan: OutputPlan, converter: Converter) -> None:
         self._storage = storage
         self._directory = directory
         self._converter = converter
@@ -199,35 +197,32 @@ class Output:
         self._storage.rename(path.with_name(path.name + UNFINISHED), path)
 
 
-class Comparison:
-    """Reads the files of a plan back and compares. Raises OSError, and CheckpointError for a difference."""
+@contextmanager
+def comparing(
+    storage: Storage, directory: Path, plan: OutputPlan, converter: Converter
+) -> Iterator[Callable[[Chunk, Buffers], int]]:
+    """A function that reads a chunk and what was written of it, compares, and returns the bytes compared.
 
-    def __init__(self, storage: Storage, directory: Path, plan: OutputPlan, converter: Converter) -> None:
-        self._converter = converter
-        self._files: dict[str, File] = {}
-        try:
-            for file in plan.files:
-                self._files[file.name] = storage.open(directory / file.name, direct=True)
-        except BaseException:
-            self.close()
-            raise
+    Raises OSError, and CheckpointError for a difference.
+    """
+    with ExitStack() as opened:
+        files: dict[str, File] = {}
+        for file in plan.files:
+            files[file.name] = storage.open(directory / file.name, direct=True)
+            opened.callback(files[file.name].close)
 
-    def compare(self, chunk: Chunk, buffers: Buffers) -> int:
-        """Read a chunk and what was written of it, and compare. Returns the number of bytes compared."""
-        half = buffers.output.nbytes // 2 // PAGE * PAGE
-        mine, theirs = buffers.output[: half - 2 * PAGE], buffers.output[half:]
-        compared = 0
-        for part in self._converter.parts(chunk, buffers.read(chunk), mine):
-            found = self._files[part.file.name].read_around(part.offset, part.values.nbytes, theirs)
-            if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(part.values, np.uint8)):
-                raise CheckpointError(
-                    f"{part.file.name} does not read back as it was written: {part.chosen.name!r}, from byte "
-                    f"{part.offset} on; this machine's disk or memory is faulty"
-                )
-            compared += found.nbytes
-        return compared
+        def compare(chunk: Chunk, buffers: Buffers) -> int:
+            half = buffers.output.nbytes // 2 // PAGE * PAGE
+            mine, theirs = buffers.output[: half - 2 * PAGE], buffers.output[half:]
+            compared = 0
+            for part in converter.parts(chunk, buffers.read(chunk), mine):
+                found = files[part.file.name].read_around(part.offset, part.values.nbytes, theirs)
+                if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(part.values, np.uint8)):
+                    raise CheckpointError(
+                        f"{part.file.name} does not read back as it was written: {part.chosen.name!r}, from "
+                        f"byte {part.offset} on; this machine's disk or memory is faulty"
+                    )
+                compared += found.nbytes
+            return compared
 
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        yield compare

@@ -13,15 +13,15 @@ from typing import Literal
 
 from zero.errors import CheckpointError, UsageError
 from zero.files.header import METADATA, lay_out
-from zero.files.manifest import ITEM_BYTES
-from zero.sources.source import TensorInfo
+from zero.files.manifest import ITEM_BYTES, Sized
+from zero.sources.source import Source, TensorInfo
 
 Dtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]
 _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Chosen(Sized):
     """A tensor to be written. tensor: its index in the source. dtype: its dtype in the output."""
 
     tensor: int
@@ -29,11 +29,6 @@ class Chosen:
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
-    numel: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -67,6 +62,12 @@ class OutputPlan:
     def payload(self) -> int:
         return sum(file.payload for file in self.files)
 
+    def missing(self, source: Source) -> tuple[str, ...]:
+        """Names of what the model has and the output has not: left out of it, or of the source."""
+        taken = {chosen.tensor for file in self.files for chosen in file.tensors}
+        left = [t.name for n, t in enumerate(source.tensors) if n not in taken and t.kind != "state"]
+        return (*source.missing, *left)
+
 
 def choose(
     tensors: Sequence[TensorInfo], dtype: Dtype, include: Collection[str], exclude: Collection[str]
@@ -89,7 +90,7 @@ def choose(
         names = [name for name in (tensor.name, *tensor.aliases) if wanted(name)]
         if names:
             target = output_dtype(tensor, dtype)
-            chosen.append(Chosen(index, names[0], tuple(names[1:]), tensor.shape, target, tensor.numel))
+            chosen.append(Chosen(index, names[0], tuple(names[1:]), tensor.shape, target))
     _check_names(name for tensor in chosen for name in (tensor.name, *tensor.aliases))
     if not chosen:
         raise UsageError("no tensors are left to write; check the include and exclude patterns")

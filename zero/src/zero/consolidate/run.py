@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,13 @@ from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 
-from zero.consolidate.files import WEIGHTS, WeightStorage
-from zero.consolidate.output import Comparison, Converter, Output
+from zero.consolidate.output import Converter, Output, comparing
 from zero.consolidate.plan import Chosen, Dtype, OutputPlan, choose, plan_safetensors
 from zero.consolidate.publish import Staging
 from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes, default_workers, run
 from zero.errors import CheckpointError
 from zero.files.boundary import typed
-from zero.files.storage import write_whole
+from zero.files.storage import DISK, Storage, write_whole
 from zero.sources.source import Chunk, Source
 
 Format = Literal["safetensors", "torch"]
@@ -57,7 +56,8 @@ class Result:
 
     out: the directory. files: names of the files with weights. tensors, nbytes: the number of tensors and of
     their bytes. overflowed: names of tensors with finite values that became infinite in fp16. left_out: names
-    of state that is not a tensor. missing: names of what the model had and the source was saved without.
+    of state that is not a tensor. missing: names of what the model has and the output has not, as the source
+    was saved without it, or `include` and `exclude` leave it out.
     """
 
     out: Path
@@ -74,7 +74,7 @@ def consolidate(
     out: str | Path,
     options: Options | None = None,
     progress: Progress = lambda *_: None,
-    storage: WeightStorage = WEIGHTS,
+    storage: Storage = DISK,
 ) -> Result:
     """Write the weights of `source` to the directory `out` as transformers lays them out.
 
@@ -121,7 +121,7 @@ def publish(
     out: Path,
     options: Options,
     progress: Progress,
-    storage: WeightStorage,
+    storage: Storage,
     complete: Callable[[Path], None] = lambda _: None,
 ) -> Result:
     """Carry out a plan. complete: called with the directory before it gets its name, to add files to it."""
@@ -144,7 +144,7 @@ def publish(
     names = tuple(file.name for file in plan.files)
     tensors = sum(len(file.tensors) for file in plan.files)
     overflowed = tuple(sorted(job.converter.overflowed))
-    left = source.left_out, source.missing
+    left = source.left_out, plan.missing(source)
     return Result(staging.out, names, tensors, plan.payload, overflowed, *left)
 
 
@@ -213,15 +213,14 @@ class _Job:
     source: Source
     plan: OutputPlan
     converter: Converter
-    storage: WeightStorage
+    storage: Storage
     workers: int
     limit: int
     progress: Progress
 
     def write(self, directory: Path) -> None:
         """Write everything that is not there yet."""
-        output = Output(self.storage, directory, self.plan, self.converter)
-        try:
+        with closing(Output(self.storage, directory, self.plan, self.converter)) as output:
             pending = frozenset(output.pending)
             # If checksums cover whole records, only reading all of a record reveals damage in it, so what an
             # earlier run has written is read again.
@@ -229,19 +228,14 @@ class _Job:
             self._pass("writing", read, pending, output.write)
             with typed(self.source.path):
                 self.source.finish()
-        finally:
-            output.close()
         for name, content in self.plan.others.items():
             self.storage.remove(directory / name)
             write_whole(self.storage, directory / name, content)
 
     def compare(self, directory: Path) -> None:
         """Compare everything that was written, read from the disk, with the source."""
-        comparison = Comparison(self.storage, directory, self.plan, self.converter)
-        try:
-            self._pass("verifying", self._every, self._every, comparison.compare)
-        finally:
-            comparison.close()
+        with comparing(self.storage, directory, self.plan, self.converter) as compare:
+            self._pass("verifying", self._every, self._every, compare)
 
     @property
     def _every(self) -> frozenset[int]:

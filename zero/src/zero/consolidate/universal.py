@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from accelz import HOST
-from zero.consolidate.files import WEIGHTS
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, choose
 from zero.consolidate.run import Options, Progress, Result, publish
 from zero.consolidate.torch_plan import plan_file
 from zero.files.boundary import typed
 from zero.files.dtypes import TORCH
 from zero.files.manifest import Manifest, ParameterEntry, model_key, state_key
-from zero.files.storage import write_whole
+from zero.files.storage import DISK, write_whole
 from zero.files.value_forms import decode
 from zero.sources.deepspeed_files import (
     LATEST_UNIVERSAL,
@@ -67,13 +66,13 @@ def export_universal(
         with typed(source.path):
             others = list(export.small_files())
         for name, content in others:
-            WEIGHTS.remove(directory / name)
-            write_whole(WEIGHTS, directory / name, content)
+            DISK.remove(directory / name)
+            write_whole(DISK, directory / name, content)
         for path in sorted(directory.rglob("*")):
             if path.is_dir():
-                WEIGHTS.sync_directory(path)
+                DISK.sync_directory(path)
 
-    return publish(source, plan, Path(out), options, progress, WEIGHTS, complete)
+    return publish(source, plan, Path(out), options, progress, DISK, complete)
 
 
 def _chosen(source: ZeroSource, options: Options) -> dict[str, Chosen]:
@@ -120,9 +119,9 @@ class _Export:
 
     def _whole(self, key: str) -> Tensor:
         entry = self._checkpoint.tensor(key)
-        data = np.empty(entry.numel * entry.item_bytes, np.uint8)
+        data = bytearray(entry.nbytes)
         self._checkpoint.read(key, 0, memoryview(data))
-        values = torch.from_numpy(data).view(TORCH[entry.dtype])
+        values = torch.from_numpy(np.frombuffer(data, np.uint8)).view(TORCH[entry.dtype])
         return values.as_strided(entry.shape, entry.stride) if entry.stride else values.view(entry.shape)
 
     def _name(self, parameter: str, key: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from zero.errors import UsageError
 from zero.files.storage import PAGE
@@ -52,10 +53,8 @@ def chunk_bytes(memory: int, workers: int) -> int:
 
 
 def run(chunks: Iterator[Chunk], workers: int, limit: int, handle: Callable[[Chunk, Buffers], None]) -> None:
-    """Call `handle` with every chunk, on `workers` threads. Raises the first error once all have stopped."""
-    lock = threading.Lock()
-    stop = threading.Event()
-    errors: list[BaseException] = []
+    """Call `handle` with every chunk, on `workers` threads. Raises an error of one once all have stopped."""
+    lock, stop = threading.Lock(), threading.Event()
 
     def work() -> None:
         buffers = Buffers(limit)
@@ -66,19 +65,14 @@ def run(chunks: Iterator[Chunk], workers: int, limit: int, handle: Callable[[Chu
                 if chunk is None:
                     return
                 handle(chunk, buffers)
-        except BaseException as error:
-            errors.append(error)
+        except BaseException:
             stop.set()
+            raise
 
-    threads = [threading.Thread(target=work, name=f"worker {n}", daemon=True) for n in range(workers)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    finally:  # after an interrupt, no thread may still use what the caller is about to close
-        stop.set()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(work) for _ in range(workers)]
+        try:
+            for future in futures:
+                future.result()
+        finally:  # after an interrupt, no thread may still use what the caller is about to close
+            stop.set()

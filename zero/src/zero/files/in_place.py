@@ -24,6 +24,17 @@ CANNOT_RENAME = frozenset({errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.E
 _RANK_FILE = re.compile(r"rank-\d{5,}(-\d+)?\.safetensors")
 
 
+def rename(storage: Storage, old: Path, new: Path) -> bool:
+    """Rename a directory. Returns False where the file system cannot."""
+    try:
+        storage.rename(old, new)
+    except OSError as error:
+        if error.errno not in CANNOT_RENAME:
+            raise
+        return False
+    return True
+
+
 def with_free_names(storage: Storage, path: Path, manifest: bytes) -> tuple[bytes, dict[str, str]]:
     """A manifest with names for its files that `path` does not have yet, and these names by the old ones."""
     taken = storage.names(path) if storage.exists(path) else []
@@ -49,6 +60,18 @@ def publish(storage: Storage, staging: Path, path: Path, manifest: bytes, names:
     write_whole(storage, fresh, manifest)
     storage.sync_directory(path)
     storage.rename(fresh, path / MANIFEST)
+
+
+def move(storage: Storage, old: Path, new: Path) -> None:
+    """Move a file, or a directory's files, each over one of its name. What was a directory stays, empty."""
+    if not storage.is_directory(old) or storage.is_link(old):
+        storage.rename(old, new)
+        return
+    if not storage.exists(new):
+        storage.make_directory(new)
+    for name in storage.names(old):
+        move(storage, old / name, new / name)
+    storage.sync_directory(new)
 
 
 def remove_strays(storage: Storage, path: Path) -> None:

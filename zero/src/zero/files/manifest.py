@@ -57,6 +57,25 @@ class _Record(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
+class Sized:
+    """What has the size of a tensor. dtype: named as in safetensors."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.item_bytes
+
+
 class Slice(NamedTuple):
     """A stretch of a tensor.
 
@@ -71,7 +90,7 @@ class Slice(NamedTuple):
     block: Count
 
 
-class TensorEntry(_Record):
+class TensorEntry(_Record, Sized):
     """A tensor in the checkpoint.
 
     stride: in elements, always dense; None where the memory order is row-major. slices: sorted by start;
@@ -82,14 +101,6 @@ class TensorEntry(_Record):
     shape: Sizes
     stride: Sizes | None = None
     slices: tuple[Slice, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -26,7 +26,6 @@ from pathlib import Path
 
 from zero.errors import CheckpointError, UsageError
 from zero.files import in_place
-from zero.files.in_place import CANNOT_RENAME
 from zero.files.manifest import LATEST, MANIFEST, hidden
 from zero.files.pointer import Pointer
 from zero.files.storage import Lock, Storage, write_whole
@@ -137,16 +136,12 @@ class Publication:
 
     def _take_name(self) -> bool:
         """Rename the staged directory. Returns False, with all as before, where that is not possible."""
-        try:
-            if self._storage.exists(self.path):
-                self._rename(self.path, hidden(self.path, "old"))
-            self._storage.rename(self.staging, self.path)
-        except OSError as error:
-            if error.errno not in CANNOT_RENAME:
-                raise
-            self._restore(self.path)
+        if self._storage.exists(self.path) and not self._rename(self.path, hidden(self.path, "old")):
             return False
-        return True
+        renamed = in_place.rename(self._storage, self.staging, self.path)
+        if not renamed:
+            self._restore(self.path)
+        return renamed
 
     def _settle(self, expired: list[str], renamed: bool) -> None:
         """Do what follows publication. Nothing is removed before that, and `latest`, are on the disk."""
@@ -196,11 +191,7 @@ class Publication:
         """Give a checkpoint that was to be replaced its name back, if it can be renamed."""
         old = hidden(path, "old")
         if self._storage.exists(old) and not self._storage.exists(path):
-            try:
-                self._rename(old, path)
-            except OSError as error:
-                if error.errno not in CANNOT_RENAME:
-                    raise
+            self._rename(old, path)
 
     def _check_replaceable(self) -> None:
         path, storage = self.path, self._storage
@@ -219,11 +210,7 @@ class Publication:
         """Remove a checkpoint, so that no half-removed one is ever visible."""
         trash = hidden(path, "trash")
         self._remove(trash)
-        try:
-            self._rename(path, trash)
-        except OSError as error:
-            if error.errno not in CANNOT_RENAME:
-                raise
+        if not self._rename(path, trash):
             in_place.discard(self._storage, path)
         self._remove(trash)
 
@@ -247,6 +234,8 @@ class Publication:
             with suppress(OSError):  # not ours: it may not even be readable
                 self._storage.sync_directory(path.parent)
 
-    def _rename(self, old: Path, new: Path) -> None:
-        self._storage.rename(old, new)
-        self._storage.sync_directory(new.parent)
+    def _rename(self, old: Path, new: Path) -> bool:
+        renamed = in_place.rename(self._storage, old, new)
+        if renamed:
+            self._storage.sync_directory(new.parent)
+        return renamed

@@ -45,6 +45,12 @@ class Stretch(NamedTuple):
         return -(-self.nbytes // CHECKSUM_BLOCK)
 
 
+def block_sums(values: memoryview) -> bytes:
+    """The part of a table of checksums for bytes that begin at a block."""
+    starts = range(0, values.nbytes, CHECKSUM_BLOCK)
+    return b"".join(crc32(values[at : at + CHECKSUM_BLOCK]).to_bytes(4, "little") for at in starts)
+
+
 class RankLayout:
     """Where everything is in the file.
 

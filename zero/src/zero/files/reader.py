@@ -11,15 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from zlib import crc32
 
-from pydantic import ValidationError
-
 from zero.errors import CheckpointError, CorruptCheckpointError, StateError
 from zero.files import manifest as form
+from zero.files.boundary import typed
 from zero.files.manifest import (
     LARGEST_LATEST,
     LARGEST_MANIFEST,
@@ -46,40 +44,30 @@ def find(path: Path, storage: Storage = DISK) -> Path:
     if storage.exists(path / MANIFEST):
         return path
     if storage.exists(path / LATEST):
-        name = _named(path, storage)
+        name = read_latest(path, storage).checkpoint
         return _present(path, name, storage) or _fail_to_find(path, storage, f"`latest` names {name!r}")
     path = Path(os.path.abspath(path))  # "." has no name until it is absolute; "/" never has one
     found = _present(path.parent, path.name, storage) if path.name else None
     return found or _fail_to_find(path, storage, "no checkpoint there")
 
 
-def _named(parent: Path, storage: Storage) -> str:
-    """The name of the checkpoint that `latest` points to."""
-    try:
-        return read_latest(parent, storage).checkpoint
-    except OSError as error:
-        raise CheckpointError(
-            f"{parent / LATEST} cannot be read: {error}. Load a checkpoint by its own name; available: "
-            f"{_listed(complete(parent, storage))}"
-        ) from error
-
-
 def read_latest(parent: Path, storage: Storage) -> Latest:
     """Read the `latest` file of a directory of checkpoints.
 
-    Raises OSError, CorruptCheckpointError if the file is damaged, and CheckpointError if it is another
-    program's.
+    Raises CorruptCheckpointError if the file is damaged, and CheckpointError if it cannot be read or is
+    another program's.
     """
-    data = read_whole(storage, parent / LATEST, LARGEST_LATEST)
-    if names_another(parent, data, storage):
-        raise CheckpointError(f"{parent / LATEST} belongs to another program{_hint(parent, storage)}")
-    try:
+    path = parent / LATEST
+    with typed(path, "cannot be used", lambda: _others(parent, storage)):
+        data = read_whole(storage, path, LARGEST_LATEST)
+        if names_another(parent, data, storage):
+            raise CheckpointError(f"{path} belongs to another program{_hint(parent, storage)}")
         return Latest.model_validate_json(form.unseal("zero-latest", data))
-    except ValueError as error:
-        raise CorruptCheckpointError(
-            f"{parent / LATEST} cannot be used: {_short(error)}. Load a checkpoint by its own name; "
-            f"available: {_listed(complete(parent, storage))}"
-        ) from error
+
+
+def _others(parent: Path, storage: Storage) -> str:
+    found = _listed(complete(parent, storage))
+    return f". Load a checkpoint by its own name; available: {found}"
 
 
 def names_another(parent: Path, latest: bytes, storage: Storage) -> bool:
@@ -117,10 +105,8 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path} is not a checkpoint: its {MANIFEST} cannot be read: {error}"
             ) from error
-        try:
+        with typed(path / MANIFEST, "cannot be used"):
             self.manifest = Manifest.model_validate_json(form.unseal("zero-checkpoint", data))
-        except ValueError as error:
-            raise CorruptCheckpointError(f"{path / MANIFEST} cannot be used: {_short(error)}") from error
         self.digest = crc32(data)
         self._starts = {key: [s.start for s in t.slices] for key, t in self.manifest.tensors.items()}
 
@@ -179,7 +165,7 @@ class Checkpoint:
             self.read(key, start, pages[:nbytes])
             return pages[:nbytes]
         file, _ = self._file(piece.file)
-        with _translated(file):
+        with typed(file.path):
             values = file.read_around(piece.offset + begin, nbytes, pages)
         self._check(key, piece, begin, values, nbytes)
         return values
@@ -189,24 +175,6 @@ class Checkpoint:
         for entry in self.manifest.files:
             with contextlib.closing(self._open(entry)):
                 pass
-
-    def verify(self) -> Iterator[tuple[str, str]]:
-        """Read every byte and yield (file name, what is wrong) for each damage found."""
-        for index, entry in enumerate(self.manifest.files):
-            try:
-                self._file(index)
-            except CheckpointError as error:
-                yield entry.name, str(error)
-        for key, tensor in self.manifest.tensors.items():
-            for piece in tensor.slices:
-                if piece.file not in self._files:
-                    continue
-                for first in range(0, piece.length, _VERIFY_ELEMENTS):
-                    count = min(_VERIFY_ELEMENTS, piece.length - first)
-                    try:
-                        self.read(key, piece.start + first, memoryview(bytearray(count * tensor.item_bytes)))
-                    except CheckpointError as error:
-                        yield self.manifest.files[piece.file].name, str(error)
 
     def _read_slice(self, key: str, piece: Slice, item: int, low: int, into: memoryview) -> None:
         """Fill `into` from byte `low` of a slice on: whole blocks in place, partial blocks through a copy."""
@@ -228,7 +196,7 @@ class Checkpoint:
     def _read_blocks(self, key: str, piece: Slice, begin: int, into: memoryview) -> None:
         """Fill `into` with whole blocks of a slice, from its byte `begin` on, and check them."""
         file, _ = self._file(piece.file)
-        with _translated(file):
+        with typed(file.path):
             count = file.read(piece.offset + begin, into)
         self._check(key, piece, begin, into[:count], into.nbytes)
 
@@ -279,13 +247,10 @@ class Checkpoint:
         return file
 
 
-_VERIFY_ELEMENTS = 1 << 17  # a multiple of the block size for every item size
-
-
 def _checksums(file: File, entry: FileEntry) -> bytes:
     """The table of a file's block checksums, after checking the table and the file's header."""
     length = bytearray(8)
-    with _translated(file):
+    with typed(file.path):
         file.read(0, memoryview(length))
         sizes = int.from_bytes(length, "little"), entry.bytes - entry.checksums_at
         if sizes[0] > min(LONGEST_HEADER, entry.bytes) or sizes[1] > LARGEST_TABLE:
@@ -300,14 +265,6 @@ def _checksums(file: File, entry: FileEntry) -> bytes:
         if crc32(buffer) != expected:
             raise CorruptCheckpointError(f"{file.path} is damaged: the checksum of its {what} does not match")
     return bytes(table)
-
-
-@contextlib.contextmanager
-def _translated(file: File) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{file.path} cannot be read: {error}") from error
 
 
 def _present(parent: Path, name: str, storage: Storage) -> Path | None:
@@ -337,10 +294,3 @@ def _hint(path: Path, storage: Storage) -> str:
 def _listed(names: list[str]) -> str:
     """The last eight names, for an error message."""
     return ", ".join(names[-8:]) or "none"
-
-
-def _short(error: ValueError) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.errors import CorruptCheckpointError
+from zero.files.boundary import typed
 from zero.files.names import Saved
 from zero.files.safetensors_header import SafeTensor, describe
 from zero.files.storage import DISK, File, Storage
@@ -36,12 +37,10 @@ class SafetensorsWeights:
         """Fill `into` with a tensor's elements from `start` on, in row-major order."""
         tensor = self._tensors[key]
         at = tensor.offset + start * tensor.item_bytes
-        try:
+        with typed(tensor.path):
             if tensor.path not in self._files:
                 self._files[tensor.path] = self._storage.open(tensor.path)
             count = self._files[tensor.path].read(at, into)
-        except OSError as error:
-            raise CheckpointError(f"{tensor.path} cannot be read: {error}") from error
         if count < into.nbytes:
             raise CorruptCheckpointError(f"{tensor.path} ends at byte {at + count}, within {key!r}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -19,6 +20,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 _advise = getattr(os, "posix_fadvise", None)
 _fallocate: Any = getattr(os, "posix_fallocate", lambda file, start, size: os.truncate(file, size))
 _LOCK = ".zero-lock"  # is never removed
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextlib.contextmanager
@@ -169,6 +171,10 @@ class Storage:
                 around = _open_regular(path, _DIRECT)
         return File(path, descriptor, around)
 
+    def reopen(self, path: Path) -> File:
+        """Open an existing file for writing, through the page cache."""
+        return File(path, os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+
     def make_directory(self, path: Path) -> None:
         """Create a directory. The path must not exist, and its parent must."""
         path.mkdir()
@@ -179,6 +185,21 @@ class Storage:
         Only a file may move to another directory; a directory may refuse, see `in_place.CANNOT_RENAME`.
         """
         old.rename(new)
+
+    def exchange(self, first: Path, second: Path) -> bool:
+        """Swap two directories atomically. Returns False if the system cannot."""
+        exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if exchange is None:
+            return False
+        names = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
+        return bool(exchange(*names, _RENAME_EXCHANGE) == 0)
+
+    def keep(self, old: Path, new: Path) -> None:
+        """Give a file or a link a second name, or copy it where the file system has no hard links."""
+        try:
+            os.link(old, new, follow_symlinks=False)
+        except OSError:  # a file system without hard links
+            shutil.copy2(old, new, follow_symlinks=False)
 
     def sync_directory(self, path: Path) -> None:
         """Return once the names in a directory are on the disk."""

@@ -26,6 +26,8 @@ def decode(value: Any, tensor: Decoded) -> Any:
         return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
+    tag: str
+    content: Any
     tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
     if tag == "$tensor":
         return tensor(content)

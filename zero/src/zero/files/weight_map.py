@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.boundary import typed
 from zero.files.storage import DISK, read_whole
 from zero.files.strict_json import parse
 
@@ -17,13 +18,9 @@ def read_weight_map(index: Path) -> dict[str, str]:
     Raises CorruptCheckpointError for an index that makes no sense, and CheckpointError for one that cannot be
     read and for a file that is not beside it.
     """
-    try:
+    with typed(index, "cannot be used"):
         weight_map = parse(read_whole(DISK, index, _LARGEST_INDEX))["weight_map"]
         names = set(weight_map.values())
-    except OSError as error:
-        raise CheckpointError(f"{index} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{index} cannot be used: {error}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(f"{index} names {name!r}, which is not a file next to it")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.boundary import typed
 from zero.files.manifest import ITEM_BYTES
 from zero.files.storage import DISK, read_whole
 from zero.sources import inert_pickle
@@ -97,10 +98,8 @@ class DcpSource(RecordSource):
 
     def _metadata(self) -> Mapping[str, Any]:
         path = self.path / METADATA
-        try:
+        with typed(path):
             data = read_whole(DISK, path, _LARGEST_METADATA)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
         state: Mapping[str, Any] = inert_pickle.load(data, _METADATA, path, most=_MOST_STEPS).state
         return state
 

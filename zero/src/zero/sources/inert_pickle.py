@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.errors import CheckpointError
+from zero.files.boundary import typed
 from zero.files.manifest import ITEM_BYTES, MOST_DIMENSIONS, TORCH_NAMES, is_row_major
 from zero.sources.bounded_unpickler import (
     CONTAINERS,
@@ -217,14 +218,8 @@ def load(
     most: steps that reading it may take. Raises CheckpointError for other names without that, and
     CorruptCheckpointError for a pickle that makes no sense.
     """
-    try:
+    with typed(path, "holds an invalid pickle"):  # whatever a hostile one makes the unpickler raise
         return _Unpickler(data, most, known, path, strangers).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a hostile pickle makes the unpickler raise
-        raise CorruptCheckpointError(
-            f"{path} holds an invalid pickle: {type(error).__name__}: {error}"
-        ) from error
 
 
 class _Unpickler(Unpickler):

@@ -6,7 +6,6 @@ import threading
 from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from zlib import crc32
 
 import numpy as np
 
-from zero.errors import CheckpointError, CorruptCheckpointError, some
+from zero.errors import CorruptCheckpointError, some
 from zero.files.boundary import typed
 from zero.files.manifest import ITEM_BYTES, is_row_major
 from zero.files.storage import DISK, File
@@ -128,10 +127,8 @@ class RecordSource(Source):
 
     def add_file(self, path: Path, records: Iterable[Record]) -> None:
         """Open a file of the source, to read its records."""
-        try:
+        with typed(path):
             self._open[path] = DISK.open(path, direct=True)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
         self._records.update({Key(path, record): None for record in records})
 
     def place_stretch(
@@ -261,14 +258,14 @@ class RecordSource(Source):
         """Fill `into` with a part's bytes, from its element `start` in memory on."""
         key = part.key
         at = key.record.offset + part.offset + start * item
-        with self._translated(key):
+        with typed(key.path):
             count = self._open[key.path].read(at, into)
         self._check_end(key, at, count, into.nbytes)
 
     def _read(self, key: Key, low: int, nbytes: int, pages: memoryview) -> memoryview:
         """Read bytes of a record from `low` on, and keep their checksum for finish()."""
         at = key.record.offset + low
-        with self._translated(key):
+        with typed(key.path):
             values = self._open[key.path].read_around(at, nbytes, pages)
         self._check_end(key, at, values.nbytes, nbytes)
         if key.record.crc is not None:
@@ -276,13 +273,6 @@ class RecordSource(Source):
             with self._lock:
                 self._found.setdefault(key, {})[low] = nbytes, digest
         return values
-
-    @contextmanager
-    def _translated(self, key: Key) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"{key.path} cannot be read: {error}") from error
 
     def _check_end(self, key: Key, at: int, count: int, wanted: int) -> None:
         if count < wanted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -10,13 +9,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
-from zero.files.manifest import ITEM_BYTES
+from zero.files.manifest import Sized
 
 Kind = Literal["parameter", "frozen", "buffer", "state"]  # state: of the optimizer
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class TensorInfo(Sized):
     """A tensor of a source. Dtypes are named as in safetensors.
 
     dtype: of the stored values. training_dtype: of the weights in training, which differs where the stored
@@ -29,14 +28,6 @@ class TensorInfo:
     training_dtype: str
     kind: Kind
     aliases: tuple[str, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * ITEM_BYTES[self.dtype]
 
 
 class Piece(NamedTuple):

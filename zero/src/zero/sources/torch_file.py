@@ -16,6 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from zero.errors import CheckpointError, CorruptCheckpointError
+from zero.files.boundary import typed
 from zero.files.storage import DISK, File
 from zero.sources import inert_pickle, zip_directory
 from zero.sources.inert_pickle import MOST_STEPS, TENSORS, StoredTensor
@@ -23,6 +24,7 @@ from zero.sources.memory_order import span
 from zero.sources.zip_directory import Record
 
 _LARGEST_PICKLE = 1 << 25  # bytes; the objects in it may take a hundred times as much
+_NOT_ONE = "is truncated or not a torch.save file (files of torch before 1.6 are not supported)"
 _NUMBERS = {"F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4"}
 
 
@@ -85,34 +87,23 @@ class TorchFile:
 
 def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Record]:
     """The records of a zip: a whole file, or `nbytes` of one from `start` on. Raises as TorchFile does."""
-    try:
-        with closing(DISK.open(path)) as file:
-            whole = file.size()
-            size = whole if nbytes is None else nbytes
-            if start < 0 or size < 0 or start + size > whole:
-                raise ValueError(f"it has {whole} bytes, not {start + size}")
+    with typed(path, _NOT_ONE), closing(DISK.open(path)) as file:
+        whole = file.size()
+        size = whole if nbytes is None else nbytes
+        if start < 0 or size < 0 or start + size > whole:
+            raise ValueError(f"it has {whole} bytes, not {start + size}")
 
-            def read(at: int, count: int) -> bytes:
-                return _read(file, start + at, min(count, size - at))
+        def read(at: int, count: int) -> bytes:
+            return _read(file, start + at, min(count, size - at))
 
-            found = zip_directory.records(read, size)
-            return [replace(record, offset=start + record.offset) for record in found] if start else found
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except ValueError as error:
-        raise CorruptCheckpointError(
-            f"{path} is truncated or not a torch.save file (files of torch before 1.6 are not supported): "
-            f"{error}"
-        ) from error
+        found = zip_directory.records(read, size)
+        return [replace(record, offset=start + record.offset) for record in found] if start else found
 
 
 def _bytes_at(path: Path, offset: int, nbytes: int) -> bytes:
     """Bytes of a file. Raises as TorchFile does."""
-    try:
-        with closing(DISK.open(path)) as file:
-            data = _read(file, offset, nbytes)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    with typed(path), closing(DISK.open(path)) as file:
+        data = _read(file, offset, nbytes)
     if len(data) < nbytes:
         raise CorruptCheckpointError(f"{path} is truncated: it ends at byte {offset + len(data)}")
     return data
