@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import accelz
-from accelz import AdamWUpdate
+from accelz.updates import AdamWUpdate
 from benchmarks.job import Job
 from benchmarks.result import Result, ratio, spread
 
@@ -131,7 +131,7 @@ def _accelz_case(elements: int, dtype: torch.dtype) -> Case:
 
     def step() -> None:
         count.add_(1)
-        kernels.adamw(update)
+        kernels.step(update)
 
     return Case(step, 28, master)
 

@@ -16,7 +16,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a signature or a meaning below does; the Python side refuses any other value. */
-enum { ACCELZ_ABI = 5 };
+enum { ACCELZ_ABI = 6 };
 
 enum { ACCELZ_FLOAT32, ACCELZ_BFLOAT16, ACCELZ_FLOAT16, ACCELZ_FLOAT64, ACCELZ_INT64, ACCELZ_INT32, ACCELZ_UINT8,
        ACCELZ_INT8, ACCELZ_FLOAT8_E4M3 };
@@ -36,42 +36,26 @@ ACCELZ_API const char *accelz_last_error(void);
 
 /* ---- kernels: dtypes FLOAT32, BFLOAT16 and FLOAT16 ---- */
 
-/* What every optimizer step takes. */
+enum { ACCELZ_CONSTANTS = 8 };
+
+/* A step of any optimizer. The fields are those of accelz.updates.Update; what an optimizer does not have is NULL. */
 typedef struct {
-    float *master;           /* read and written, like the moments below */
-    const void *grad;        /* of grad_dtype */
+    float *master;    /* read and written, like the moments */
+    const void *grad; /* of grad_dtype */
+    float *moments[2];
     void *weights;           /* master rounded to weights_dtype, or NULL */
+    const float *step;       /* one value: the number of this step, from 1 */
     const float *grad_scale; /* one value, or NULL for 1 */
     const float *skip;       /* one value: if not 0, only weights are written; or NULL */
     size_t numel;
-    int grad_dtype, weights_dtype, maximize;
-    double lr, weight_decay;
-} accelz_step_arguments;
+    int grad_dtype, weights_dtype;
+    double lr, sign, decay, l2; /* sign: -1 to maximise */
+    double constants[ACCELZ_CONSTANTS];
+} accelz_update;
 
-typedef struct {
-    accelz_step_arguments common;
-    float *exp_avg, *exp_avg_sq;
-    const float *step; /* one value: the number of this step, from 1 */
-    int decoupled;
-    double beta1, beta2, eps;
-} accelz_adamw_arguments;
-
-typedef struct {
-    accelz_step_arguments common;
-    float *momentum_buffer; /* NULL: no momentum */
-    int nesterov;
-    double momentum;
-} accelz_sgd_arguments;
-
-typedef struct {
-    accelz_step_arguments common;
-    float *exp_avg;
-    double beta1, beta2;
-} accelz_lion_arguments;
-
-ACCELZ_API void accelz_adamw(const accelz_adamw_arguments *arguments, int threads);
-ACCELZ_API void accelz_sgd(const accelz_sgd_arguments *arguments, int threads);
-ACCELZ_API void accelz_lion(const accelz_lion_arguments *arguments, int threads);
+/* The name of an optimizer, as in accelz.updates; NULL for numbers that no optimizer has. */
+ACCELZ_API const char *accelz_optimizer(int number);
+ACCELZ_API void accelz_step(int optimizer, const accelz_update *update, int threads);
 
 /* The sum of squares. Values are squared and first added in fp32, in an order that depends only on numel. */
 ACCELZ_API double accelz_sum_of_squares(const void *values, int dtype, size_t numel, int threads);

@@ -3,47 +3,18 @@
 
 #include <cstddef>
 
+#include "accelz_cpu.h"
+
 namespace accelz {
 
-// Arguments of optimizer steps, with everything that is the same for all elements computed beforehand.
-struct Step {
-    float *master;
-    const void *grad;
-    void *weights;
-    int grad_dtype, weights_dtype;
-    float grad_factor;       // grad_scale, with the sign of maximize
-};
-
-struct AdamStep : Step {
-    float *exp_avg, *exp_avg_sq;
-    bool decoupled;
-    float decay;             // decoupled: the factor on master; else the share of master added to the gradient
-    float weight1;           // 1 - beta1
-    float beta2, weight2;    // weight2: 1 - beta2
-    float step_size;         // lr / (1 - beta1 ** step)
-    float inverse_root;      // 1 / sqrt(1 - beta2 ** step)
-    float eps;
-};
-
-struct SgdStep : Step {
-    float *momentum_buffer;  // null: no momentum
-    bool nesterov;
-    float decay;             // the share of master added to the gradient
-    float momentum, lr;
-};
-
-struct LionStep : Step {
-    float *exp_avg;
-    float kept;              // 1 - lr * weight_decay
-    float weight1, weight2;  // 1 - beta1, 1 - beta2
-    float lr;
+struct Optimizer {
+    const char *name;
+    void (*step)(const accelz_update &update, size_t begin, size_t end);
 };
 
 struct IsaKernels {
     const char *name;
-    void (*adamw)(const AdamStep &step, size_t begin, size_t end);
-    void (*sgd)(const SgdStep &step, size_t begin, size_t end);
-    void (*lion)(const LionStep &step, size_t begin, size_t end);
+    const Optimizer *optimizers;  // up to one without a name
     double (*sum_of_squares)(const void *values, int dtype, size_t numel);
     void (*scale_cast)(void *output, int output_dtype, const void *source, int source_dtype, float scale,
                        size_t numel);

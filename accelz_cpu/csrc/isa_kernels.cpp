@@ -111,117 +111,7 @@ inline void with_type(int dtype, Body body) {
     if (dtype == ACCELZ_FLOAT16) body((fp16 *)nullptr);
 }
 
-// ---- optimizer steps ----
-
-// From a towards b by weight, computed from the nearer end as torch.lerp does.
-template <bool near>
-inline float lerp(float a, float b, float weight) {
-    return near ? a + weight * (b - a) : b + (weight - 1.0f) * (b - a);
-}
-
-inline bool is_near(float weight) { return weight < 0.5f; }
-
-template <bool decoupled, bool near>
-inline void adam_tile(const AdamStep &s, float *__restrict w, const float *__restrict grad, float *__restrict m,
-                      float *__restrict v, size_t n) {
-    const float factor = s.grad_factor, decay = s.decay, beta2 = s.beta2, weight1 = s.weight1, weight2 = s.weight2;
-    const float step_size = s.step_size, inverse_root = s.inverse_root, eps = s.eps;
-    for (size_t i = 0; i < n; i++) {
-        float g = grad[i] * factor;
-        if (!decoupled) g = g + w[i] * decay;
-        const float kept = decoupled ? w[i] * decay : w[i];
-        const float average = lerp<near>(m[i], g, weight1);
-        const float square = v[i] * beta2 + weight2 * g * g;
-        const float denominator = __builtin_sqrtf(square) * inverse_root + eps;
-        w[i] = kept - step_size * average / denominator;
-        m[i] = average;
-        v[i] = square;
-    }
-}
-
-// Without decay, not even an infinite weight may add anything to the gradient.
-template <bool decays>
-inline void sgd_tile(const SgdStep &s, float *__restrict w, const float *__restrict grad, size_t n) {
-    const float factor = s.grad_factor, decay = s.decay, lr = s.lr;
-    for (size_t i = 0; i < n; i++) {
-        float g = grad[i] * factor;
-        if (decays) g = g + w[i] * decay;
-        w[i] = w[i] - lr * g;
-    }
-}
-
-template <bool decays, bool nesterov>
-inline void momentum_tile(const SgdStep &s, float *__restrict w, const float *__restrict grad, float *__restrict m,
-                          size_t n) {
-    const float factor = s.grad_factor, decay = s.decay, momentum = s.momentum, lr = s.lr;
-    for (size_t i = 0; i < n; i++) {
-        float g = grad[i] * factor;
-        if (decays) g = g + w[i] * decay;
-        const float buffer = m[i] * momentum + g;
-        w[i] = w[i] - lr * (nesterov ? g + momentum * buffer : buffer);
-        m[i] = buffer;
-    }
-}
-
-template <bool near1, bool near2>
-inline void lion_tile(const LionStep &s, float *__restrict w, const float *__restrict grad, float *__restrict m,
-                      size_t n) {
-    const float factor = s.grad_factor, kept = s.kept, weight1 = s.weight1, weight2 = s.weight2, lr = s.lr;
-    for (size_t i = 0; i < n; i++) {
-        const float g = grad[i] * factor;
-        const float direction = lerp<near1>(m[i], g, weight1);
-        w[i] = w[i] * kept - (direction > 0 ? lr : direction < 0 ? -lr : 0.0f);
-        m[i] = lerp<near2>(m[i], g, weight2);
-    }
-}
-
-template <class T>
-inline void prefetch_tile(const T *from) {
-    for (size_t i = 0; i < TILE; i += LINE / sizeof(T)) __builtin_prefetch(from + i);
-}
-
-// Walk over the shard: for every tile call tile(s, master, gradient in fp32, moments…, n), then write its weights.
-template <class AnyStep, class Grad, class Tile, class... Moments>
-void step_range(const AnyStep &s, const Grad *grad, size_t begin, size_t end, Tile tile, Moments... moments) {
-    alignas(64) float scratch[TILE];
-    for (size_t at = begin; at < end; at += TILE) {
-        const size_t n = smaller(TILE, end - at);
-        prefetch_tile(s.master + at + AHEAD);
-        (prefetch_tile(moments + at + AHEAD), ...);
-        prefetch_tile(grad + at + AHEAD);
-        if (s.weights) prefetch_tile((const uint16_t *)s.weights + at + AHEAD);
-        tile(s, s.master + at, widen(grad + at, scratch, n), (moments + at)..., n);
-        if (!s.weights) continue;
-        with_type(s.weights_dtype, [&](auto *type) { narrow((decltype(type))s.weights + at, s.master + at, n); });
-    }
-}
-
-template <class AnyStep, class Tile, class... Moments>
-void run_step(const AnyStep &s, size_t begin, size_t end, Tile tile, Moments... moments) {
-    with_type(s.grad_dtype, [&](auto *type) {
-        step_range(s, (const decltype(type))s.grad, begin, end, tile, moments...);
-    });
-}
-
-void adamw(const AdamStep &s, size_t begin, size_t end) {
-    const auto tile = s.decoupled ? (is_near(s.weight1) ? adam_tile<true, true> : adam_tile<true, false>)
-                                  : (is_near(s.weight1) ? adam_tile<false, true> : adam_tile<false, false>);
-    run_step(s, begin, end, tile, s.exp_avg, s.exp_avg_sq);
-}
-
-void sgd(const SgdStep &s, size_t begin, size_t end) {
-    const bool decays = s.decay != 0;
-    if (!s.momentum_buffer) return run_step(s, begin, end, decays ? sgd_tile<true> : sgd_tile<false>);
-    const auto tile = decays ? (s.nesterov ? momentum_tile<true, true> : momentum_tile<true, false>)
-                             : (s.nesterov ? momentum_tile<false, true> : momentum_tile<false, false>);
-    run_step(s, begin, end, tile, s.momentum_buffer);
-}
-
-void lion(const LionStep &s, size_t begin, size_t end) {
-    const auto tile = is_near(s.weight1) ? (is_near(s.weight2) ? lion_tile<true, true> : lion_tile<true, false>)
-                                      : (is_near(s.weight2) ? lion_tile<false, true> : lion_tile<false, false>);
-    run_step(s, begin, end, tile, s.exp_avg);
-}
+#include "steps.h"
 
 // ---- norm, casts, sums ----
 
@@ -528,8 +418,8 @@ void stream(void *output, const void *source, size_t bytes, void *second) {
 extern const IsaKernels kernels;
 #define ACCELZ_TEXT(name) #name
 #define ACCELZ_NAME(name) ACCELZ_TEXT(name)
-const IsaKernels kernels = {ACCELZ_NAME(ACCELZ_ISA), adamw,    sgd,        lion,   sum_of_squares,
-                            scale_cast,  accumulate, quantise, dequantise, reduce, stream};
+const IsaKernels kernels = {ACCELZ_NAME(ACCELZ_ISA), OPTIMIZERS, sum_of_squares, scale_cast, accumulate,
+                            quantise, dequantise, reduce, stream};
 
 }  // namespace ACCELZ_ISA
 }  // namespace accelz

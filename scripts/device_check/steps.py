@@ -34,6 +34,7 @@ OWN_KERNELS = {
     "cuda": (
         "adamw",
         "sgd",
+        "momentum",
         "lion",
         "norm_and_nonfinite",
         "scale_cast",

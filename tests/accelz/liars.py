@@ -22,7 +22,6 @@ from torch import Tensor
 
 from accelz import (
     Accelerator,
-    AdamWUpdate,
     BackendUnavailableError,
     Capabilities,
     CollectiveError,
@@ -32,11 +31,9 @@ from accelz import (
     Group,
     Handle,
     Kernels,
-    LionUpdate,
     Memory,
     MemoryStats,
     NullStreams,
-    SgdUpdate,
     Slot,
     StorageSwap,
     Stream,
@@ -44,6 +41,7 @@ from accelz import (
 from accelz.roles.collectives import DONE
 from accelz.roles.streams import NullEvent, NullStream
 from accelz.torch_device import TorchEvent, TorchRng, TorchStream, TorchStreams
+from accelz.updates import AdamWUpdate, LionUpdate, SgdUpdate
 from accelz_cpu.accelerator import CpuRng, build
 from accelz_cpu.kernels import CpuKernels
 from accelz_cpu.memory import ProcessMemory
@@ -462,13 +460,13 @@ class BetaForgotten(CpuKernels):
 
 class RateForgotten(CpuKernels):
     def lion(self, update: LionUpdate) -> None:
-        super().lion(dataclasses.replace(update, lr=1e-2))
+        dataclasses.replace(update, lr=1e-2).reference(self.chunk)
 
 
 class HalfWeightsForgotten(CpuKernels):
     def sgd(self, update: SgdUpdate) -> None:
         half = update.weights is not None and update.weights.dtype is torch.float16
-        super().sgd(dataclasses.replace(update, weights=None) if half else update)
+        (dataclasses.replace(update, weights=None) if half else update).reference(self.chunk)
 
 
 class ShortTable(CpuKernels):
@@ -881,7 +879,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "a seed of eight bits": Lie("Rng.seed", "every_bit_of_a_seed", "rng", SeedOfEightBits),
         "a state is not put back": Lie("Rng.set_state", "a_state_comes_back", "rng", StateIgnored),
         "streams are declared": Lie("Streams.new", "several_queues", flags={"streams": True}),
-        "skip is ignored": Lie("Kernels.adamw", "test_adamw", "kernels", SkipIgnored),
+        "skip is ignored": Lie("Kernels.step", "test_step", "kernels", SkipIgnored),
         "a tail is overrun": Lie("Kernels.accumulate", "test_accumulate", "kernels", TailOverrun),
         "nonfinite is missed": Lie(
             "Kernels.norm_and_nonfinite", "nonfinite_is_seen", "kernels", NonfiniteMissed
@@ -910,11 +908,11 @@ ROUNDS: dict[str, dict[str, Lie]] = {
             "Streams.keep_alive", "keep_alive_is_harmless", "streams", KeepAliveOverwrites
         ),
         "a stream cannot be entered": Lie("Streams.use", "work_inside_use", "streams", EnteringRaises),
-        "a step is counted": Lie("Kernels.adamw", "scalars_are_only_read", "kernels", StepCounted),
+        "a step is counted": Lie("Kernels.step", "scalars_are_only_read", "kernels", StepCounted),
         "an overflow is missed": Lie(
             "Kernels.norm_and_nonfinite", "squares_that_overflow", "kernels", OverflowMissed
         ),
-        "weights are forgotten": Lie("Kernels.adamw", "test_adamw", "kernels", WeightsForgotten),
+        "weights are forgotten": Lie("Kernels.step", "test_step", "kernels", WeightsForgotten),
         "bytes never come back": Lie(
             "FlatBuffer.materialize", "repeated_calls", "flat_buffers", MaterializeForgets
         ),
@@ -991,11 +989,11 @@ ROUNDS: dict[str, dict[str, Lie]] = {
         "a buffer is a tuple": Lie(
             "FlatBufferStrategy.flatten", "flatten_keeps_values", "flat_buffers", FlattenGivesATuple
         ),
-        "half weights are forgotten": Lie("Kernels.sgd", "test_one_moment", "kernels", HalfWeightsForgotten),
-        "a learning rate is forgotten": Lie("Kernels.lion", "test_one_moment", "kernels", RateForgotten),
+        "half weights are forgotten": Lie("Kernels.step", "test_step", "kernels", HalfWeightsForgotten),
+        "a learning rate is forgotten": Lie("Kernels.step", "test_step", "kernels", RateForgotten),
         "a grid is small": Lie("Kernels.dequantise", "no_element_is_too_far", "kernels", SmallGrid),
         "a cast saturates": Lie("Kernels.scale_cast", "scale_cast_overflows", "kernels", Saturating),
-        "a beta is forgotten": Lie("Kernels.adamw", "test_adamw", "kernels", BetaForgotten),
+        "a beta is forgotten": Lie("Kernels.step", "test_step", "kernels", BetaForgotten),
         "a maximum begins at zero": Lie(
             "Collectives.all_reduce", "test_all_reduce", "collectives", MaximumFromZero
         ),
@@ -1022,7 +1020,7 @@ ROUNDS: dict[str, dict[str, Lie]] = {
             "FlatBufferStrategy.empty_like", "forgotten_buffers", "flat_buffers", FurtherBuffersKept
         ),
         "models are kept": Lie("FlatBufferStrategy.flatten", "forgotten_models", "flat_buffers", ModelsKept),
-        "scratch is kept": Lie("Kernels.adamw", "scratch_memory", "kernels", ScratchKept),
+        "scratch is kept": Lie("Kernels.step", "scratch_memory", "kernels", ScratchKept),
         "gathered buffers are kept": Lie(
             "Collectives.all_gather", "buffers_of_collectives", "collectives", BuffersKept
         ),

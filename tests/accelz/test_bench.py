@@ -38,10 +38,12 @@ def test_each_operation_has_figures() -> None:
 
 
 def test_bytes_are_what_a_call_has_to_move() -> None:
-    """Of AdamW master and moments there and back, the gradient read, the weights written."""
+    """Of a step master and moments there and back, the gradient read, the weights written."""
     traffic = {(c.operation, c.dtypes): c.traffic for c in cases(accelz.use("cpu"), 2048)}
     assert traffic["adamw", "bf16 gradient, bf16 weights"] == 3 * 8 + 2 + 2
     assert traffic["adamw", "fp32 gradient"] == 3 * 8 + 4
+    assert traffic["sgd", "bf16 gradient, bf16 weights"] == 8 + 2 + 2
+    assert traffic["lion", "bf16 gradient, bf16 weights"] == 2 * 8 + 2 + 2
     assert traffic["accumulate", "bf16 into fp32"] == 4 + 2 + 4
     assert traffic["quantise", "bf16 → int8"] == 2 + 1 + 4 / 256
 

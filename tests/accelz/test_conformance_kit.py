@@ -190,9 +190,9 @@ def test_truth_beside_the_lies_still_passes(round_report: Any) -> None:
     report = round_report("tell('one')")
     failed = {f["test"].rpartition("::")[2] for f in report["failures"]}
     assert {name for name in failed if "adamw" in name} == {
-        "test_adamw[skip 1]",
-        "test_adamw[skip 1, NaN]",
-        "test_adamw[skip 1, infinite]",
+        "test_step[adamw, skip 1]",
+        "test_step[adamw, skip 1, NaN]",
+        "test_step[adamw, skip 1, infinite]",
     }
     assert "test_accumulate[float32-3]" in failed
     assert "test_accumulate[float32-0]" not in failed
@@ -432,7 +432,7 @@ def test_a_leak_of_the_allocator_is_blamed_on_no_role(monkeypatch: pytest.Monkey
     accelerator.capabilities = dataclasses.replace(accelerator.capabilities, exact_memory=True)
     leaks = Leaks(checked(accelerator))
     with pytest.raises(ContractBroken, match=r"Memory.stats: tensors that are made and dropped must keep"):
-        leaks.check("Kernels.adamw", leaks.block)
+        leaks.check("Kernels.step", leaks.block)
 
 
 def test_a_device_that_bind_has_not_set_is_told_as_such() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelz import AdamWUpdate, Kernels
+from accelz import Kernels
 from accelz.roles.kernels import LIMITS, NAMES
+from accelz.updates import AdamWUpdate
 
 N, STEPS = 301, 12
 
@@ -57,7 +58,7 @@ def test_adamw_follows_torchs_optimizer(
             decoupled=kind is torch.optim.AdamW,
             maximize=maximize,
         )
-        kernels.adamw(update)
+        kernels.step(update)
     assert torch.allclose(state["master"], parameter, rtol=1e-6, atol=1e-7)
     theirs = optimizer.state[parameter]
     assert torch.allclose(state["exp_avg"], theirs["exp_avg"], rtol=1e-6, atol=1e-7)
@@ -71,7 +72,7 @@ def test_pieces_change_no_bit() -> None:
         grad = torch.linspace(-1, 1, N).bfloat16()
         weights = torch.zeros(N, dtype=torch.bfloat16)
         options: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-        kernels.adamw(AdamWUpdate(**state, grad=grad, step=torch.tensor(1.0), weights=weights, **options))
+        kernels.step(AdamWUpdate(**state, grad=grad, step=torch.tensor(1.0), weights=weights, **options))
         results.append((state["master"], weights))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])

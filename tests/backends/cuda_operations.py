@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelz import AdamWUpdate, Kernels, LionUpdate, SgdUpdate, Update
+from accelz import Kernels
+from accelz.conformance.steps import usual_step
+from accelz.updates import UPDATES
 from accelz_cuda import kernels
 from accelz_cuda.kernels import Entry
 
@@ -36,58 +38,20 @@ def random(device: torch.device, numel: int, dtype: torch.dtype | None) -> Tenso
     return (torch.rand(numel, generator=generator) + 0.5).to(device, dtype)
 
 
-def _adamw(
-    device: torch.device, numel: int, grad_dtype: torch.dtype, weights_dtype: torch.dtype | None
+def _step(
+    kernel: str, device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None
 ) -> Call:
-    master, average, square = (random(device, numel, F32) for _ in range(3))
-    grad, step = random(device, numel, grad_dtype), torch.tensor(3.0, device=device)
-    scale, skip = torch.tensor(0.5, device=device), torch.tensor(0.0, device=device)
-    weights = None if weights_dtype is None else random(device, numel, weights_dtype)
-
-    update = AdamWUpdate(
-        master=master, grad=grad, exp_avg=average, exp_avg_sq=square, step=step, grad_scale=scale, skip=skip,
-        weights=weights, **ADAM,
+    master, *moments = (random(device, numel, F32) for _ in range(1 + len(UPDATES[kernel].moment_names)))
+    number, scale, skip = (torch.tensor(value, device=device) for value in (3.0, 0.5, 0.0))
+    narrow = None if weights is None else random(device, numel, weights)
+    update = usual_step(
+        kernel, master, random(device, numel, grad), *moments, number=number, grad_scale=scale, skip=skip,
+        weights=narrow,
     )  # fmt: skip
 
     def call(served: Kernels) -> tuple[Tensor, ...]:
-        served.adamw(update)
-        return (master, average, square, *([] if weights is None else [weights]))
-
-    return call
-
-
-def _sgd(device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None) -> Call:
-    return _first_order(device, numel, grad, weights, "sgd", SgdUpdate)
-
-
-def _momentum(device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None) -> Call:
-    momentum = partial(SgdUpdate, momentum_buffer=random(device, numel, F32), momentum=0.9, nesterov=True)
-    return _first_order(device, numel, grad, weights, "sgd", momentum)
-
-
-def _lion(device: torch.device, numel: int, grad: torch.dtype, weights: torch.dtype | None) -> Call:
-    lion = partial(LionUpdate, exp_avg=random(device, numel, F32), beta1=0.9, beta2=0.99)
-    return _first_order(device, numel, grad, weights, "lion", lion)
-
-
-def _first_order(
-    device: torch.device,
-    numel: int,
-    grad_dtype: torch.dtype,
-    weights_dtype: torch.dtype | None,
-    name: str,
-    kind: Callable[..., Update],
-) -> Call:
-    """An optimizer of one moment or none, which counts no steps."""
-    weights = None if weights_dtype is None else random(device, numel, weights_dtype)
-    update = kind(
-        master=random(device, numel, F32), grad=random(device, numel, grad_dtype), lr=0.1, weight_decay=0.1,
-        grad_scale=torch.tensor(0.5, device=device), weights=weights,
-    )  # fmt: skip
-
-    def call(served: Kernels) -> tuple[Tensor, ...]:
-        getattr(served, name)(update)
-        return (update.master, *update.moments, *([] if weights is None else [weights]))
+        served.step(update)
+        return (master, *moments, *([] if narrow is None else [narrow]))
 
     return call
 
@@ -144,10 +108,7 @@ def _dequantise(device: torch.device, numel: int, to: torch.dtype, codes: torch.
 
 
 _MAKERS: dict[str, Callable[..., Call]] = {
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "momentum": _momentum,
-    "lion": _lion,
+    **{kernel: partial(_step, kernel) for kernel in UPDATES},
     "norm": _norm,
     "scale_cast": _scale_cast,
     "accumulate": _accumulate,

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelz import AdamWUpdate, Kernels, LionUpdate, SgdUpdate
+from accelz import Kernels
 from accelz.roles.kernels import LIMITS
+from accelz.updates import AdamWUpdate, LionUpdate, MomentumUpdate, SgdUpdate
 from accelz_cpu import native
 from accelz_cpu.native_kernels import NativeKernels
 
@@ -61,21 +62,24 @@ def state(dtype: torch.dtype = torch.bfloat16, numel: int = NUMEL) -> dict[str, 
 
 
 def step(kernels: Kernels, values: dict[str, Tensor], number: float = 3.0, **options: Any) -> None:
-    kernels.adamw(AdamWUpdate(**values, step=torch.tensor(number), **{**OPTIONS, **options}))
+    kernels.step(AdamWUpdate(**values, step=torch.tensor(number), **{**OPTIONS, **options}))
 
 
 def sgd(kernels: Kernels, values: dict[str, Tensor], *, buffer: bool, **options: Any) -> None:
     """buffer: whether there is momentum, whose buffer is exp_avg."""
     shared = {name: values[name] for name in ("master", "grad", "weights")}
-    moment = values["exp_avg"] if buffer else None
-    settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, **options}
-    kernels.sgd(SgdUpdate(**shared, momentum_buffer=moment, **settings))
+    settings = {"lr": 0.01, "weight_decay": 0.1, **options}
+    if buffer:
+        moment = {"momentum_buffer": values["exp_avg"], "momentum": 0.9}
+        kernels.step(MomentumUpdate(**shared, **moment, **settings))
+    else:
+        kernels.step(SgdUpdate(**shared, **settings))
 
 
 def lion(kernels: Kernels, values: dict[str, Tensor], **options: Any) -> None:
     state = {name: values[name] for name in ("master", "grad", "weights", "exp_avg")}
     settings = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, **options}
-    kernels.lion(LionUpdate(**state, **settings))
+    kernels.step(LionUpdate(**state, **settings))
 
 
 STEPS: dict[str, Callable[..., None]] = {

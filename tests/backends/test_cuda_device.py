@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelz import Accelerator, AdamWUpdate
+from accelz import Accelerator
 from accelz.conformance.contract import checked
 from accelz.conformance.test_kernels import KernelContract
 from accelz.conformance.work import long_work
+from accelz.updates import AdamWUpdate
 from accelz_cuda import kernels
 from accelz_cuda.accelerator import build
 from accelz_cuda.cuda_kernels import ANY_ENTRY, CudaKernels
@@ -94,7 +95,7 @@ def test_a_replayed_step_reads_its_scalars_again(gpu: Accelerator) -> None:
     )  # fmt: skip
 
     def call() -> None:
-        gpu.kernels.adamw(update)
+        gpu.kernels.step(update)
 
     call()
     graph = torch.cuda.CUDAGraph()

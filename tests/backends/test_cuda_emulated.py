@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelz import Accelerator, AdamWUpdate, Kernels
+from accelz import Accelerator, Kernels
 from accelz.conformance.contract import checked
 from accelz.conformance.test_kernels import KernelContract
 from accelz.roles.kernels import LIMITS, NAMES
+from accelz.updates import AdamWUpdate
 from accelz_cpu.accelerator import build as build_cpu
 from accelz_cuda import kernels
 from accelz_cuda.cuda_kernels import CudaKernels
@@ -78,7 +79,7 @@ def test_arguments_are_packed_as_the_source_declares_them(launcher: EmulatedLaun
 
 def test_no_element_costs_a_launch(served: CudaKernels, launcher: EmulatedLauncher) -> None:
     empty = torch.empty(0)
-    served.adamw(
+    served.step(
         AdamWUpdate(master=empty, grad=empty, exp_avg=empty, exp_avg_sq=empty, step=torch.tensor(1.0), **ADAM)
     )
     served.accumulate(empty, empty)
@@ -121,7 +122,7 @@ def test_adamw_in_fp64_and_with_odd_scalars_goes_to_the_reference(
     for state, scalar in ((F64, F32), (F32, F64)):
         master, moments = _ones(state), {name: _ones(state) for name in AdamWUpdate.moment_names}
         step = torch.tensor(1.0, dtype=scalar)
-        served.adamw(AdamWUpdate(master=master, grad=_ones(F32), **moments, step=step, **ADAM))
+        served.step(AdamWUpdate(master=master, grad=_ones(F32), **moments, step=step, **ADAM))
         assert bool((master < 1).all())
     assert launcher.launched == []
 
@@ -152,7 +153,7 @@ def test_results_do_not_depend_on_alignment(served: CudaKernels) -> None:
         grad = torch.cat([torch.zeros(offsets[1]), rows[3]]).bfloat16()[offsets[1] :]
         weights = torch.zeros(5000, dtype=BF16)
         state = {"master": master, "grad": grad, "exp_avg": average, "exp_avg_sq": square}
-        served.adamw(AdamWUpdate(**state, step=torch.tensor(3.0), weights=weights, **ADAM))
+        served.step(AdamWUpdate(**state, step=torch.tensor(3.0), weights=weights, **ADAM))
         results.append((master, average, square, weights))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from accelz import AdamWUpdate, BackendError, BackendUnavailableError, CollectiveError, Kernels, Slot
+from accelz import BackendError, BackendUnavailableError, CollectiveError, Kernels, Slot
 from accelz.discovery import installed
+from accelz.updates import AdamWUpdate
 
 from .doubles.bodies import Bodies, keep_the_device
 from .doubles.machine import Machine, gaudi, gaudi_environment
@@ -375,8 +376,8 @@ def compare(accelerator: Any, calls: int, dtype: torch.dtype = torch.float32, **
     for step in (1, 2, 3):
         on_device = {k: v.to(accelerator.device) for k, v in scalars.items()}
         now = torch.tensor(float(step), device=accelerator.device)
-        accelerator.kernels.adamw(AdamWUpdate(**ours, step=now, weights=weights, **hyper, **on_device))
-        Kernels().adamw(AdamWUpdate(**reference, step=torch.tensor(float(step)), **hyper, **scalars))
+        accelerator.kernels.step(AdamWUpdate(**ours, step=now, weights=weights, **hyper, **on_device))
+        Kernels().step(AdamWUpdate(**reference, step=torch.tensor(float(step)), **hyper, **scalars))
     for name, want in reference.items():
         torch.testing.assert_close(ours[name].cpu(), want, rtol=2e-6, atol=1e-9, msg=f"{name} {options}")
     torch.testing.assert_close(weights.cpu(), ours["master"].cpu().bfloat16(), rtol=0, atol=0)
@@ -418,7 +419,7 @@ def test_a_skipped_step_changes_nothing_whatever_the_gradient() -> None:
     one = torch.tensor(1.0, device=accelerator.device)
     for step in (0.0, 1.0):  # 0: the first step of all is skipped, and was not counted
         now = torch.tensor(step, device=accelerator.device)
-        accelerator.kernels.adamw(AdamWUpdate(**state, step=now, **HYPER, skip=one))
+        accelerator.kernels.step(AdamWUpdate(**state, step=now, **HYPER, skip=one))
         for name, value in state.items():
             torch.testing.assert_close(value.cpu(), before[name], rtol=0, atol=0, equal_nan=True)
 
@@ -441,7 +442,7 @@ def test_adamw_reads_nothing_back() -> None:
     state = state_of(accelerator)
     one = torch.tensor(1.0, device=accelerator.device)
     with Watch():
-        accelerator.kernels.adamw(AdamWUpdate(**state, step=one, **HYPER, grad_scale=one, skip=one))
+        accelerator.kernels.step(AdamWUpdate(**state, step=one, **HYPER, grad_scale=one, skip=one))
     assert "hpu::optimizer_adamw" in seen
     assert not to_host | (seen & {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::item"})
 

@@ -9,6 +9,7 @@ them.
 Public are the names in `__all__`, and these modules. Engines and backends import nothing else of accelz;
 `scripts/lint_devices.py` checks this of those in this repository.
 
+accelz.updates               what an optimizer's step takes, a class for each, and the step in plain torch
 accelz.torch_device          an accelerator derived from torch's own module for a device
 accelz.gloo                  collectives over gloo, on the host or by way of it
 accelz.ranks.bounded_store   the job's store, on which every call has a limit
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from accelz.roles.memory import Memory, MemoryStats
     from accelz.roles.rng import Rng
     from accelz.roles.streams import Event, NullStreams, Stream, Streams
-    from accelz.roles.updates import AdamWUpdate, LionUpdate, SgdUpdate, Update
     from accelz.selection import current, host_kernels, use
 
 _NAMES = {  # by the modules that they come from, which are imported when a name of theirs is first used
@@ -75,7 +75,6 @@ _NAMES = {  # by the modules that they come from, which are imported when a name
     "roles.memory": "Memory MemoryStats",
     "roles.rng": "Rng",
     "roles.streams": "Event NullStreams Stream Streams",
-    "roles.updates": "AdamWUpdate LionUpdate SgdUpdate Update",
     "selection": "current host_kernels use",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -84,7 +83,6 @@ __all__ = [
     "API_VERSION",
     "Accelerator",
     "AccelzError",
-    "AdamWUpdate",
     "BackendDescriptor",
     "BackendError",
     "BackendNotFoundError",
@@ -101,7 +99,6 @@ __all__ = [
     "HOST",
     "Handle",
     "Kernels",
-    "LionUpdate",
     "Memory",
     "MemoryStats",
     "NullStreams",
@@ -109,12 +106,10 @@ __all__ = [
     "ReduceOp",
     "Rng",
     "SelectionError",
-    "SgdUpdate",
     "Slot",
     "StorageSwap",
     "Stream",
     "Streams",
-    "Update",
     "check_blocks",
     "current",
     "dense_stride",

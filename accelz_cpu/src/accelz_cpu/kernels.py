@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from accelz import AdamWUpdate, Kernels
+from accelz import Kernels
+from accelz.updates import AdamWUpdate
 
 FUSED_CHUNK = 1 << 18  # elements whose fp32 gradient (1 MiB) stays in the cache between the cast and the step
 

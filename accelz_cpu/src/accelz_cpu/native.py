@@ -13,7 +13,7 @@ import torch
 import accelz_cpu
 from accelz.ranks import machine
 
-ABI = 5
+ABI = 6
 LIBRARY = "libaccelz_cpu.so"
 DTYPES = {
     torch.float32: 0,
@@ -33,46 +33,19 @@ FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes that the kernels take."""
 
 
-class StepArguments(Structure):
-    """The header's accelz_step_arguments."""
+class Update(Structure):
+    """The header's accelz_update."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("master", "grad", "weights", "grad_scale", "skip")),
+        ("master", c_void_p),
+        ("grad", c_void_p),
+        ("moments", c_void_p * 2),
+        *((name, c_void_p) for name in ("weights", "step", "grad_scale", "skip")),
         ("numel", c_size_t),
-        *((name, c_int) for name in ("grad_dtype", "weights_dtype", "maximize")),
-        *((name, c_double) for name in ("lr", "weight_decay")),
-    )
-
-
-class AdamWArguments(Structure):
-    """The header's accelz_adamw_arguments."""
-
-    _fields_ = (
-        ("common", StepArguments),
-        *((name, c_void_p) for name in ("exp_avg", "exp_avg_sq", "step")),
-        ("decoupled", c_int),
-        *((name, c_double) for name in ("beta1", "beta2", "eps")),
-    )
-
-
-class SgdArguments(Structure):
-    """The header's accelz_sgd_arguments."""
-
-    _fields_ = (
-        ("common", StepArguments),
-        ("momentum_buffer", c_void_p),
-        ("nesterov", c_int),
-        ("momentum", c_double),
-    )
-
-
-class LionArguments(Structure):
-    """The header's accelz_lion_arguments."""
-
-    _fields_ = (
-        ("common", StepArguments),
-        ("exp_avg", c_void_p),
-        *((name, c_double) for name in ("beta1", "beta2")),
+        ("grad_dtype", c_int),
+        ("weights_dtype", c_int),
+        *((name, c_double) for name in ("lr", "sign", "decay", "l2")),
+        ("constants", c_double * 8),
     )
 
 
@@ -81,9 +54,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "accelz_isa": (c_char_p, ()),
     "accelz_use_isa": (_I, (c_char_p,)),
     "accelz_last_error": (c_char_p, ()),
-    "accelz_adamw": (None, (POINTER(AdamWArguments), _I)),
-    "accelz_sgd": (None, (POINTER(SgdArguments), _I)),
-    "accelz_lion": (None, (POINTER(LionArguments), _I)),
+    "accelz_optimizer": (c_char_p, (_I,)),
+    "accelz_step": (None, (_I, POINTER(Update), _I)),
     "accelz_sum_of_squares": (c_double, (_P, _I, _N, _I)),
     "accelz_scale_cast": (None, (_P, _I, _P, _I, _P, _N, _I)),
     "accelz_accumulate": (None, (_P, _I, _P, _I, _N, _I)),

@@ -2,7 +2,7 @@
 
 All kernels but the norm compute each element by itself and fuse no operations, so results are the same bits
 for any number of threads, any slicing and any instruction set. The norm adds in an order that depends only on
-the length. adamw, sgd and lion differ from the torch reference by a few units in the last place of fp32,
+the length. Steps of optimizers differ from the torch reference by a few units in the last place of fp32,
 because torch fuses some operations, and adamw's bias corrections are computed in fp64 here. Where lion's
 direction is that close to zero, its sign may differ. The other kernels give the reference's bits, except that
 the norm adds in another order.
@@ -12,21 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import CDLL, byref
+from itertools import count, takewhile
 
 import torch
 from torch import Tensor
 
-from accelz import AdamWUpdate, LionUpdate, SgdUpdate, Update, check_blocks
+from accelz import check_blocks
+from accelz.updates import Update
 from accelz_cpu.kernels import CpuKernels
-from accelz_cpu.native import (
-    CODES,
-    DTYPES,
-    FLOATS,
-    AdamWArguments,
-    LionArguments,
-    SgdArguments,
-    StepArguments,
-)
+from accelz_cpu.native import CODES, DTYPES, FLOATS
+from accelz_cpu.native import Update as NativeUpdate
 
 
 class NativeKernels(CpuKernels):
@@ -34,34 +29,33 @@ class NativeKernels(CpuKernels):
 
     def __init__(self, library: CDLL) -> None:
         self._library = library
+        names = takewhile(bool, map(library.accelz_optimizer, count()))
+        self._optimizers = {name.decode(): number for number, name in enumerate(names)}
 
-    def adamw(self, update: AdamWUpdate) -> None:
-        common = _step_arguments(update)
-        if common is None or not _one_value(update.step):
-            super().adamw(update)
+    def step(self, update: Update) -> None:
+        optimizer = self._optimizers.get(update.kernel)
+        if optimizer is None or not _serves(update):
+            super().step(update)
             return
-        pointers = (*map(_pointer, update.moments), _pointer(update.step))
-        arguments = AdamWArguments(
-            common, *pointers, update.decoupled, update.beta1, update.beta2, update.eps
+        native = NativeUpdate(
+            _pointer(update.master),
+            _pointer(update.grad),
+            tuple(map(_pointer, update.moments)),
+            *map(_pointer, (update.weights, update.step, update.grad_scale, update.skip)),
+            _same_length(update.master, update.grad, update.weights, *update.moments),
+            DTYPES[update.grad.dtype],
+            0 if update.weights is None else DTYPES[update.weights.dtype],
+            update.lr,
+            -1.0 if update.maximize else 1.0,
+            update.decay,
+            update.l2,
+            update.constants,
         )
-        self._library.accelz_adamw(byref(arguments), torch.get_num_threads())
+        self._library.accelz_step(optimizer, byref(native), torch.get_num_threads())
 
-    def sgd(self, update: SgdUpdate) -> None:
-        common = _step_arguments(update)
-        if common is None:
-            super().sgd(update)
-            return
-        buffer = _pointer(update.momentum_buffer)
-        arguments = SgdArguments(common, buffer, update.nesterov, update.momentum)
-        self._library.accelz_sgd(byref(arguments), torch.get_num_threads())
-
-    def lion(self, update: LionUpdate) -> None:
-        common = _step_arguments(update)
-        if common is None:
-            super().lion(update)
-            return
-        arguments = LionArguments(common, _pointer(update.exp_avg), update.beta1, update.beta2)
-        self._library.accelz_lion(byref(arguments), torch.get_num_threads())
+    def origin(self, name: str) -> str:
+        own = f"{NativeKernels.__module__}.{NativeKernels.__qualname__}"
+        return own if name in self._optimizers else super().origin(name)
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         if not _flat(*tensors):
@@ -132,22 +126,13 @@ class NativeKernels(CpuKernels):
         )
 
 
-def _step_arguments(update: Update) -> StepArguments | None:
-    """Return what all optimizer steps take, or None if the library does not take these tensors."""
-    wide, narrow = (update.master, *update.moments), (update.grad, update.weights)
-    if not all(t.dtype is torch.float32 for t in wide) or not _flat(*wide, *narrow):
-        return None
-    if not _one_value(update.grad_scale, update.skip):
-        return None
-    operands = (update.master, *narrow, update.grad_scale, update.skip)
-    return StepArguments(
-        *map(_pointer, operands),
-        _same_length(*wide, *narrow),
-        DTYPES[update.grad.dtype],
-        0 if update.weights is None else DTYPES[update.weights.dtype],
-        update.maximize,
-        update.lr,
-        update.weight_decay,
+def _serves(update: Update) -> bool:
+    """Whether the library takes the tensors of a step."""
+    wide = (update.master, *update.moments)
+    return (
+        all(t.dtype is torch.float32 for t in wide)
+        and _flat(*wide, update.grad, update.weights)
+        and _one_value(update.step, update.grad_scale, update.skip)
     )
 
 

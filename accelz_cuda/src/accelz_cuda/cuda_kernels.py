@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from accelz import AdamWUpdate, Kernels, LionUpdate, SgdUpdate, Update, check_blocks
+from accelz import Kernels, check_blocks
+from accelz.updates import Update
 from accelz_cuda import kernels
 from accelz_cuda.kernels import Entry
 from accelz_cuda.kernels.launcher import Launcher
@@ -17,9 +17,7 @@ BLOCKS_PER_MULTIPROCESSOR = 6
 """Blocks of norm_partials that a multiprocessor holds at a time."""
 
 ANY_ENTRY: dict[str, Entry] = {
-    "adamw": kernels.ADAMW[kernels.F32, None],
-    "sgd": kernels.SGD[kernels.F32, None],
-    "lion": kernels.LION[kernels.F32, None],
+    **{name: entries[kernels.F32, None] for name, entries in kernels.STEPS.items()},
     "norm_and_nonfinite": kernels.NORM_PARTIALS,
     "scale_cast": kernels.SCALE_CAST[kernels.F32, kernels.F32],
     "accumulate": kernels.ACCUMULATE[kernels.F32, kernels.F32],
@@ -42,28 +40,20 @@ class CudaKernels(Kernels):
     def __init__(self, launcher: Launcher | None = None) -> None:
         self._launcher = launcher or Launcher()
 
-    def adamw(self, update: AdamWUpdate) -> None:
-        entry = self._entry_for(update, kernels.ADAMW, update.step)
+    def step(self, update: Update) -> None:
+        entry = self._entry_for(update)
         if entry is None:
-            super().adamw(update)
+            super().step(update)
             return
-        beta1, beta2 = update.beta1, update.beta2
-        betas = (beta1, 1.0 - beta1, _log(beta1), beta2, 1.0 - beta2, _log(beta2))
-        self._launch_step(entry, update, update.step, update.decoupled, *betas, update.eps)
-
-    def sgd(self, update: SgdUpdate) -> None:
-        entry = self._entry_for(update, kernels.MOMENTUM if update.moments else kernels.SGD)
-        if entry is None:
-            super().sgd(update)
-            return
-        self._launch_step(entry, update, None, False, update.momentum, int(update.nesterov))
-
-    def lion(self, update: LionUpdate) -> None:
-        entry = self._entry_for(update, kernels.LION)
-        if entry is None:
-            super().lion(update)
-            return
-        self._launch_step(entry, update, None, True, 1.0 - update.beta1, 1.0 - update.beta2)
+        first, second = (*update.moments, None, None)[:2]
+        operands = (update.master, update.grad, first, second, update.weights)
+        pointers = map(_pointer, (*operands, update.step, update.grad_scale, update.skip))
+        sign, numel = -1.0 if update.maximize else 1.0, update.master.numel()
+        constants = (*update.constants, *[0.0] * 8)[:8]
+        arguments = kernels.UPDATE.pack(
+            *pointers, numel, update.lr, sign, update.decay, update.l2, *constants
+        )
+        self._launch(entry, update.master, entry.blocks(numel), arguments)
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         filled = [t for t in tensors if t.numel()]
@@ -125,10 +115,11 @@ class CudaKernels(Kernels):
 
     def origin(self, name: str) -> str:
         """Return who implements the operation `name` on the current device, by compiling its kernels."""
-        origin = super().origin(name)
-        entry = ANY_ENTRY.get(name)
-        usable = entry is None or self._launcher.ready(entry, self._launcher.current_device())
-        return origin if usable else "torch reference"
+        reference, entry = super().origin(name), ANY_ENTRY.get(name)
+        if entry is None:
+            return reference
+        usable = self._launcher.ready(entry, self._launcher.current_device())
+        return f"{CudaKernels.__module__}.{CudaKernels.__qualname__}" if usable else "torch reference"
 
     def _serves(self, entry: Entry, first: Tensor, *others: Tensor | None) -> bool:
         """Whether the kernel can take these operands: of one shape, contiguous, on one device it runs on."""
@@ -142,33 +133,18 @@ class CudaKernels(Kernels):
                 return False
         return self._launcher.ready(entry, first.get_device())
 
-    def _entry_for(
-        self, update: Update, entries: kernels.StepEntries, number: Tensor | None = None
-    ) -> Entry | None:
-        """Return the kernel that can make a step, or None if the reference has to. number: of the step, for
-        rules that use it."""
+    def _entry_for(self, update: Update) -> Entry | None:
+        """Return the kernel that can make a step, or None if the reference has to."""
         master, weights = update.master, update.weights
-        entry = entries.get((update.grad.dtype, None if weights is None else weights.dtype))
+        dtypes = (update.grad.dtype, None if weights is None else weights.dtype)
+        entry = kernels.STEPS.get(update.kernel, {}).get(dtypes)
         fits = (
             entry is not None
             and all(values.dtype is torch.float32 for values in (master, *update.moments))
             and self._serves(entry, master, update.grad, *update.moments, weights)
-            and _are_scalars_on(master.device, number, update.grad_scale, update.skip)
+            and _are_scalars_on(master.device, update.step, update.grad_scale, update.skip)
         )
         return entry if fits else None
-
-    def _launch_step(
-        self, entry: Entry, update: Update, number: Tensor | None, decoupled: bool, *own: float
-    ) -> None:
-        """Launch a step. own: the rule's own arguments, which follow the common ones."""
-        first, second = (*update.moments, None, None)[:2]
-        operands = (update.master, update.grad, first, second, update.weights)
-        pointers = map(_pointer, (*operands, number, update.grad_scale, update.skip))
-        l2 = 0.0 if decoupled else update.weight_decay
-        decay = 1.0 - update.lr * update.weight_decay if decoupled else 1.0
-        sign, numel = -1.0 if update.maximize else 1.0, update.master.numel()
-        arguments = entry.arguments.pack(*pointers, numel, update.lr, sign, decay, l2, *own)
-        self._launch(entry, update.master, entry.blocks(numel), arguments)
 
     def _serves_in_norm(self, tensor: Tensor, first: Tensor) -> bool:
         return (
@@ -197,10 +173,6 @@ def _are_scalars_on(device: torch.device, *scalars: Tensor | None) -> bool:
 
 def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _log(beta: float) -> float:
-    return math.log(beta) if beta > 0 else -math.inf
 
 
 def _pack_spans(tensors: Sequence[Tensor]) -> tuple[bytes, int]:

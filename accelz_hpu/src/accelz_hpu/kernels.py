@@ -14,14 +14,14 @@ also works in lazy mode, which does not write moments through to the tensors tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from accelz import AdamWUpdate, Kernels
+from accelz import Kernels
+from accelz.updates import AdamWUpdate
 
 OPERATOR = "optimizer_adamw"
 
@@ -38,12 +38,12 @@ class HpuKernels(Kernels):
 
     def adamw(self, update: AdamWUpdate) -> None:
         if update.maximize or (update.weight_decay and not update.decoupled):
-            super().adamw(update)
+            update.reference(self.chunk)
             return
-        c2 = _bias_correction(update.beta2, update.step).sqrt()
-        neg_step = (c2 / _bias_correction(update.beta1, update.step) * -update.lr).reshape(1)
+        c1, c2 = update.bias_corrections()
+        neg_step = (c2 / c1 * -update.lr).reshape(1)
         gradient_factor = 1 / c2 if update.grad_scale is None else update.grad_scale / c2
-        decay = self._decay(1 - update.lr * update.weight_decay, neg_step)
+        decay = self._decay(update.decay, neg_step)
         for u in update.split(self.chunk):
             g = u.grad.float() * gradient_factor
             w, m, v = u.master.clone(), u.exp_avg / c2, u.exp_avg_sq / (c2 * c2)
@@ -53,8 +53,3 @@ class HpuKernels(Kernels):
     def _decay(self, factor: float, like: Tensor) -> tuple[float] | tuple[Tensor, bool]:
         """The factor on the weights as the mode's operator takes it."""
         return (factor,) if self._lazy else (torch.full_like(like, factor), factor != 1.0)
-
-
-def _bias_correction(beta: float, step: Tensor) -> Tensor:
-    """1 - beta ** step, accurate in fp32 and without waiting for the device."""
-    return -torch.expm1(step * (math.log(beta) if beta > 0 else -math.inf))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from accelz.accelerator import Accelerator
+from accelz.conformance.steps import usual_step
 from accelz.roles.host import HOST
-from accelz.roles.updates import AdamWUpdate, LionUpdate, SgdUpdate
+from accelz.updates import UPDATES
 
 COPY = "copy"
 BLOCK = 256
-ADAMW: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
 class Case(NamedTuple):
@@ -40,9 +40,9 @@ def cases(accelerator: Accelerator, elements: int) -> Iterator[Case]:
     yield _copy_case(accelerator, elements)
     if accelerator.device.type != HOST.type:
         yield from _host_cases(accelerator, elements)
-    yield _adamw_case(accelerator, random(wide), random(narrow), empty(narrow))
-    yield _adamw_case(accelerator, random(wide), random(wide), None)
-    yield from _one_moment_cases(accelerator, random(wide), random(narrow), empty(narrow))
+    for kernel in UPDATES:
+        yield _step_case(accelerator, kernel, random(wide), random(narrow), empty(narrow))
+    yield _step_case(accelerator, "adamw", random(wide), random(wide), None)
     kernels, factor = accelerator.kernels, torch.full((), 0.5, device=accelerator.device)
     for source in (random(narrow), random(wide)):
         yield Case(
@@ -78,32 +78,18 @@ def _host_cases(accelerator: Accelerator, elements: int) -> Iterator[Case]:
     yield Case("device to host", "fp32", 4, lambda: away.copy_(near, non_blocking=True))
 
 
-def _adamw_case(accelerator: Accelerator, master: Tensor, grad: Tensor, weights: Tensor | None) -> Case:
-    average, square = torch.zeros_like(master), torch.zeros_like(master)
-    step = torch.full((), 3.0, device=master.device)
-    factor = torch.full((), 0.5, device=master.device)
-
-    update = AdamWUpdate(
-        master=master, grad=grad, exp_avg=average, exp_avg_sq=square, step=step, grad_scale=factor,
-        weights=weights, **ADAMW,
-    )  # fmt: skip
-    name = f"{_name(grad.dtype)} gradient" + (
-        f", {_name(weights.dtype)} weights" if weights is not None else ""
-    )
-    return Case("adamw", name, 28, partial(accelerator.kernels.adamw, update))
-
-
-def _one_moment_cases(
-    accelerator: Accelerator, master: Tensor, grad: Tensor, weights: Tensor
-) -> Iterator[Case]:
-    """The optimizers with one moment: they read and write the moment and the master."""
-    moment, kernels = torch.zeros_like(master), accelerator.kernels
-    name = f"{_name(grad.dtype)} gradient, {_name(weights.dtype)} weights"
-    shared: dict[str, Any] = {"master": master, "grad": grad, "weights": weights, "weight_decay": 0.1}
-    momentum = SgdUpdate(**shared, momentum_buffer=moment, lr=1e-3, momentum=0.9)
-    yield Case("sgd", f"{name}, momentum", 20, partial(kernels.sgd, momentum))
-    lion = LionUpdate(**shared, exp_avg=moment, lr=1e-4, beta1=0.9, beta2=0.99)
-    yield Case("lion", name, 20, partial(kernels.lion, lion))
+def _step_case(
+    accelerator: Accelerator, kernel: str, master: Tensor, grad: Tensor, weights: Tensor | None
+) -> Case:
+    """A step reads and writes master and moments, reads the gradient, and writes the weights."""
+    moments = [torch.zeros_like(master) for _ in UPDATES[kernel].moment_names]
+    number, factor = (torch.full((), value, device=master.device) for value in (3.0, 0.5))
+    update = usual_step(kernel, master, grad, *moments, number=number, grad_scale=factor, weights=weights)
+    name = f"{_name(grad.dtype)} gradient"
+    traffic = 2 * 4 * (1 + len(moments)) + grad.dtype.itemsize
+    if weights is not None:
+        name, traffic = f"{name}, {_name(weights.dtype)} weights", traffic + weights.dtype.itemsize
+    return Case(kernel, name, traffic, partial(accelerator.kernels.step, update))
 
 
 def _quantise_cases(

@@ -22,11 +22,11 @@ from accelz.conformance.cluster import Cluster, Context
 from accelz.conformance.contract import checked, expect
 from accelz.conformance.held import Held
 from accelz.conformance.marks import about
+from accelz.conformance.steps import usual_step
 from accelz.conformance.test_collectives import CALLS, pair_size
 from accelz.conformance.test_rng import saved_state
 from accelz.roles.flat_buffer import FlatBuffer, Slot
 from accelz.roles.kernels import Kernels
-from accelz.roles.updates import AdamWUpdate
 
 MIB = 1 << 20
 NBYTES = 2 * MIB
@@ -211,7 +211,7 @@ class LeakContract:
         parameter = nn.Parameter(torch.ones(numel))
         return leaks.accelerator.flat_buffers.flatten([parameter], [slot], numel, torch.float32)
 
-    @about("Kernels.adamw", "Kernels.norm_and_nonfinite", "Kernels.scale_cast", "Kernels.accumulate")
+    @about("Kernels.step", "Kernels.norm_and_nonfinite", "Kernels.scale_cast", "Kernels.accumulate")
     def test_scratch_memory(self, leaks: Leaks) -> None:
         """Kernels keep no scratch memory except what they reuse."""
         kernels, blocks = leaks.accelerator.kernels, [leaks.block() for _ in range(4)]
@@ -228,18 +228,12 @@ class TestLeaks(LeakContract):
     pass
 
 
-def _adamw(kernels: Kernels, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    step = torch.ones((), device=master.device)
-    kernels.adamw(
-        AdamWUpdate(
-            master=master, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, step=step,
-            lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1,
-        )
-    )  # fmt: skip
+def _step(kernels: Kernels, *values: Tensor) -> None:
+    kernels.step(usual_step("adamw", *values, number=torch.ones((), device=values[0].device)))
 
 
 KERNEL_CALLS: dict[str, Callable[..., object]] = {
-    "adamw": _adamw,
+    "step": _step,
     "norm_and_nonfinite": lambda kernels, a, b, c, d: kernels.norm_and_nonfinite([a, b, c, d]),
     "scale_cast": lambda kernels, a, b, *_: kernels.scale_cast(a, b, torch.ones((), device=a.device)),
     "accumulate": lambda kernels, a, b, *_: kernels.accumulate(a, b),

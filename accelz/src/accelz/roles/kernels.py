@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from accelz.roles.updates import AdamWUpdate, LionUpdate, SgdUpdate
+from accelz.updates import UPDATES, Update
 
 
 class Kernels:
@@ -25,41 +25,17 @@ class Kernels:
 
     chunk = 1 << 20
 
-    def adamw(self, update: AdamWUpdate) -> None:
-        """One Adam step on a flat shard, in one pass over it."""
-        correction1 = _bias_correction(update.beta1, update.step)
-        correction2_sqrt = _bias_correction(update.beta2, update.step).sqrt()
-        step_size = update.lr / correction1
-        for u in update.split(self.chunk):
-            new = u.master.mul(1 - u.lr * u.weight_decay) if u.decoupled else u.master.clone()
-            g = u.gradient()
-            g = g if u.decoupled or not u.weight_decay else g.add(new, alpha=u.weight_decay)
-            m = torch.lerp(u.exp_avg, g, 1 - u.beta1)
-            v = (u.exp_avg_sq * u.beta2).addcmul_(g, g, value=1 - u.beta2)
-            new.sub_(m / (v.sqrt() / correction2_sqrt).add_(u.eps) * step_size)
-            u.write(new, m, v)
+    def step(self, update: Update) -> None:
+        """One step of an optimizer on a flat shard, in one pass over it.
 
-    def sgd(self, update: SgdUpdate) -> None:
-        """One step of stochastic gradient descent on a flat shard, in one pass over it."""
-        for u in update.split(self.chunk):
-            g = u.gradient()
-            g = g.add(u.master, alpha=u.weight_decay) if u.weight_decay else g
-            moments = []
-            if u.momentum_buffer is not None:
-                moments = [u.momentum_buffer * u.momentum + g]
-                g = g.add(moments[0], alpha=u.momentum) if u.nesterov else moments[0]
-            u.write(u.master.sub(g, alpha=u.lr), *moments)
-
-    def lion(self, update: LionUpdate) -> None:
-        """One Lion step (Chen et al., 2023, arXiv:2302.06675) on a flat shard, in one pass over it.
-
-        The step goes by lr against the sign of beta1 × exp_avg + (1 - beta1) × gradient.
+        A backend's kernel for an optimizer is a method of the name that `Update.kernel` is; the rest is left
+        to the references.
         """
-        for u in update.split(self.chunk):
-            g = u.gradient()
-            direction = torch.lerp(u.exp_avg, g, 1 - u.beta1).sign_()
-            new = u.master.mul(1 - u.lr * u.weight_decay).sub_(direction, alpha=u.lr)
-            u.write(new, torch.lerp(u.exp_avg, g, 1 - u.beta2))
+        own = getattr(self, update.kernel, None)
+        if own is None:
+            update.reference(self.chunk)
+        else:
+            own(update)
 
     def norm_and_nonfinite(self, tensors: Sequence[Tensor]) -> Tensor:
         """Compute the sum of squares of all elements, and whether any is NaN or infinite, in one pass.
@@ -122,11 +98,11 @@ class Kernels:
             output[part].copy_((codes * scales[rows].unsqueeze(1)).flatten())
 
     def origin(self, name: str) -> str:
-        """Return who implements the operation `name`: "torch reference" or the overriding class."""
-        for cls in type(self).__mro__:
-            if name in vars(cls):
-                return "torch reference" if cls is Kernels else f"{cls.__module__}.{cls.__qualname__}"
-        raise AttributeError(f"there is no kernel called {name!r}; the names are {', '.join(NAMES)}")
+        """Return who implements `name`, an operation or an optimizer: "torch reference" or a class."""
+        if name not in NAMES:
+            raise AttributeError(f"there is no kernel called {name!r}; the names are {', '.join(NAMES)}")
+        owner = next(cls for cls in type(self).__mro__ if name in vars(cls) or cls is Kernels)
+        return "torch reference" if owner is Kernels else f"{owner.__module__}.{owner.__qualname__}"
 
     def _parts(self, numel: int) -> Iterator[slice]:
         for start in range(0, numel, self.chunk):
@@ -143,8 +119,8 @@ class Kernels:
             yield slice(whole, numel), slice(whole // block, None)
 
 
-NAMES = ("adamw", "sgd", "lion", "norm_and_nonfinite", "scale_cast", "accumulate", "quantise", "dequantise")
-"""Every kernel, by the name of its method."""
+NAMES = (*UPDATES, "norm_and_nonfinite", "scale_cast", "accumulate", "quantise", "dequantise")
+"""Every kernel: the optimizers' steps, and the other operations."""
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The dtypes of quantised values, each with the value that a block's largest element is mapped to."""
@@ -171,9 +147,3 @@ def check_blocks(codes: Tensor, scales: Tensor, values: Tensor, block: int) -> N
             f"expected n plain and n quantised values and ceil(n / {block}) scales, all one-dimensional, "
             f"got shapes {shapes[0]}, {shapes[1]} and {shapes[2]}"
         )
-
-
-def _bias_correction(beta: float, step: Tensor) -> Tensor:
-    """1 - beta ** step, accurate in fp32 and without waiting for the device."""
-    log_beta = math.log(beta) if beta > 0 else -math.inf
-    return -torch.expm1(step * log_beta)

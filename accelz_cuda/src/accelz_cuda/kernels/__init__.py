@@ -12,8 +12,11 @@ from pathlib import Path
 
 import torch
 
+from accelz.updates import UPDATES
+
 FOLDER = Path(__file__).parent
-SOURCES = ("adamw", "sgd", "lion", "norm", "scale_cast", "accumulate", "blockwise")
+OPTIMIZERS = tuple(name for name in UPDATES if (FOLDER / f"{name}.cu").exists())
+SOURCES = (*OPTIMIZERS, "norm", "scale_cast", "accumulate", "blockwise")
 THREADS = 256
 """Threads per block, for all kernels (kThreads in tiles.cuh)."""
 
@@ -72,25 +75,22 @@ StepEntries = dict[tuple[torch.dtype, torch.dtype | None], Entry]
 """Entries by the dtypes of the gradient and of the 16-bit weights."""
 
 
-def _steps(name: str, source: str, own: str) -> StepEntries:
-    """Return one rule's kernels. own: the format of its own arguments, which follow StepArguments."""
-    arguments = struct.Struct(f"@8Pq4f{own}0q")
+UPDATE = struct.Struct("@8Pq12f")
+
+
+def _steps(name: str) -> StepEntries:
+    """Return one optimizer's kernels."""
     return {
         (grad, weights): Entry(
-            f"{name}_{NAMES[grad]}_{NAMES[weights] if weights else 'none'}",
-            source,
-            arguments,
-            THREADS * 4,
+            f"{name}_{NAMES[grad]}_{NAMES[weights] if weights else 'none'}", name, UPDATE, THREADS * 4
         )
         for grad in FLOATS
         for weights in (None, BF16, F16)
     }
 
 
-ADAMW = _steps("adamw", "adamw", "7f")
-SGD = _steps("sgd", "sgd", "fi")
-MOMENTUM = _steps("momentum", "sgd", "fi")
-LION = _steps("lion", "lion", "2f")
+STEPS = {name: _steps(name) for name in OPTIMIZERS}
+"""By the optimizer."""
 
 SCALE_CAST = _per_pair("scale_cast", "@3Pq", 4, [(to, source) for to in FLOATS for source in FLOATS])
 """By the dtypes of output and source."""
@@ -120,10 +120,7 @@ NORM_PARTIALS = Entry("norm_partials", "norm", struct.Struct(f"@P2i{MAX_SPANS * 
 NORM_TOTAL = Entry("norm_total", "norm", struct.Struct("@2Pq"), 0)
 
 ENTRIES: tuple[Entry, ...] = (
-    *ADAMW.values(),
-    *SGD.values(),
-    *MOMENTUM.values(),
-    *LION.values(),
+    *(entry for entries in STEPS.values() for entry in entries.values()),
     *SCALE_CAST.values(),
     *ACCUMULATE.values(),
     *QUANTISE.values(),

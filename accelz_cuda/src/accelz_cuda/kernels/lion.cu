@@ -8,19 +8,18 @@ __device__ __forceinline__ float between(float from, float to, float at) {
 
 struct Lion {
   static constexpr int kMoments = 1;
-  struct Arguments {
-    StepArguments on;
+  struct Constants {
     float one_minus_beta1, one_minus_beta2;
   };
 
-  __device__ __forceinline__ void begin(const Arguments&) {}
+  __device__ __forceinline__ void begin(const Update&, const Constants&) {}
 
-  __device__ __forceinline__ void update(const Arguments& a, float g, float& w,
-                                         float (&m)[1]) const {
-    const float towards = between(m[0], g, a.one_minus_beta1);
+  __device__ __forceinline__ void update(const Update& u, const Constants& c, float g,
+                                         float& w, float (&m)[1]) const {
+    const float towards = between(m[0], g, c.one_minus_beta1);
     const float direction = static_cast<float>((towards > 0.0f) - (towards < 0.0f));
-    w = fmaf(-a.on.lr, direction, w * a.on.decay);
-    m[0] = between(m[0], g, a.one_minus_beta2);
+    w = fmaf(-u.lr, direction, w * u.decay);
+    m[0] = between(m[0], g, c.one_minus_beta2);
   }
 };
 

@@ -1,8 +1,8 @@
-// One optimizer step on a flat shard, in one pass: what all rules have in common.
+// One optimizer step on a flat shard, in one pass: what all rules have in commu.
 //
-// Rule has kMoments, a struct Arguments whose first member is a StepArguments, and
-//   void begin(const Arguments&) computes what is the same for all elements
-//   void update(const Arguments&, float g, float& w, float (&m)[kMoments, at least 1]) const
+// Rule has kMoments, a struct Constants of floats, as in accelz.updates, and
+//   void begin(const Update&, const Constants&) computes what is the same for all elements
+//   void update(const Update&, const Constants&, float g, float& w, float (&m)[kMoments or 1]) const
 //                                computes the new values of an element's weight and moments
 #pragma once
 
@@ -12,7 +12,7 @@
 // grad_scale and skip are single values on the device; the last two may be null. sign: -1 to
 // maximise. decay: 1 - lr * weight_decay if weight decay is decoupled, else 1. l2: weight decay if
 // that is added to the gradient, else 0.
-struct StepArguments {
+struct Update {
   float* master;
   const void* grad;
   float* moments[2];
@@ -22,6 +22,7 @@ struct StepArguments {
   const float* skip;
   long long numel;
   float lr, sign, decay, l2;
+  float constants[8];
 };
 
 struct none {
@@ -47,47 +48,51 @@ struct Step {
     Wide w, m[kRoom<Rule>];
   };
 
-  const typename Rule::Arguments& a;
-  const StepArguments& on;
+  using Constants = typename Rule::Constants;
+
+  const Update& u;
+  const Constants& c;
   const G* grad;
   W* weights;
   Rule rule;
   float factor;
 
-  __device__ __forceinline__ explicit Step(const typename Rule::Arguments& arguments)
-      : a(arguments),
-        on(arguments.on),
-        grad(static_cast<const G*>(on.grad)),
-        weights(static_cast<W*>(on.weights)) {}
+  __device__ __forceinline__ explicit Step(const Update& update)
+      : u(update),
+        c(*reinterpret_cast<const Constants*>(update.constants)),
+        grad(static_cast<const G*>(u.grad)),
+        weights(static_cast<W*>(u.weights)) {
+    static_assert(sizeof(Constants) <= sizeof(u.constants), "more constants than there is room for");
+  }
 
   __device__ __forceinline__ int head() const {
-    int head = head_of<kWidth>(on.master, grad);
+    int head = head_of<kWidth>(u.master, grad);
 #pragma unroll
     for (int j = 0; j < kMoments; ++j)
-      if (head_of<kWidth>(on.master, on.moments[j]) < 0) head = -1;
+      if (head_of<kWidth>(u.master, u.moments[j]) < 0) head = -1;
     if constexpr (kKept<W>)
-      if (head_of<kWidth>(on.master, weights) < 0) head = -1;
+      if (head_of<kWidth>(u.master, weights) < 0) head = -1;
     return head;
   }
 
   __device__ __forceinline__ Loaded load(long long i) const {
     Loaded in;
     in.g = Pack<G, kWidth>::load(grad + i);
-    in.w = Wide::load(on.master + i);
+    in.w = Wide::load(u.master + i);
 #pragma unroll
-    for (int j = 0; j < kMoments; ++j) in.m[j] = Wide::load(on.moments[j] + i);
+    for (int j = 0; j < kMoments; ++j) in.m[j] = Wide::load(u.moments[j] + i);
     return in;
   }
 
   __device__ __forceinline__ void begin() {
-    rule.begin(a);
-    factor = on.grad_scale == nullptr ? on.sign : *on.grad_scale * on.sign;
+    rule.begin(u, c);
+    factor = u.grad_scale == nullptr ? u.sign : *u.grad_scale * u.sign;
   }
 
   __device__ __forceinline__ void update(float g, float& w, float (&m)[kRoom<Rule>]) const {
     g *= factor;
-    if (on.l2 != 0.0f) g = fmaf(on.l2, w, g);
-    rule.update(a, g, w, m);
+    if (u.l2 != 0.0f) g = fmaf(u.l2, w, g);
+    rule.update(u, c, g, w, m);
   }
 
   __device__ __forceinline__ void finish(int, long long i, const Loaded& in) const {
@@ -105,33 +110,33 @@ struct Step {
 #pragma unroll
       for (int j = 0; j < kMoments; ++j) m[j][k] = mine[j];
     }
-    Wide::from(w).store(on.master + i);
+    Wide::from(w).store(u.master + i);
 #pragma unroll
-    for (int j = 0; j < kMoments; ++j) Wide::from(m[j]).store(on.moments[j] + i);
+    for (int j = 0; j < kMoments; ++j) Wide::from(m[j]).store(u.moments[j] + i);
     if constexpr (kKept<W>) Pack<W, kWidth>::from(w).store(weights + i);
   }
 
   __device__ __forceinline__ void element(long long i) const {
-    float w = on.master[i], m[kRoom<Rule>];
+    float w = u.master[i], m[kRoom<Rule>];
 #pragma unroll
-    for (int j = 0; j < kMoments; ++j) m[j] = on.moments[j][i];
+    for (int j = 0; j < kMoments; ++j) m[j] = u.moments[j][i];
     update(widen(grad[i]), w, m);
-    on.master[i] = w;
+    u.master[i] = w;
 #pragma unroll
-    for (int j = 0; j < kMoments; ++j) on.moments[j][i] = m[j];
+    for (int j = 0; j < kMoments; ++j) u.moments[j][i] = m[j];
     if constexpr (kKept<W>) weights[i] = narrow<W>(w);
   }
 };
 
 template <class Rule, class G, class W>
-__device__ __forceinline__ void make_step(const typename Rule::Arguments& a) {
-  if (a.on.skip != nullptr && *a.on.skip != 0.0f) return;
-  Step<Rule, G, W> work(a);
-  run_tile(work, blockIdx.x, a.on.numel, work.head());
+__device__ __forceinline__ void make_step(const Update& u) {
+  if (u.skip != nullptr && *u.skip != 0.0f) return;
+  Step<Rule, G, W> work(u);
+  run_tile(work, blockIdx.x, u.numel, work.head());
 }
 
 #define STEP(NAME, RULE, G, W) \
-  KERNEL(NAME##_##G##_##W, RULE::Arguments, 8) { make_step<RULE, G, W>(a); }
+  KERNEL(NAME##_##G##_##W, Update, 8) { make_step<RULE, G, W>(a); }
 
 // Instantiates a rule for all dtypes of the gradient and of the weights.
 #define STEPS(NAME, RULE)      \

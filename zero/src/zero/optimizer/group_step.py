@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelz import Kernels
-from zero.optimizer.kernel_rules import Rule
+from zero.optimizer.kernel_rules import Rule, take_step
 from zero.optimizer.owned import OwnedSubGroup
 from zero.tiers.record import Opened
 
@@ -72,21 +72,21 @@ class GroupStep:
         shape; receives the weights. All are on one device."""
         if self.rule.counts:
             self._count(steps, factors.skip)
-        kernel = self.rule.function(kernels, state.master.dtype)
         for call in self.calls:
             window = call.window
-            moments = zip(self.rule.moments, state.moments, strict=True)
+            named = zip(self.rule.moments, state.moments, strict=True)
+            moments: dict[str, Any] = {name: moment[window] for name, moment in named}
             update = self.rule.update(
                 master=state.master[window],
                 grad=gradient[window],
                 grad_scale=factors.scale,
                 skip=factors.skip,
                 weights=None if narrow is None else narrow[window],
-                **{name: moment[window] for name, moment in moments},
-                **({"step": steps[call.first]} if self.rule.counts else {}),
+                step=steps[call.first] if self.rule.counts else None,
+                **moments,
                 **call.options,
             )
-            kernel(update)
+            take_step(kernels, update)
 
     def _count(self, steps: Tensor, skip: Tensor | None) -> None:
         increment = 1 if skip is None else 1 - skip

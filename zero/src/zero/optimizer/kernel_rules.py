@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accelz import AdamWUpdate, Kernels, LionUpdate, SgdUpdate, Update
+from accelz import Kernels
+from accelz.updates import AdamWUpdate, LionUpdate, MomentumUpdate, SgdUpdate, Update
 from zero.errors import OptimizerError
 from zero.optimizer.lion import Lion
 
@@ -22,22 +22,29 @@ KernelOptions = Mapping[str, Any]
 class Rule:
     """How a kernel steps one kind of optimizer.
 
-    kernel: name of the operation. update: what it takes. moments: state of one value per element, zero at
-    first, by its names in the optimizer's own state and in the update. counts: whether that state has a
-    "step". options: makes the update's own settings out of a param group's.
+    update: what it takes. options: makes the update's own settings out of a param group's.
     """
 
-    kernel: str
-    update: Callable[..., Update]
-    moments: tuple[str, ...]
-    counts: bool
+    update: type[Update]
     options: Callable[[KernelOptions], dict[str, Any]]
 
-    def function(self, kernels: Kernels, dtype: torch.dtype) -> Callable[[Update], None]:
-        """The backend's kernel; for fp64 masters, which no kernel has to support, the torch reference."""
-        if dtype is torch.float32:
-            return cast("Callable[[Update], None]", getattr(kernels, self.kernel))
-        return partial(getattr(Kernels, self.kernel), kernels)
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """State of one value per element, zero at first, by its names in the optimizer's own state too."""
+        return self.update.moment_names
+
+    @property
+    def counts(self) -> bool:
+        """Whether that state has a "step"."""
+        return self.update.counts
+
+
+def take_step(kernels: Kernels, update: Update) -> None:
+    """By the backend's kernel; for fp64 masters, which no kernel has to support, by the torch reference."""
+    if update.master.dtype is torch.float32:
+        kernels.step(update)
+    else:
+        update.reference(kernels.chunk)
 
 
 def rule_for(optimizer: Optimizer) -> Rule | None:
@@ -95,7 +102,7 @@ def _betas(group: KernelOptions) -> dict[str, Any]:
     return {"beta1": float(beta1), "beta2": float(beta2)}
 
 
-ADAM = Rule("adamw", AdamWUpdate, ("exp_avg", "exp_avg_sq"), True, _adam)
-MOMENTUM = Rule("sgd", SgdUpdate, ("momentum_buffer",), False, _momentum)
-SGD = Rule("sgd", SgdUpdate, (), False, _plain)
-LION = Rule("lion", LionUpdate, ("exp_avg",), False, _betas)
+ADAM = Rule(AdamWUpdate, _adam)
+MOMENTUM = Rule(MomentumUpdate, _momentum)
+SGD = Rule(SgdUpdate, _plain)
+LION = Rule(LionUpdate, _betas)

@@ -184,7 +184,7 @@ def check_equal(prepared: Prepared, config: Config, communicator: Communicator) 
 
 def _how_stepped(optimizer: Optimizer, config: Config) -> str:
     ways = of_param_groups(optimizer, config)
-    told = [(way.whole, way.rule and (way.rule.kernel, way.rule.moments)) for way in ways]
+    told = [(way.whole, way.rule and (way.rule.update.kernel)) for way in ways]
     return f"{kinds_of_groups(optimizer)} {told}"
 
 

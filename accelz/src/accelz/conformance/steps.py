@@ -1,0 +1,203 @@
+"""Steps of optimizers in float64, as in their papers, and the cases in which kernels are held to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelz.updates import UPDATES, Update
+
+SIZES = (0, 1, 3, 17, 1023, 70_001)
+OFFSETS = (0, 1, 3)
+GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+NAN, INFINITY = float("nan"), float("inf")
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Paper:
+    """An optimizer. step: (settings, number of the step, weights, gradient, *moments) gives new weights and
+    moments; the gradient is scaled and signed. settings: the usual ones. variants: others that are tried, by
+    name. moments: out of rows of random numbers. atol: what fp32 may be wrong by."""
+
+    step: Callable[..., tuple[Tensor, ...]]
+    settings: Settings
+    variants: Mapping[str, Settings]
+    moments: Callable[..., tuple[Tensor, ...]] = lambda *rows: rows
+    atol: float = 1e-6
+
+
+def _adamw(
+    s: Settings, number: int, w: Tensor, g: Tensor, m: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    g = g if s["decoupled"] else g + s["weight_decay"] * w
+    w = w * (1 - s["lr"] * s["weight_decay"]) if s["decoupled"] else w
+    m = s["beta1"] * m + (1 - s["beta1"]) * g
+    v = s["beta2"] * v + (1 - s["beta2"]) * g * g
+    m_hat, v_hat = m / (1 - s["beta1"] ** number), v / (1 - s["beta2"] ** number)
+    return w - s["lr"] * m_hat / (v_hat.sqrt() + s["eps"]), m, v
+
+
+def _sgd(s: Settings, number: int, w: Tensor, g: Tensor) -> tuple[Tensor]:
+    return (w - s["lr"] * (g + s["weight_decay"] * w),)
+
+
+def _momentum(s: Settings, number: int, w: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    g = g + s["weight_decay"] * w
+    m = s["momentum"] * m + g
+    return w - s["lr"] * (g + s["momentum"] * m if s["nesterov"] else m), m
+
+
+def _lion(s: Settings, number: int, w: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
+    direction = (s["beta1"] * m + (1 - s["beta1"]) * g).sign()
+    return w - s["lr"] * (direction + s["weight_decay"] * w), s["beta2"] * m + (1 - s["beta2"]) * g
+
+
+def _far_from_zero(row: Tensor) -> tuple[Tensor]:
+    """No direction is close to zero, where rounding decides its sign."""
+    return (row + 4 * row.sign(),)
+
+
+ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+PAPERS = {
+    "adamw": Paper(
+        _adamw,
+        ADAMW,
+        {
+            "L2": {"decoupled": False},
+            "L2, no weight decay": {"decoupled": False, "weight_decay": 0.0},
+            "L2, maximize": {"decoupled": False, "maximize": True},
+            "beta1 0": {"beta1": 0.0},
+            "other betas": {"beta1": 0.6, "beta2": 0.8},
+            "eps 0.01": {"eps": 1e-2},
+            "lr 0.5": {"lr": 0.5, "weight_decay": 0.01},
+        },
+        lambda m, v: (0.1 * m, 0.01 * v.square()),
+        1e-7,
+    ),
+    "sgd": Paper(
+        _sgd, {"lr": 1e-2, "weight_decay": 0.1}, {"other settings": {"lr": 0.5, "weight_decay": 0.01}}
+    ),
+    "momentum": Paper(
+        _momentum,
+        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, "nesterov": False},
+        {
+            "nesterov": {"nesterov": True},
+            "other settings": {"momentum": 0.5, "weight_decay": 0.01, "lr": 0.5},
+        },
+        _far_from_zero,
+    ),
+    "lion": Paper(
+        _lion,
+        {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
+        {"other settings": {"beta1": 0.6, "beta2": 0.8, "weight_decay": 0.01, "lr": 0.5}},
+        _far_from_zero,
+    ),
+}
+"""By the kernel's name."""
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One step of an optimizer: its settings where they are not the usual ones, and its inputs."""
+
+    kernel: str
+    numel: int = 1023
+    offset: int = 0
+    grad_dtype: torch.dtype = torch.float32
+    settings: Settings = field(default_factory=dict)
+    number: int = 3
+    grad_scale: float | None = None
+    skip: float | None = None
+    weights_dtype: torch.dtype | None = None
+    special: float | None = None
+
+    @property
+    def paper(self) -> Paper:
+        return PAPERS[self.kernel]
+
+    @property
+    def atol(self) -> float:
+        """An update has the size of lr, and fp32's rounding of that."""
+        return max(self.paper.atol, 1e-6 * float(self.settings.get("lr", self.paper.settings["lr"])))
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Host tensors: master, grad, and the moments."""
+        names = UPDATES[self.kernel].moment_names
+        generator = torch.Generator().manual_seed(self.numel + self.offset)
+        master, gradient, *rows = torch.randn(2 + len(names), self.numel, generator=generator)
+        grad = gradient.to(self.grad_dtype)
+        if self.special is not None and self.numel:
+            grad[self.numel // 2] = self.special
+        moments = zip(names, self.paper.moments(*rows), strict=True)
+        return {"master": master, "grad": grad, **dict(moments)}
+
+    def exact(self) -> dict[str, Tensor]:
+        """Master and moments after the same step in float64."""
+        w, g, *moments = (value.double() for value in self.inputs().values())
+        settings = {**self.paper.settings, **self.settings}
+        g = (
+            g
+            * (1.0 if self.grad_scale is None else self.grad_scale)
+            * (-1 if settings.get("maximize") else 1)
+        )
+        after = (w, *moments) if self.skip else self.paper.step(settings, self.number, w, g, *moments)
+        return dict(zip(("master", *UPDATES[self.kernel].moment_names), after, strict=True))
+
+    def update(self, master: Tensor, grad: Tensor, *moments: Tensor, weights: Tensor | None) -> Update:
+        """The kernel's operands, with those of the case that are scalars on the master's device."""
+        scale, skip = (None if x is None else _scalar(x, master) for x in (self.grad_scale, self.skip))
+        operands = {"number": _scalar(self.number, master), "grad_scale": scale, "skip": skip}
+        return usual_step(self.kernel, master, grad, *moments, weights=weights, **operands, **self.settings)
+
+
+def usual_step(
+    kernel: str, master: Tensor, grad: Tensor, *moments: Tensor, number: Tensor | None = None, **others: Any
+) -> Update:
+    """A step with the usual settings, except for `others`. number: of the step, where it counts."""
+    kind = UPDATES[kernel]
+    state: dict[str, Any] = dict(zip(kind.moment_names, moments, strict=True))
+    settings = {**PAPERS[kernel].settings, **others}
+    return kind(master=master, grad=grad, step=number if kind.counts else None, **state, **settings)
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    return torch.tensor(float(value), device=like.device)
+
+
+def _cases(kernel: str) -> Iterator[tuple[str, StepCase]]:
+    for numel in SIZES:
+        for offset in OFFSETS:
+            yield f"{numel} elements at offset {offset}", StepCase(kernel, numel, offset)
+    for dtype in GRADIENTS:
+        yield f"gradient {dtype}", StepCase(kernel, offset=1, grad_dtype=dtype)
+    for dtype in GRADIENTS[1:]:
+        yield f"weights {dtype}", StepCase(kernel, offset=1, weights_dtype=dtype)
+    for number in (1, 2, 10_000) if UPDATES[kernel].counts else ():
+        yield f"step {number}", StepCase(kernel, number=number)
+    settings: dict[str, Settings] = {
+        "no weight decay": {"weight_decay": 0.0},
+        "maximize": {"maximize": True},
+        **PAPERS[kernel].variants,
+    }
+    for name, others in settings.items():
+        yield name, StepCase(kernel, settings=others)
+    yield "grad_scale", StepCase(kernel, grad_scale=0.125)
+    scaled = StepCase(kernel, 1023, 3, torch.bfloat16, {"maximize": True}, grad_scale=1 / 3)
+    yield "grad_scale, maximize, bf16", scaled
+    yield "skip 0", StepCase(kernel, skip=0.0)
+    yield "skip 1", StepCase(kernel, skip=1.0, weights_dtype=torch.bfloat16)
+    yield "skip 1, NaN", StepCase(kernel, skip=1.0, special=NAN, grad_scale=0.5)
+    yield "skip 1, infinite", StepCase(kernel, skip=1.0, special=INFINITY)
+    everything = StepCase(kernel, 70_001, 3, torch.bfloat16, {"maximize": True, "lr": 1e-2}, 17, 0.5, 0.0)
+    yield "everything, bf16", replace(everything, weights_dtype=torch.bfloat16)
+    yield "everything, fp16", replace(everything, weights_dtype=torch.float16)
+
+
+CASES = {f"{kernel}, {name}": case for kernel in UPDATES for name, case in _cases(kernel)}
+CASES["adamw, NaN spreads to its element alone"] = StepCase("adamw", special=NAN)

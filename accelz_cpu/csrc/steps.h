@@ -1,0 +1,154 @@
+// Steps of optimizers, as part of isa_kernels.cpp: one function for each, and their list at the end.
+//
+// accelz.updates says what an optimizer's moments and constants are. A step prepares what is the same for all
+// elements and chooses the tile: the loop over a few elements.
+#pragma once
+
+// From a towards b by weight, computed from the nearer end as torch.lerp does.
+template <bool near>
+inline float lerp(float a, float b, float weight) {
+    return near ? a + weight * (b - a) : b + (weight - 1.0f) * (b - a);
+}
+
+inline bool is_near(float weight) { return weight < 0.5f; }
+
+// The factor on the gradient.
+inline float factor_of(const accelz_update &u) { return float(u.sign) * (u.grad_scale ? *u.grad_scale : 1.0f); }
+
+template <class T>
+inline void prefetch_tile(const T *from) {
+    for (size_t i = 0; i < TILE; i += LINE / sizeof(T)) __builtin_prefetch(from + i);
+}
+
+// For every tile of the shard call tile(prepared, master, gradient in fp32, moments…, n), then write its weights.
+template <class Grad, class Prepared, class Tile, class... Moments>
+void step_range(const accelz_update &u, const Grad *grad, size_t begin, size_t end, const Prepared &prepared, Tile tile,
+                Moments... moments) {
+    alignas(64) float scratch[TILE];
+    for (size_t at = begin; at < end; at += TILE) {
+        const size_t n = smaller(TILE, end - at);
+        prefetch_tile(u.master + at + AHEAD);
+        (prefetch_tile(moments + at + AHEAD), ...);
+        prefetch_tile(grad + at + AHEAD);
+        if (u.weights) prefetch_tile((const uint16_t *)u.weights + at + AHEAD);
+        tile(prepared, u.master + at, widen(grad + at, scratch, n), (moments + at)..., n);
+        if (!u.weights) continue;
+        with_type(u.weights_dtype, [&](auto *type) { narrow((decltype(type))u.weights + at, u.master + at, n); });
+    }
+}
+
+template <class Prepared, class Tile, class... Moments>
+void run_step(const accelz_update &u, size_t begin, size_t end, const Prepared &prepared, Tile tile,
+              Moments... moments) {
+    with_type(u.grad_dtype, [&](auto *type) {
+        step_range(u, (const decltype(type))u.grad, begin, end, prepared, tile, moments...);
+    });
+}
+
+// ---- adamw ----
+
+struct AdamW {
+    float factor, decay, l2, weight1, beta2, weight2;
+    float step_size;     // lr / (1 - beta1 ** step)
+    float inverse_root;  // 1 / sqrt(1 - beta2 ** step)
+    float eps;
+};
+
+template <bool decoupled, bool near>
+void adamw_tile(const AdamW &s, float *__restrict w, const float *__restrict grad, float *__restrict m,
+                float *__restrict v, size_t n) {
+    const float factor = s.factor, decay = s.decay, l2 = s.l2, beta2 = s.beta2, weight1 = s.weight1;
+    const float weight2 = s.weight2, step_size = s.step_size, inverse_root = s.inverse_root, eps = s.eps;
+    for (size_t i = 0; i < n; i++) {
+        float g = grad[i] * factor;
+        if (!decoupled) g = g + w[i] * l2;
+        const float decayed = decoupled ? w[i] * decay : w[i];
+        const float average = lerp<near>(m[i], g, weight1);
+        const float square = v[i] * beta2 + weight2 * g * g;
+        const float denominator = __builtin_sqrtf(square) * inverse_root + eps;
+        w[i] = decayed - step_size * average / denominator;
+        m[i] = average;
+        v[i] = square;
+    }
+}
+
+void adamw(const accelz_update &u, size_t begin, size_t end) {
+    const double *c = u.constants;  // beta1, 1 - beta1, log(beta1), the same of beta2, eps
+    // 1 - beta ** step without cancellation; beta 0 gives exactly 1
+    const double correction1 = -__builtin_expm1(*u.step * c[2]), correction2 = -__builtin_expm1(*u.step * c[5]);
+    const AdamW s{factor_of(u), float(u.decay), float(u.l2), float(c[1]), float(c[3]), float(c[4]),
+                  float(u.lr / correction1), float(1 / __builtin_sqrt(correction2)), float(c[6])};
+    const auto tile = u.l2 == 0 ? (is_near(s.weight1) ? adamw_tile<true, true> : adamw_tile<true, false>)
+                                : (is_near(s.weight1) ? adamw_tile<false, true> : adamw_tile<false, false>);
+    run_step(u, begin, end, s, tile, u.moments[0], u.moments[1]);
+}
+
+// ---- sgd, momentum ----
+
+struct Sgd {
+    float factor, l2, lr, momentum;
+};
+
+// Without decay, not even an infinite weight may add anything to the gradient.
+template <bool decays>
+void sgd_tile(const Sgd &s, float *__restrict w, const float *__restrict grad, size_t n) {
+    const float factor = s.factor, l2 = s.l2, lr = s.lr;
+    for (size_t i = 0; i < n; i++) {
+        float g = grad[i] * factor;
+        if (decays) g = g + w[i] * l2;
+        w[i] = w[i] - lr * g;
+    }
+}
+
+void sgd(const accelz_update &u, size_t begin, size_t end) {
+    const Sgd s{factor_of(u), float(u.l2), float(u.lr), 0};
+    run_step(u, begin, end, s, s.l2 != 0 ? sgd_tile<true> : sgd_tile<false>);
+}
+
+template <bool decays, bool nesterov>
+void momentum_tile(const Sgd &s, float *__restrict w, const float *__restrict grad, float *__restrict m, size_t n) {
+    const float factor = s.factor, l2 = s.l2, lr = s.lr, momentum = s.momentum;
+    for (size_t i = 0; i < n; i++) {
+        float g = grad[i] * factor;
+        if (decays) g = g + w[i] * l2;
+        const float buffer = m[i] * momentum + g;
+        w[i] = w[i] - lr * (nesterov ? g + momentum * buffer : buffer);
+        m[i] = buffer;
+    }
+}
+
+void momentum(const accelz_update &u, size_t begin, size_t end) {
+    const Sgd s{factor_of(u), float(u.l2), float(u.lr), float(u.constants[0])};
+    const bool nesterov = u.constants[1] != 0;
+    const auto tile = s.l2 != 0 ? (nesterov ? momentum_tile<true, true> : momentum_tile<true, false>)
+                                : (nesterov ? momentum_tile<false, true> : momentum_tile<false, false>);
+    run_step(u, begin, end, s, tile, u.moments[0]);
+}
+
+// ---- lion ----
+
+struct Lion {
+    float factor, decay, weight1, weight2, lr;
+};
+
+template <bool near1, bool near2>
+void lion_tile(const Lion &s, float *__restrict w, const float *__restrict grad, float *__restrict m, size_t n) {
+    const float factor = s.factor, decay = s.decay, weight1 = s.weight1, weight2 = s.weight2, lr = s.lr;
+    for (size_t i = 0; i < n; i++) {
+        const float g = grad[i] * factor;
+        const float direction = lerp<near1>(m[i], g, weight1);
+        w[i] = w[i] * decay - (direction > 0 ? lr : direction < 0 ? -lr : 0.0f);
+        m[i] = lerp<near2>(m[i], g, weight2);
+    }
+}
+
+void lion(const accelz_update &u, size_t begin, size_t end) {
+    const Lion s{factor_of(u), float(u.decay), float(u.constants[0]), float(u.constants[1]), float(u.lr)};
+    const auto tile = is_near(s.weight1) ? (is_near(s.weight2) ? lion_tile<true, true> : lion_tile<true, false>)
+                                         : (is_near(s.weight2) ? lion_tile<false, true> : lion_tile<false, false>);
+    run_step(u, begin, end, s, tile, u.moments[0]);
+}
+
+// By the names of accelz.updates.
+const Optimizer OPTIMIZERS[] = {
+    {"adamw", adamw}, {"sgd", sgd}, {"momentum", momentum}, {"lion", lion}, {nullptr, nullptr}};
