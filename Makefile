@@ -8,10 +8,12 @@ SIM := examples/sim_backend
 SIM_STAMP := $(VENV)/.sim-installed
 RANKS ?= 2
 WORKERS ?= 2
+ROOM ?=
 ARGS ?=
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 
-.PHONY: setup sim train test check format bench clean
+.PHONY: setup sim train test quick check lints format bench clean
 
 setup: $(STAMP)
 
@@ -33,18 +35,28 @@ train: setup  ## a byte-level language model on Python's own sources, sharded ov
 
 test: export PYTHONDONTWRITEBYTECODE =  # hundreds of processes import the packages: they are compiled once
 test: setup sim  ## everything on the CPU, then the engine's tests once more on the simulated accelerator
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/zero --device sim $(ARGS)
+ifeq ($(ROOM),)
+	$(PYTEST) $(ARGS)
+	$(PYTEST) tests/zero --device sim $(ARGS)
+else  ## with ROOM=gradients: one room of zero, or one folder of tests, on the CPU
+	$(PYTEST) $(or $(wildcard tests/zero/$(ROOM) tests/$(ROOM)),$(error there is no tests/zero/$(ROOM) and no tests/$(ROOM))) $(ARGS)
+endif
 
-check: setup  ## formatting, lint, types, and the project's own lints, one script each
+quick: setup  ## what to run at every change, in less than a minute: what one process tests at once
+	$(PYTEST) --quick $(ARGS)
+
+check: setup lints  ## formatting, lint, types, and the project's own lints, one script each
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+lints: setup
 	$(BIN)/python scripts/lint_devices.py
 	$(BIN)/python scripts/lint_rooms.py
 	$(BIN)/python -m scripts.lint_paths
 	$(BIN)/python -m scripts.lint_links
 	$(BIN)/python scripts/lint_store.py
+	$(BIN)/python scripts/lint_tests.py
 
 format: setup
 	$(BIN)/ruff format .

@@ -1,8 +1,11 @@
-"""What every test shares: the backend under test and reused worker ranks on it."""
+"""What every test shares: the backend under test, reused worker ranks on it, and what `make quick` runs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 
 import pytest
 
@@ -10,27 +13,78 @@ from accelz.conformance.cluster import Cluster, Clusters, preload
 
 BODIES_IMPORT = ("torch._dynamo", "torch.nn.parallel.distributed", "zero.engine")
 """Where a rank trains: optimizers import dynamo, which takes longer than most bodies."""
+RANKS = {"cluster", "clusters", "disposable", "several", "sim"}
+"""Fixtures that start other processes."""
+QUICK_SECONDS = 2.0
+"""What a test of `--quick` may take of the processor, however busy the machine is."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="the accelz backend that the tests run on")
+    parser.addoption(
+        "--quick", action="store_true", help="what one process tests at once, and tests marked quick"
+    )
     parser.addoption("--max-ranks", type=int, default=8, help="skip distributed tests with more ranks")
     parser.addoption("--kills", type=int, default=12, help="how often a job that saves is killed")
     parser.addoption("--runs", type=int, default=16, help="how many runs are drawn at random")
     parser.addoption("--mutations", type=int, default=500, help="how many changed files are read")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     preload(*BODIES_IMPORT)
+    if config.getoption("--quick"):
+        for name in BODIES_IMPORT:  # now: no single test takes the time
+            import_module(name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On another device than the host, leave out what does not touch it: the tests on the host have it."""
-    if config.getoption("--device") == "cpu":
-        return
-    touching = [item for item in items if {"device", "cluster"} & set(getattr(item, "fixturenames", ()))]
-    config.hook.pytest_deselected(items=[item for item in items if item not in touching])
-    items[:] = touching
+    if config.getoption("--quick"):
+        _keep(config, items, _is_quick)
+    if config.getoption("--device") != "cpu":
+        _keep(config, items, lambda item: bool({"device", "cluster"} & _fixtures(item)))
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: Callable[[pytest.Item], bool]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not kept(item)])
+    items[:] = [item for item in items if kept(item)]
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    if item.get_closest_marker("quick"):
+        return True
+    return not item.get_closest_marker("slow") and not RANKS & _fixtures(item)
+
+
+def _fixtures(item: pytest.Item) -> set[str]:
+    return set(getattr(item, "fixturenames", ()))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with _quick(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with _quick(item):
+        return (yield)
+
+
+@contextmanager
+def _quick(item: pytest.Item) -> Iterator[None]:
+    """Under `--quick`, fail what takes long, so that the whole stays quick by itself."""
+    before = _busy()
+    yield
+    spent = _busy() - before
+    if item.config.getoption("--quick") and spent > QUICK_SECONDS:
+        pytest.fail(f"{spent:.1f} s of processor time are no quick test: mark it with pytest.mark.slow")
+
+
+def _busy() -> float:
+    """Seconds that processors have worked for this process, and for those it has started and seen end."""
+    return sum(os.times()[:4])
 
 
 @pytest.fixture(scope="session")

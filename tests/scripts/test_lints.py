@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripts.paths import ROOT, absolute, all_relative, relative
 
-from scripts import lint_devices, lint_links, lint_paths, lint_rooms, lint_store
+from scripts import lint_devices, lint_links, lint_paths, lint_rooms, lint_store, lint_tests
 
 
 @pytest.mark.parametrize(
@@ -210,3 +210,17 @@ def test_links_and_names_of_files(tmp_path: Path) -> None:
 
 def test_the_documentation_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert lint_links.main() == 0, capsys.readouterr().out
+
+
+def test_places_of_tests(tmp_path: Path) -> None:
+    tests = tmp_path / "tests"
+    for name in ("zero/tiers/test_a.py", "zero/helpers/b.py", "zero/attic/c.py", "zero/test_flat.py"):
+        (tests / name).parent.mkdir(parents=True, exist_ok=True)
+        (tests / name).write_text("from tests.zero.tiers.test_a import f\n" * 501)
+    assert list(lint_tests.strangers(tests / "zero", {"tiers"})) == [
+        "tests/zero/attic is not called after a room of zero",
+        "tests/zero/test_flat.py is in no room's folder",
+    ]
+    (told, *_) = lint_tests.borrowed(tests / "zero/helpers/b.py")
+    assert told == "b.py imports the test tests.zero.tiers.test_a"
+    assert list(lint_tests.too_long(tests / "zero/helpers/b.py")) == ["b.py has 501 lines; the most is 500"]

@@ -1,0 +1,58 @@
+"""Fail if the tests are not where one looks for them.
+
+The folders of tests/zero are rooms of zero; what tests share is in modules that are no tests, so no test
+imports another; and no file is longer than MOST_LINES.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ROOT / "tests"
+MOST_LINES = 500
+SHORT = ("zero", "sim")  # folders of tests whose files are that short
+
+
+def strangers(tests: Path, rooms: set[str]) -> Iterator[str]:
+    """Folders of tests that are no rooms, and tests in no folder."""
+    for path in sorted(tests.iterdir()):
+        if path.is_dir() and path.name not in {*rooms, "helpers", "__pycache__"}:
+            yield f"tests/zero/{path.name} is not called after a room of zero"
+        elif path.match("test_*.py"):
+            yield f"tests/zero/{path.name} is in no room's folder"
+
+
+def borrowed(path: Path) -> Iterator[str]:
+    """What a file imports from tests."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests."):
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            tests = {t[0] for name in names if (t := re.match(r"tests\.(\w+\.)*?test_\w+", name))}
+            yield from (f"{path.name} imports the test {test}" for test in sorted(tests))
+
+
+def too_long(path: Path) -> Iterator[str]:
+    lines = len(path.read_text().splitlines())
+    if lines > MOST_LINES:
+        yield f"{path.name} has {lines} lines; the most is {MOST_LINES}"
+
+
+def main() -> int:
+    rooms = {path.stem for path in (ROOT / "zero/src/zero").iterdir()}
+    found = list(strangers(TESTS / "zero", rooms))
+    for path in sorted(TESTS.rglob("*.py")):
+        found += borrowed(path)
+    for folder in SHORT:
+        for path in sorted((TESTS / folder).rglob("*.py")):
+            found += too_long(path)
+    print("\n".join(found) or "test lint: clean")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
