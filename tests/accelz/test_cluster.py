@@ -15,6 +15,8 @@ from accelz.conformance.cluster import Cluster, ClusterError, Clusters, Context
 from accelz.conformance.contract import ContractBroken, checked
 from accelz_cpu.accelerator import build
 
+pytestmark = pytest.mark.slow  # starts programs
+
 
 def _place(context: Context) -> tuple[int, int, int]:
     return context.rank, context.size, os.getpid()

@@ -27,6 +27,8 @@ from . import forked
 from .fake_distribution import environment, good, install
 from .liars import ROUNDS, SIM_ROUNDS
 
+pytestmark = pytest.mark.slow  # starts programs
+
 LIAR = """
 from accelz.hooks import BackendDescriptor, Probe, hookimpl
 

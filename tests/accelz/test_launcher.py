@@ -14,6 +14,8 @@ from accelz.ranks.launcher import Launcher
 
 from .fake_distribution import environment
 
+pytestmark = pytest.mark.slow  # starts programs
+
 FIND = "from accelz.ranks.launcher import Launcher; print(getattr(Launcher.find(), 'process', None))"
 RANK = {"RANK": "0", "TORCHELASTIC_RUN_ID": "some"}
 

@@ -20,6 +20,8 @@ from accelz.discovery import installed
 
 from .fake_distribution import environment, good, install
 
+pytestmark = pytest.mark.slow  # starts programs
+
 BIN = Path(sys.executable).parent
 CORE = "TestMemory or TestRng or TestStreams or TestDtypes or adamw_over_many or repeated_calls or handles"
 

@@ -14,6 +14,8 @@ from accelz.discovery import installed
 
 from .fake_distribution import environment
 
+pytestmark = pytest.mark.slow  # starts programs
+
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs/vendor-guide.md").read_text()
 WHOLE_KIT = "accelz check acme\n"  # the same package passes it in test_new.py, derived from torch.sim

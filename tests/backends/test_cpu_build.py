@@ -14,6 +14,8 @@ import pytest
 
 from accelz_cpu import native
 
+pytestmark = pytest.mark.slow  # compiles
+
 PACKAGE = Path(__file__).parents[2] / "accelz_cpu"
 SECONDS = 200
 

@@ -31,6 +31,8 @@ from accelz_cpu.shared_memory import SharedMemoryCollectives
 from tests.zero.helpers.models import LanguageModel, tokens
 from tests.zero.helpers.training import same_bits, scaled_error, train_zero
 
+pytestmark = pytest.mark.slow  # starts programs
+
 TIMEOUT = 5.0
 EVEN = ("AABB", "ABBA", "AABBCC")
 

@@ -19,6 +19,8 @@ from accelz_cpu import native
 from accelz_cpu.common_memory import CommonMemory
 from accelz_cpu.shared_memory import SharedMemoryCollectives
 
+pytestmark = pytest.mark.slow  # starts programs
+
 
 def through_memory() -> Collectives:
     library = native.library()

@@ -14,6 +14,8 @@ import pytest
 
 from accelz_cpu import native
 
+pytestmark = pytest.mark.slow  # starts programs
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 5.0  # seconds, of a collective
 CABLE = "accelz0"

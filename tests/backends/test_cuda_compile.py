@@ -8,6 +8,8 @@ import pytest
 
 from accelz_cuda import compiler, kernels
 
+pytestmark = pytest.mark.slow  # compiles
+
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 INDEXED = """
 extern "C" __global__ void indexed(const int* in, int* out, int n) {

@@ -27,6 +27,8 @@ from accelz_cuda.kernels.driver import DriverError
 from .cuda_operations import ADAM, OPERATIONS, operation
 from .emulated_cuda import EmulatedLauncher, build
 
+pytestmark = pytest.mark.slow  # compiles
+
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 

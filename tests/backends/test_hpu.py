@@ -21,6 +21,8 @@ from accelz.updates import AdamWUpdate
 from .doubles.bodies import Bodies, keep_the_device
 from .doubles.machine import Machine, gaudi, gaudi_environment
 
+pytestmark = pytest.mark.slow  # starts programs
+
 LAZY = {"PT_HPU_LAZY_MODE": "1", "DOUBLE_TORCH_FORK": "1"}
 on_gaudi = Bodies()
 

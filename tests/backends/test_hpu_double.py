@@ -14,6 +14,8 @@ from accelz.discovery import installed
 from .doubles.bodies import Bodies
 from .doubles.machine import Machine, gaudi, gaudi_environment
 
+pytestmark = pytest.mark.slow  # starts programs
+
 LAZY = {"PT_HPU_LAZY_MODE": "1", "DOUBLE_TORCH_FORK": "1", "PT_HPU_WEIGHT_SHARING": "0"}
 EAGER = {"PT_HPU_LAZY_MODE": "0"}
 on_gaudi = Bodies()

@@ -17,6 +17,8 @@ from accelz import BackendUnavailableError
 from .doubles.bodies import Bodies, keep_the_device
 from .doubles.machine import Machine, intel_gpu
 
+pytestmark = pytest.mark.slow  # starts programs
+
 ONE, TWO = {"DOUBLE_DEVICES": "1"}, {"DOUBLE_DEVICES": "2"}
 on_xpu = Bodies()
 

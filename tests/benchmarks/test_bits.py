@@ -9,6 +9,8 @@ from benchmarks.bits import BitsError, check, compare
 from benchmarks.bits_rank import Trace
 from benchmarks.result import Result
 
+pytestmark = pytest.mark.slow  # starts programs
+
 
 def trace(*losses: float, weights: str = "w") -> list[Trace]:
     """What each of two ranks has."""

@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.benchmarks.command import bench
+
+pytestmark = pytest.mark.slow  # starts programs
 
 
 def rows_of(out: Path, key: str) -> dict[str, dict[str, Any]]:

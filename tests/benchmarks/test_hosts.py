@@ -11,6 +11,8 @@ from benchmarks.job import Job
 
 from benchmarks import hosts, link
 
+pytestmark = pytest.mark.slow  # starts programs
+
 NBYTES = 20_000_000
 GIGABITS = 0.5
 

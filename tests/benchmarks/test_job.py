@@ -8,6 +8,8 @@ import time
 import pytest
 from benchmarks.job import Job, JobError
 
+pytestmark = pytest.mark.slow  # starts programs
+
 
 class Trouble:
     """A rank that does as it is told."""

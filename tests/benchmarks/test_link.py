@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import link
 
+pytestmark = pytest.mark.slow  # starts programs
+
 NBYTES = 30_000_000
 
 

@@ -11,6 +11,8 @@ from benchmarks.result import Result
 
 from benchmarks import compiled, offload, report
 
+pytestmark = pytest.mark.slow  # starts programs
+
 CONTEXT: dict[str, Any] = {
     "command": "",
     "date": "",

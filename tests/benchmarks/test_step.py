@@ -12,6 +12,8 @@ from benchmarks.step import LOSS_BOUND, LossError, check_losses
 from accelz.discovery import installed
 from tests.benchmarks.command import bench
 
+pytestmark = pytest.mark.slow  # starts programs
+
 PEERS = ("ddp", "fsdp2", "zero3")
 SAME_LOSS = 1e-5  # relative: fp32 sums are taken in another order
 

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, load_model
 
 from tests.accelz import forked
 
+pytestmark = pytest.mark.slow  # starts programs
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = str(EXAMPLES / "train_lm.py")
 SHAPE = {"layers": 2, "width": 32, "heads": 2, "context": 32}

@@ -21,6 +21,8 @@ from scripts.device_check.plan import LOG, Plan
 from scripts.device_check.steps import OF_COPY, OWN_KERNELS, STEPS, attempt, below_target
 from scripts.paths import absolute
 
+pytestmark = pytest.mark.slow  # starts programs
+
 ROOT = Path(__file__).resolve().parents[2]
 CALLS = ("info,bits,shared,conformance,kernels,sanitizer,bandwidth", "step,small,compiled,engine,offload")
 """What is run side by side; each part as it would be in a call of its own."""

@@ -20,6 +20,8 @@ import zero
 from accelz.conformance.cluster import Cluster, Clusters, Context
 from tests.sim.phases import Run
 
+pytestmark = pytest.mark.slow  # starts programs
+
 TIMEOUT = 2.5  # of collectives, in seconds; a busy machine takes one to form the groups
 STAGES = {1: "fp16", 2: "bf16", 3: "fp32"}
 KINDS = ("fails", "stalls")

@@ -9,6 +9,8 @@ from accelz.cli import choose
 from accelz.conformance import runner
 from accelz.discovery import Status
 
+pytestmark = pytest.mark.slow  # starts programs
+
 
 def test_it_passes_the_kit() -> None:
     summary = runner.run("sim", None, show=False)

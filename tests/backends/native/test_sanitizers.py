@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # compiles
+
 SOURCES = Path(__file__).parents[3] / "accelz_cpu"
 SECONDS = 240
 

@@ -15,6 +15,8 @@ from tests.zero.helpers.told import raised
 from zero.files.reader import complete
 from zero.files.storage import DISK
 
+pytestmark = pytest.mark.slow  # starts programs
+
 ENDS = """
 import sys, threading, time
 from zero.checkpoint.program_end import has_failed

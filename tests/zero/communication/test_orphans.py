@@ -30,6 +30,8 @@ from tests.zero.helpers.training import adamw
 from tests.zero.helpers.waiting import wait_until
 from zero.communication.launch import Launch
 
+pytestmark = pytest.mark.slow  # starts programs
+
 
 def orphaned_body(context: Context, outlive: bool) -> tuple[int, str]:
     """Rank 1 finds that its launcher has ended."""

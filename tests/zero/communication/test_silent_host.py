@@ -28,6 +28,8 @@ from zero.communication.communicator import Communicator
 from zero.communication.reports import Failure, Reports
 from zero.communication.watch import Watch
 
+pytestmark = pytest.mark.slow  # starts programs
+
 TIMEOUT = 4.0
 
 TRAIN = f"""

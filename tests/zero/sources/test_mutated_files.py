@@ -16,6 +16,8 @@ import pytest
 from accelz import selection
 from tests.zero.helpers.mutations import Tree, change, make_seeds
 
+pytestmark = pytest.mark.slow  # starts programs
+
 MOST_WRONG = 20  # inputs, after which no more are read
 
 
