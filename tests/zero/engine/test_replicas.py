@@ -20,11 +20,10 @@ from tests.zero.helpers.models import LanguageModel, Stack, fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.paths import decaying, straight
 from tests.zero.helpers.training import (
-    Run,
     adamw,
+    errors_of,
     relative_error,
     same_bits,
-    state_error,
     train_reference,
     train_zero,
 )
@@ -32,11 +31,6 @@ from tests.zero.helpers.training import (
 RANKS, EACH, STEPS = 4, 2, 4
 
 Settings = dict[str, Any]
-
-
-def errors_of(run: Run, reference: Run) -> float:
-    losses = relative_error([*run.losses, *run.norms], [*reference.losses, *reference.norms])
-    return max(losses, state_error(run.state, reference.state)) if run.state else losses
 
 
 def config(**settings: Any) -> zero.Config:

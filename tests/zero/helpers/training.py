@@ -266,3 +266,8 @@ def exchanges_of(engine: zero.Engine) -> list[str]:
 
     engine._communicator._exchange = noted  # type: ignore[method-assign]
     return seen
+
+
+def errors_of(run: Run, reference: Run) -> float:
+    losses = relative_error([*run.losses, *run.norms], [*reference.losses, *reference.norms])
+    return max(losses, state_error(run.state, reference.state)) if run.state else losses

@@ -12,13 +12,12 @@ import pytest
 
 import zero
 from accelz.conformance.cluster import Clusters, Context
-from tests.zero.engine.test_replicas import errors_of
 from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
-from tests.zero.helpers.training import Run, same_bits, train_reference, train_zero
+from tests.zero.helpers.training import Run, errors_of, same_bits, train_reference, train_zero
 from zero.communication.job import mesh_of
 from zero.setup import build, initialization
-from zero.setup.drafts import UnitDraft
+from zero.setup.drafts import UnitDraft, draft_units
 
 RANKS, FEW, STEPS = 4, 2, 4
 SPREAD_LESS = "blocks.1"
@@ -27,7 +26,7 @@ SPREAD_LESS = "blocks.1"
 @contextmanager
 def one_unit_over_few_ranks() -> Iterator[None]:
     """In the block, `SPREAD_LESS` is spread over `FEW` ranks, with copies, and the rest over all."""
-    draft_units, build_unit = initialization.draft_units, build._build_unit
+    build_unit = build._build_unit
 
     def drafted(prepared: Any, config: Any, placer: Any, ranks: int, moments: Any) -> list[UnitDraft]:
         many, few = (draft_units(prepared, config, placer, n, moments) for n in (ranks, FEW))
