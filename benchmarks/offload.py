@@ -183,7 +183,7 @@ class Zero:
     def turn(self) -> Turn:
         engine = self._engine
         engine.backward(engine(batch()).float().square().mean())
-        file = engine._stores.swap_file if engine.config.tiers.path else None
+        file = engine._boundary.stores.swap_file if engine.config.tiers.path else None
         moved, transferred = (file.bytes_read + file.bytes_written if file else 0), _transferred()
         begun = time.perf_counter()
         engine.step()

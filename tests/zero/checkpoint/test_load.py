@@ -123,7 +123,7 @@ def load_large_body(context: Context, path: str) -> tuple[int, int]:
     engine, _ = large(context)
     storage = engine._checkpoints.storage = CountingStorage()
     engine.load_checkpoint(path)
-    owned = engine._sharded_optimizer.subs
+    owned = engine._boundary.optimizer.subs
     return storage.bytes, sum(p.piece.length * 4 * 3 + 4 for o in owned for p in o.pieces)
 
 

@@ -33,7 +33,7 @@ def train(context: Context, tier: str, folder: str | None, compile: zero.Compile
     state = {name: value.sum().item() for name, value in engine.state_dict().items()}
     graphs = () if compile is None else engine.explain().graphs
     moves = [graph.code.count("zero.reload_parameter") for graph in graphs]
-    disk = engine._stores.read_ahead if tier == "disk" else None
+    disk = engine._boundary.stores.read_ahead if tier == "disk" else None
     return {
         "values": (losses, state),
         "moves": moves,

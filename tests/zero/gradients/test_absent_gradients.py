@@ -228,7 +228,7 @@ def calls_body(context: Context, optimizer: str) -> list[int]:
     model = Products()
     made = {"SGD": torch.optim.SGD, "AdamW": torch.optim.AdamW}[optimizer](model.parameters(), lr=0.1)
     engine = zero.initialize(model, made, zero.Config(timeout=20))
-    (owned,) = engine._sharded_optimizer.subs
+    (owned,) = engine._boundary.optimizer.subs
     found = []
     for step in range(3):
         x = torch.ones(2, 4, device=context.accelerator.device)

@@ -21,7 +21,7 @@ from tests.zero.helpers.models import (
 )
 from tests.zero.helpers.training import adamw
 from zero.gradients.loss_scale import LEAST, MOST
-from zero.gradients.overflow_watch import ENDS_AFTER, TOLD_AFTER
+from zero.gradients.skipped_steps import ENDS_AFTER, TOLD_AFTER
 
 STEPS = 60  # more than halve or double the first scale out of its range, fewer than end the job
 

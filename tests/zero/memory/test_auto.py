@@ -357,7 +357,7 @@ def evaluation_body(context: Context, precision: Any) -> tuple[list[int], list[f
     near = [len(engine._placement.balancer._near)]
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine._stores.relieve(context.accelerator.memory.stats().capacity)
+        engine._boundary.stores.relieve(context.accelerator.memory.stats().capacity)
     near.append(len(engine._placement.balancer._near))
     losses += [one_step(engine, step) for step in range(4, 6)]
     return near, losses
@@ -457,7 +457,7 @@ def foreseen_body(context: Context, dtype: torch.dtype, **settings: Any) -> None
     for _ in range(settings["gradient_accumulation_steps"]):
         inputs = torch.ones(2, WIDTH, dtype=dtype, device=engine.accelerator.device)
         engine.backward(engine(inputs).square().mean())
-    for gradients in engine._model_hooks.reducer.all:
+    for gradients in engine._reducer.all:
         values = gradients.slice.get()
         assert gradients.slice_bytes == values.numel() * values.element_size()
 

@@ -254,7 +254,7 @@ def failing_disk_body(context: Context, path: str, name: str) -> dict[str, Any]:
     engine.save_checkpoint(Path(path, "sound"))
     expected += [one_step(engine, step) for step in (2, 3)]
     engine.load_checkpoint(Path(path, "sound"))
-    engine._stores.read_ahead.limit = 1  # else all has been read before the backward begins
+    engine._boundary.stores.read_ahead.limit = 1  # else all has been read before the backward begins
     told = broken_step(engine, case)
     engine.zero_grad()  # a step that has not begun may be repeated instead
     if not case.healed:
@@ -322,7 +322,7 @@ def whole_values_body(context: Context, path: str) -> dict[str, tuple[str, bool]
     engine.load_checkpoint(saved(engine, Path(path, "sound")))
     found = {}
     for name, (call, run) in whole_values(engine).items():
-        engine._stores.read_ahead.clear()
+        engine._boundary.stores.read_ahead.clear()
         with broken(call, errno.EIO, mine=context.rank == 1), pytest.raises(zero.OffloadError) as failed:
             run()
         changed = "writ" in name or "load" in name
@@ -359,7 +359,7 @@ def compiled_body(context: Context, path: str) -> list[str]:
     assert engine.explain().mode == "graph"
     x, told = torch.ones(BATCH, WIDTH, device=engine.accelerator.device), []
     for loss in (None, engine(x).square().mean()):
-        engine._stores.read_ahead.clear()
+        engine._boundary.stores.read_ahead.clear()
         disk = broken("preadv", errno.EIO, mine=context.rank == 1)
         with disk, pytest.raises(zero.OffloadError) as failed:
             engine(x) if loss is None else engine.backward(loss)

@@ -229,7 +229,7 @@ def attempt(nth: int) -> Attempt:
         found.told = str(error)
     else:
         found.loss = backward(engine, 1)
-    found.held = engine._sharded_optimizer.record_streamer.device_bytes()
+    found.held = engine._boundary.optimizer.record_streamer.device_bytes()
     return found
 
 

@@ -194,7 +194,7 @@ def disk_body(context: Context, settings: dict[str, Any]) -> tuple[int, int, int
         for _ in range(3):
             moved |= dict.fromkeys(moved, 0)
             train_a_step(engine)
-    return engine._stores.swap_file._reserved, moved[os.preadv], moved[os.pwritev]
+    return engine._boundary.stores.swap_file._reserved, moved[os.preadv], moved[os.pwritev]
 
 
 def train_a_step(engine: zero.Engine) -> None:

@@ -220,7 +220,7 @@ def whole_body(context: Context, budget: int) -> tuple[int, list[int]]:
     engine.backward(engine(torch.ones(4, WIDTH, device=engine.accelerator.device)).float().square().mean())
     engine.step()
     held, rest = 0, []
-    for owned in engine._sharded_optimizer.subs:
+    for owned in engine._boundary.optimizer.subs:
         state = [engine.optimizer.state[p.parameter] for p in owned.pieces]
         own = [v for s in state for k, v in s.items() if k != "step"]
         where = {v.device.type for v in own}

@@ -100,7 +100,7 @@ def buffers_body(context: Context, path: str) -> list[int]:
     engine = build(zero.Offload(optimizer="disk", path=path, sub_group_size=SUB), precision="bf16")
     for step in range(2):
         one_step(engine, step)
-    return [buffer.nbytes for buffer in engine._stores.pipeline._buffers]
+    return [buffer.nbytes for buffer in engine._boundary.stores.pipeline._buffers]
 
 
 def test_buffers_hold_a_record_not_a_unit(cluster: Clusters, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def journeys_body(context: Context, params: str) -> tuple[int, int]:
     engine = build(offload)
     with patch.object(StreamedRecord, "prefetch", autospec=True, side_effect=StreamedRecord.prefetch) as come:
         one_step(engine, 0)
-    return len(engine._sharded_optimizer.subs), come.call_count
+    return len(engine._boundary.optimizer.subs), come.call_count
 
 
 @pytest.mark.parametrize("params", ["device", "host"])

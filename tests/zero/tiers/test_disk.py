@@ -50,7 +50,7 @@ def layers(steps: int, **settings: Any) -> zero.Engine:
 def bytes_body(context: Context, path: str, budget: int, compact: bool) -> tuple[int, int]:
     offload = zero.Offload(optimizer="disk", path=path, host_budget=budget, compact=compact)
     engine = layers(1, offload=offload)
-    file = engine._stores.swap_file
+    file = engine._boundary.stores.swap_file
     before = file.bytes_read + file.bytes_written, _kernel_io()
     for _ in range(3):
         x = torch.ones(2, WIDTH, device=engine.accelerator.device)
@@ -279,18 +279,18 @@ def kernel_error_body(context: Context, path: str) -> tuple[bool, bool]:
     x = torch.ones(2, WIDTH, device=engine.accelerator.device)
     engine.backward(engine(x).float().square().mean())
     records = iter(range(LAYERS))
-    sound = engine._sharded_optimizer._step_sub_group
+    sound = engine._boundary.optimizer._step_sub_group
 
     def fail(*arguments: Any) -> None:
         if next(records) == 2:
             raise RuntimeError("a kernel that fails")
         sound(*arguments)
 
-    engine._sharded_optimizer._step_sub_group = fail  # type: ignore[method-assign]
+    engine._boundary.optimizer._step_sub_group = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="a kernel that fails"):
         engine.step()
-    quiet = not any(engine._stores.pipeline._writes)
-    engine._sharded_optimizer._step_sub_group = sound  # type: ignore[method-assign]
+    quiet = not any(engine._boundary.stores.pipeline._writes)
+    engine._boundary.optimizer._step_sub_group = sound  # type: ignore[method-assign]
     engine.load_checkpoint(path)
     after = engine.state_dict(master=True)
     return quiet, all(torch.equal(value, after[name]) for name, value in before.items())
@@ -351,7 +351,7 @@ def stages_body(context: Context, path: str) -> tuple[list[str], list[tuple[str,
         each.backward(each(x).float().square().mean())
     groups = [g for u in engine.units for g in u.groups]
     subs = [s for g in groups for s in g.subs]
-    gates, wrong, sound = Gates([s.kept for s in subs]), [], engine._sharded_optimizer._step_sub_group
+    gates, wrong, sound = Gates([s.kept for s in subs]), [], engine._boundary.optimizer._step_sub_group
 
     def step(owned: Any, *arguments: Any) -> None:
         now = subs.index(owned.sub)
@@ -362,7 +362,7 @@ def stages_body(context: Context, path: str) -> tuple[list[str], list[tuple[str,
         gates.open("read", now + 1)
         gates.open("write", now - 1)
 
-    engine._sharded_optimizer._step_sub_group = step  # type: ignore[method-assign]
+    engine._boundary.optimizer._step_sub_group = step  # type: ignore[method-assign]
     gates.open("read", 0)
     gates.open("write", LAYERS - 1)
     with gates.around_the_disk():
@@ -450,7 +450,7 @@ def locked_body(context: Context, path: str) -> tuple[bool, dict[str, list[bool]
             "records": lambda g=groups: [
                 v for each in g for s in each.subs for v in (s.kept.master, *s.kept.moments)
             ],
-            "buffers": lambda e=engine: e._stores.pipeline._buffers,
+            "buffers": lambda e=engine: e._boundary.stores.pipeline._buffers,
         }[kind]()
         found[kind] = [value.device.type == "cpu" and value.is_pinned() for value in values]
     return context.accelerator.capabilities.pinned_host_memory, found

@@ -43,7 +43,7 @@ def in_time_body(context: Context, path: str, prefetch: int, room: int) -> dict[
     room: shards that may wait.
     """
     engine = layers(path, prefetch=prefetch)
-    reads = engine._stores.read_ahead
+    reads = engine._boundary.stores.read_ahead
     shard = LAYER // engine.world_size
     reads.limit = room * shard
     waited, sound = [], reads.begin
@@ -84,7 +84,7 @@ def test_shards_are_read_before_they_are_wanted(
 def alike_body(context: Context, path: str, room: int) -> bool:
     plain = [one_step(engine, step) for engine in [layers(path, params="host")] for step in range(4)]
     engine = layers(path, optimizer="disk", gradients="disk")
-    engine._stores.read_ahead.limit = room
+    engine._boundary.stores.read_ahead.limit = room
     return plain == [one_step(engine, step) for step in range(4)]
 
 
@@ -106,7 +106,7 @@ def error_body(context: Context, path: str, after: int) -> dict[str, Any]:
     return {
         "told": str(failed.value),
         "same": losses == plain,
-        "left": engine._stores.read_ahead.waiting_bytes,
+        "left": engine._boundary.stores.read_ahead.waiting_bytes,
     }
 
 

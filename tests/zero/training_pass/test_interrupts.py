@@ -110,7 +110,7 @@ def at_the_edges_body(context: Context) -> dict[str, bool]:
                 engine.backward(loss)
         with pytest.raises(zero.UsageError, match="without backward"):
             engine.step()
-        idle = not (engine._model_hooks.phase.in_backward or engine._communicator.in_pass)
+        idle = not (engine._pass.in_backward or engine._communicator.in_pass)
         found[when] = idle and train(engine, context.rank) == expected
     return found
 

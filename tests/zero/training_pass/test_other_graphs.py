@@ -22,7 +22,7 @@ from tests.zero.helpers.training import (
     train_averaging,
     train_zero,
 )
-from zero.training_pass.turn import Turn
+from zero.training_pass.call import Call
 
 
 class TwoOutputs(nn.Module):
@@ -282,7 +282,7 @@ def turns_body(context: Context, frozen: tuple[str, ...]) -> list[int]:
     for step in range(4):
         engine.backward(model(features(step, context.rank, model), step % 2 == context.rank))
         engine.step()
-        counts.append(living(Turn))
+        counts.append(living(Call))
     return counts
 
 

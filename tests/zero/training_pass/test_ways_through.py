@@ -349,7 +349,7 @@ def parts_body(context: Context) -> tuple[int, int]:
     """A model that is used only through its parts, whose order is known from the second step on."""
     model, device = Critic(), context.accelerator.device
     engine = zero.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), zero.Config(timeout=20))
-    schedule = engine._model_hooks._schedule
+    schedule = engine._pass.schedule
     for _ in range(3):
         engine.backward(model.head(model.blocks(batch(0, device))).mean())
         engine.step()

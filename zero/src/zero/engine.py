@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from accelz import Accelerator
 from zero.checkpoint.checkpoints import Checkpoints
-from zero.checkpoint.engine_state import EngineParts
 from zero.checkpoint.load import Loaded, LoadOptions
 from zero.communication.communicator import Communicator
 from zero.communication.ledger import Traffic
@@ -22,33 +21,26 @@ from zero.config.training import Config
 from zero.errors import UsageError
 from zero.files.names import Rename
 from zero.gradients.factor import GradientFactor
-from zero.gradients.group_gradients import GradientPolicy
 from zero.gradients.loss_scale import LossScale
-from zero.gradients.overflow_watch import OverflowWatch
 from zero.gradients.reducer import GradientReducer
 from zero.integrity import Integrity
 from zero.memory.memory_report import MemoryReport
 from zero.memory.memory_tracer import MemoryTracer
-from zero.memory.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy, asking_to_repeat
+from zero.memory.placement_policy import StaticPlacementPolicy, asking_to_repeat
 from zero.memory.state_offload import StateOffload
 from zero.migration_hints import explained, missing
-from zero.optimizer.hyper_parameters import scheduled
-from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.optimizer.stepping import GroupStepping
 from zero.pretrained import Request, fill_engine
-from zero.sharding.flat_group import FlatGroup
 from zero.sharding.selection import Selection
-from zero.sharding.sharded_unit import ShardedUnit, refill
-from zero.tiers.stores import Stores
-from zero.training_pass.model_hooks import ModelHooks
-from zero.warning import warn
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.training_pass.boundary import Boundary
+from zero.training_pass.training_pass import TrainingPass
 from zero.whole import model_state
 from zero.whole.full_parameters import FullParameters
-from zero.whole.gathered import own
 from zero.whole.optimizer_state import OptimizerState
 
 if TYPE_CHECKING:
     from zero.compiled.explain import Explanation
+    from zero.compiled.model import CompiledModel
 
 
 class Engine:
@@ -60,69 +52,48 @@ class Engine:
 
     def __init__(
         self,
+        *,
         module: nn.Module,
         optimizer: Optimizer,
         config: Config,
-        stores: Stores,
+        accelerator: Accelerator,
         communicator: Communicator,
-        units: list[ShardedUnit],
-        param_group_of: dict[nn.Parameter, int],
-        stepping: Mapping[FlatGroup, GroupStepping],
+        units: Sequence[ShardedUnit],
+        integrity: Integrity,
+        training_pass: TrainingPass,
+        boundary: Boundary,
+        compiled: CompiledModel | None,
+        reducer: GradientReducer,
+        factor: GradientFactor,
+        loss_scale: LossScale | None,
+        placement: StaticPlacementPolicy,
+        state_offload: StateOffload,
+        full_parameters: FullParameters,
+        optimizer_state: OptimizerState,
+        checkpoints: Checkpoints,
+        tracer: MemoryTracer,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.config = config
-        self.accelerator = accelerator = stores.accelerator
+        self.accelerator = accelerator
         self.steps = 0
         self.units = tuple(units)
-        self._stores = stores
         self._communicator = communicator
-        self._micro_steps = 0
-        self._tracer = tracer = MemoryTracer(accelerator, units)
-        self._loss_scale = LossScale.of(config, accelerator)
-        self._overflow = (
-            None if self._loss_scale is None else OverflowWatch(self._loss_scale, accelerator, communicator)
-        )
-        self._factor = GradientFactor(config, communicator, self._loss_scale, accelerator)
-        trainable = [g for u in units for g in u.groups if g.trainable]
-        self._sharded_optimizer = sharded = ShardedOptimizer(
-            optimizer, trainable, param_group_of, stores, communicator, stepping, tracer
-        )
-        self._state_offload = state_offload = StateOffload(self.units, sharded, communicator)
-        self._integrity = integrity = Integrity(module, self.units, sharded, state_offload)
-        self._full_parameters = FullParameters(module, units, communicator, integrity)
-        self._optimizer_state = OptimizerState(self._full_parameters, sharded)
-        scale, every = self._loss_scale, self.units
-        self._checkpoints = Checkpoints(
-            EngineParts(
-                module,
-                config,
-                accelerator,
-                communicator,
-                every,
-                sharded,
-                param_group_of,
-                scale,
-                state_offload,
-            )
-        )
+        self._integrity = integrity
+        self._pass = training_pass
+        self._boundary = boundary
+        self._compiled = compiled
+        self._reducer = reducer
+        self._factor = factor
+        self._loss_scale = loss_scale
+        self._placement = placement
+        self._state_offload = state_offload
+        self._full_parameters = full_parameters
+        self._optimizer_state = optimizer_state
+        self._checkpoints = checkpoints
+        self._tracer = tracer
         self._state_checked = False
-        own(module, self._full_parameters)
-        policy, settings = GradientPolicy.of(config, communicator.group.size), partial(scheduled, optimizer)
-        self._reducer = reducer = GradientReducer(
-            units, stores, communicator, policy, settings, self._overflow
-        )
-        self._model_hooks = ModelHooks(
-            module, config, stores, communicator, units, integrity, sharded, reducer, tracer
-        )
-        tracer.watch(reducer, sharded)
-        stores.may_move(sharded.record_streamer)
-        self._placement = StaticPlacementPolicy(stores)
-        if config.offload == "auto":
-            self._placement = auto = AutoPlacementPolicy(
-                stores, units, communicator, tracer, sharded, reducer, self._model_hooks.watchable()
-            )
-            stores.may_move(auto.balancer)
 
     # -- training -----------------------------------------------------------------------------------
 
@@ -134,7 +105,7 @@ class Engine:
         is repeated as a whole on a single rank; on several ranks, the OutOfMemoryError says what to do.
         Gradients of earlier micro-batches are kept unless that error says otherwise.
         """
-        return self._placement.forward(self.module, args, kwargs, self._recover)
+        return self._placement.forward(self.module, args, kwargs, self._pass.abandon)
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{k}={getattr(self.config, k)!r}" for k in sorted(self.config.model_fields_set))
@@ -162,25 +133,22 @@ class Engine:
             )
         self._factor.norm = None
         try:
-            last = self._micro_steps + 1 == self.config.gradient_accumulation_steps
-            with self._model_hooks.backward(last), self._placement.repeating():
-                self._model_hooks.run_autograd(self._factor.scaled(loss))
-            self._micro_steps += 1
-            if self.is_boundary:
-                self._integrity.show_absent(self._reducer)
-            self._tracer.end_backward()
+            self._pass.begin()
+            with self._placement.repeating():
+                self._pass.run(self._factor.scaled(loss))
+            self._pass.end()
             self.accelerator.flush()
         except torch.OutOfMemoryError as error:
-            self._recover()
+            self._pass.abandon()
             self._placement.make_room(error)
             raise asking_to_repeat("backward") from error
         except RuntimeError as error:
-            self._recover()
+            self._pass.abandon()
             if "storage of size 0" in str(error):
                 raise UsageError(_ANOTHER_WAY) from error
             raise
         except BaseException:
-            self._recover()
+            self._pass.abandon()
             raise
 
     @explained
@@ -195,29 +163,14 @@ class Engine:
         The first step raises StateError, on every rank, if the optimizer has made state that no checkpoint
         can hold. The step is then complete: a program that catches the error may train on, without saving.
         """
-        if not self._micro_steps:
+        if not self._pass.backwards:
             raise UsageError("step() without backward(): call engine.backward(loss) first")
         if not self.is_boundary:
             return False
-        self._model_hooks.check_not_in_use("step")
-        self._integrity.check_step()
-        self._placement.before_step()
-        self._tracer.begin_update()
-        factors = self._factor.complete(self._reducer)
-        if not any(True for _ in self._reducer.used()):
-            warn(_NOTHING_TO_STEP, RuntimeWarning, rank=self.rank)
-        self._raise_disk_errors()
-        with self._changing_weights({have.unit for have in self._reducer.all if have.used}):
-            self._update(*factors)
-            self._drop_gradients()
+        self._boundary.step()
         self.steps += 1
-        self.accelerator.flush()
-        self._tracer.end()
-        self._placement.after_step()
-        self._model_hooks.after_step()
-        if self._overflow is not None:
-            self._overflow.after_step()
-        if not self._state_checked and self._sharded_optimizer.has_state_of_its_own:
+        self._boundary.after_step()
+        if not self._state_checked and self._boundary.optimizer.has_state_of_its_own:
             self._state_checked = True
             self._checkpoints.check_state()
         return True
@@ -225,26 +178,18 @@ class Engine:
     @explained
     def zero_grad(self) -> None:
         """Drop the gradients of all micro-batches since the last optimizer step."""
-        if self._micro_steps:
-            self._tracer.drop()
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
-        self._integrity.hide_absent()
-        self._sharded_optimizer.record_streamer.dropped()
-        self._reducer.clear()
-        self._micro_steps = 0
+        self._pass.zero_grad()
 
     def explain(self) -> Explanation:
         """Report what compilation has made of the model so far; `str()` of the result is for people."""
-        if self._model_hooks.compiled is None:
+        if self._compiled is None:
             raise UsageError("explain() describes compiled models: set zero.Config(compile=True)")
-        return self._model_hooks.compiled.explain()
+        return self._compiled.explain()
 
     @property
     def is_boundary(self) -> bool:
         """Whether the next step() is an optimizer step."""
-        return self._micro_steps == self.config.gradient_accumulation_steps
+        return self._pass.step_is_due
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -299,17 +244,13 @@ class Engine:
         replaces all values. Call it only between optimizer steps and outside of `zero.gathered`.
         """
         self._integrity.check_present()
-        if self._micro_steps:
+        if self._pass.backwards:
             raise UsageError(
                 "refresh_weights() was called between backward() and step(): call engine.step() first"
             )
         self._integrity.check_complete()
-        self._model_hooks.check_not_in_use("refresh_weights")
-        with self._changing_weights(self.units):
-            try:
-                self._sharded_optimizer.deliver_changed()
-            finally:
-                self._stores.join()
+        self._pass.check_not_in_use("refresh_weights")
+        self._boundary.refresh_weights()
 
     # -- whole values (collective: every rank must call these) ------------------------------------------
 
@@ -349,8 +290,8 @@ class Engine:
         load, the engine refuses to go on until a checkpoint is loaded.
         """
         self._check_loadable("load_state_dict")
-        with self._loading(everything=False):
-            model_state.load(self.module, self._full_parameters, state, strict, self._begin_load)
+        with self._boundary.loading(everything=False):
+            model_state.load(self.module, self._full_parameters, state, strict, self._boundary.begin_load)
 
     def full_master(self, name: str) -> Tensor:
         """Return the whole fp32 master of parameter `name`, in the parameter's shape, on every rank.
@@ -370,7 +311,7 @@ class Engine:
         """
         self._integrity.check_complete()
         _, group, index = self._full_parameters.locate(name)
-        if self._micro_steps and not self.is_boundary:
+        if self._pass.backwards and not self.is_boundary:
             if self._reducer.local:
                 raise UsageError(
                     "with local accumulation, gradients are complete only at the last micro-batch"
@@ -450,13 +391,13 @@ class Engine:
         that do not fit. After a CorruptCheckpointError for damage that shows later, the engine refuses to go
         on until a whole checkpoint has been loaded.
         """
-        self._model_hooks.check_not_in_use("load_checkpoint")
+        self._pass.check_not_in_use("load_checkpoint")
         self._check_model()
         if not strict:  # what the checkpoint does not have stays as it is
             self._integrity.check_refreshed()
         options = LoadOptions(restore or {}, strict, weights_only, rename)
         interrupted = self._integrity.interrupted
-        with self._loading(everything=strict and not weights_only):
+        with self._boundary.loading(everything=strict and not weights_only):
             loaded = self._checkpoints.load(path, options, self._begin_checkpoint)
         if interrupted and loaded.left_out:
             self._integrity.interrupt()
@@ -473,8 +414,8 @@ class Engine:
         """
         self._check_loadable("load_pretrained")
         request = Request(as_path(path), strict, rename, self._checkpoints.storage)
-        with self._loading(everything=False):
-            fill_engine(self.module, self._full_parameters, request, self._begin_load)
+        with self._boundary.loading(everything=False):
+            fill_engine(self.module, self._full_parameters, request, self._boundary.begin_load)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a save in the background is complete; raises its error."""
@@ -491,17 +432,17 @@ class Engine:
         After an error, such as no room on the host, part of the state has been moved: call this again, or
         `reload_states()`, on every rank.
         """
-        if self._micro_steps:
+        if self._pass.backwards:
             raise UsageError(
                 "offload_states() was called between backward() and step(), while there are gradients: call "
                 "engine.step() first"
             )
         self._integrity.check_complete()
-        self._model_hooks.check_not_in_use("offload_states")
+        self._pass.check_not_in_use("offload_states")
         self._full_parameters.take_in_frozen()
         if not self._state_offload.away:
             self._placement.pause()
-        self._model_hooks.release_all()
+        self._pass.release_all()
         self._full_parameters.begin_write()
         self._state_offload.offload()
         self.accelerator.streams.synchronize()
@@ -535,39 +476,16 @@ class Engine:
 
     # -- inside -----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _loading(self, everything: bool) -> Iterator[None]:
-        """Wrap a load, which calls `_begin_load` before it changes anything.
-
-        everything: it replaces all values, those of an interrupted step or load included.
-        """
-        before = self._integrity.interrupted
-        yield
-        self._integrity.snapshot_versions()
-        self._integrity.interrupted = before and not everything
-
     def _begin_checkpoint(self, whole: bool) -> None:
         """Begin to load a checkpoint. whole: it has the whole model; otherwise the rest stays as it is."""
         if not whole:
             self._integrity.check_refreshed()
-        self._begin_load()
-
-    def _begin_load(self) -> None:
-        self.zero_grad()
-        self._model_hooks.release_all()
-        self._integrity.interrupt()
-        self._count_change(self.units)
-        self._full_parameters.begin_write()
-
-    def _count_change(self, units: Iterable[ShardedUnit]) -> None:
-        """Have backwards refused whose forward ran before this change: it had other weights."""
-        for unit in units:
-            unit.changes += 1
+        self._boundary.begin_load()
 
     def _check_loadable(self, call: str) -> None:
         """Check that weights may be loaded from elsewhere."""
         self._integrity.check_present()
-        self._model_hooks.check_not_in_use(call)
+        self._pass.check_not_in_use(call)
         self._check_model()
         self._integrity.check_refreshed()
 
@@ -576,7 +494,7 @@ class Engine:
         self._integrity.check_complete()
         self._check_model()
         self._integrity.check_refreshed()
-        if self._micro_steps:
+        if self._pass.backwards:
             raise UsageError(
                 "save_checkpoint() was called between the micro-batches of an optimizer step, whose "
                 "gradients would be lost: save after engine.step(), or call engine.zero_grad() first"
@@ -586,54 +504,6 @@ class Engine:
         """Check, before whole values are saved or loaded, that the model's parameters are the engine's."""
         self._integrity.check_model()
         self._full_parameters.take_in_frozen()
-
-    @contextmanager
-    def _changing_weights(self, units: Iterable[ShardedUnit]) -> Iterator[None]:
-        """Wrap a change of the shards of `units`.
-
-        A change that is interrupted half-way cannot be repeated, because some values are then new and others
-        old; from then on the engine refuses to go on.
-        """
-        self._model_hooks.release_all()  # whole values that were kept are about to be old
-        self._count_change(units)
-        self._full_parameters.begin_write()
-        try:
-            yield
-            refill(self.units, frozen=False)
-            self._integrity.snapshot_versions()
-        except BaseException:
-            self._integrity.interrupt()
-            self._tracer.drop()
-            self._drop_gradients()
-            raise
-
-    def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
-        try:
-            with self._communicator.postponing_disk_errors():
-                self._sharded_optimizer.step(self._reducer.all, scale, skip)
-        finally:
-            self._stores.join()  # weights are on their way to shards, even if a later group failed
-        self._raise_disk_errors()
-        if self._loss_scale is not None and skip is not None:
-            self._loss_scale.update(skip)
-
-    def _raise_disk_errors(self) -> None:
-        """Raise OffloadError on every rank if the disk of any rank has failed. Collective."""
-        if self.config.tiers.path is not None:
-            self._communicator.agree()
-
-    def _recover(self) -> None:
-        """Drop gradients, gathers and calls under way, after an exception."""
-        self._tracer.drop()
-        self._integrity.hide_absent()
-        self._model_hooks.recover()
-        self._micro_steps = 0
-
-
-_NOTHING_TO_STEP = (
-    "no parameter of the engine has a gradient on any rank, so this step changes nothing: are all of them "
-    "frozen now, or does the loss not depend on them?"
-)
 
 
 _ANOTHER_WAY = (

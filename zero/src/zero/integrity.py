@@ -8,17 +8,20 @@ that the engine does not have.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from zero.errors import UsageError, some
 from zero.gradients.absent import AbsentGradients
 from zero.gradients.reducer import GradientReducer
-from zero.memory.state_offload import StateOffload
-from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.sharding.lifetime import ModelRef
 from zero.sharding.parameter_checks import ParameterChecks
 from zero.sharding.sharded_unit import ShardedUnit
+
+if TYPE_CHECKING:
+    from zero.memory.state_offload import StateOffload
+    from zero.optimizer.sharded_optimizer import ShardedOptimizer
 
 
 class Integrity:

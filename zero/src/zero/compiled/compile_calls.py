@@ -7,32 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 from torch import nn
 
 from zero.communication.communicator import Communicator
 from zero.compiled.backend import ShardingBackend
 from zero.compiled.facts import gather_facts
-from zero.compiled.model import Begin, CompiledModel
+from zero.compiled.model import CompiledModel
 from zero.compiled.persistence import Persistence
-from zero.compiled.runtime import Close, Receive, Runtime
+from zero.compiled.runtime import Runtime
 from zero.config.training import Config
 from zero.optimizer.record_streamer import RecordStreamer
-from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.stores import Stores
-from zero.tiers.tracer import Tracer
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What the engine does in a compiled model's forward and backward. begin: see `CompiledModel`. receive,
-    close: see `Runtime`."""
-
-    begin: Begin
-    receive: Receive
-    close: Close
+from zero.training_pass.training_pass import TrainingPass
 
 
 def compile_calls(
@@ -42,23 +30,19 @@ def compile_calls(
     stores: Stores,
     communicator: Communicator,
     record_streamer: RecordStreamer,
-    phase: Phase,
-    tracer: Tracer,
-    callbacks: Callbacks,
+    training_pass: TrainingPass,
 ) -> CompiledModel:
     """Make calls of `module` run through torch.compile, as `config.compile` says."""
     settings = config.compiling
     assert settings is not None
     accumulates, on_disk = config.gradient_accumulation_steps > 1, config.tiers.params == "disk"
-    runtime = Runtime(
-        units, stores.accelerator, callbacks.receive, callbacks.close, tracer, phase, record_streamer
-    )
+    runtime = Runtime(units, stores.accelerator, training_pass, record_streamer)
     facts = gather_facts(runtime.handle, units, record_streamer, accumulates)
     rank = communicator.group.rank
     backend = ShardingBackend(facts, runtime.parameters, settings, _leaving(config, stores), rank)
     persistence = Persistence(runtime, stores.accelerator, communicator, settings.persist)
     around = communicator.together if on_disk else nullcontext
-    return CompiledModel(module, runtime, backend, persistence, phase, callbacks.begin, around, rank)
+    return CompiledModel(module, runtime, backend, persistence, training_pass, around, rank)
 
 
 def _leaving(config: Config, stores: Stores) -> float:

@@ -1,8 +1,8 @@
 """A model whose calls run through torch.compile: as one graph, or unit by unit where it is none.
 
 As one graph, the graph gathers and releases for itself and the hooks of units stand aside
-(`Phase.in_graph`). Where the model does not trace as a whole, each unit's forward is compiled by itself and
-the hooks gather it, as in the eager engine; graph breaks inside a unit are dynamo's business then.
+(`TrainingPass.in_graph`). Where the model does not trace as a whole, each unit's forward is compiled by
+itself and the hooks gather it, as in the eager engine; graph breaks inside a unit are dynamo's business then.
 """
 
 from __future__ import annotations
@@ -25,19 +25,16 @@ from zero.compiled.runtime import Runtime
 from zero.compiled.saved import hooks_spare_parameters
 from zero.errors import UsageError, ZeroError
 from zero.sharding.lifetime import ModelRef
-from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import Keep
 from zero.sharding.tensors import iter_tensors
+from zero.training_pass.training_pass import TrainingPass
 from zero.warning import warn
-
-Begin = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[Any, Any] | None]
 
 
 class CompiledModel:
     """Takes over the calls of `module`; its other modules, called by themselves, stay eager.
 
-    begin: what the engine does before a forward of the whole model; around: to be entered around it. rank:
-    this rank's number in the job.
+    around: to be entered around a forward of the whole model. rank: this rank's number in the job.
     """
 
     def __init__(
@@ -46,8 +43,7 @@ class CompiledModel:
         runtime: Runtime,
         backend: ShardingBackend,
         persistence: Persistence,
-        phase: Phase,
-        begin: Begin,
+        training_pass: TrainingPass,
         around: Callable[[], AbstractContextManager[None]],
         rank: int,
     ) -> None:
@@ -58,8 +54,7 @@ class CompiledModel:
         self._backend = backend
         self._persistence = persistence
         self._settings = settings = backend.settings
-        self._phase = phase
-        self._begin = begin
+        self._pass = training_pass
         self._around = around
         for each in module.modules():
             _settle_hook_order(each)
@@ -76,10 +71,10 @@ class CompiledModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_one_graph or torch._C._len_torch_dispatch_stack():
             return self._model()._call_impl(*args, **kwargs)
-        begun = self._begin(self._model(), args, kwargs)
+        begun = self._pass.prepare_forward(args, kwargs)
         args, kwargs = (args, kwargs) if begun is None else begun
         try:
-            with nullcontext() if self._phase.in_backward else self._around():
+            with nullcontext() if self._pass.in_backward else self._around():
                 return self._as_one_graph(self._frame(), args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ZeroError):
@@ -122,8 +117,8 @@ class CompiledModel:
     def _as_one_graph(self, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._runtime.begin()
         for unit in self._units:  # a checkpoint that recomputes detaches what graphs save, and reads nothing
-            unit.guard.expose(released=self._phase.in_backward)
-        self._phase.in_graph = True
+            unit.guard.expose(released=self._pass.in_backward)
+        self._pass.in_graph = True
         try:
             with hooks_spare_parameters():
                 result = whole(self._model(), *args, **kwargs)
@@ -134,7 +129,7 @@ class CompiledModel:
             self._runtime.abandon()
             raise
         finally:
-            self._phase.in_graph = False
+            self._pass.in_graph = False
             for unit in self._units:
                 unit.conceal()
 

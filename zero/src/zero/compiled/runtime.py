@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
@@ -21,14 +21,10 @@ from zero.compiled.activations import Activations
 from zero.compiled.pending_backwards import PendingBackwards
 from zero.errors import UsageError
 from zero.optimizer.record_streamer import RecordStreamer
-from zero.sharding.flat_group import FlatGroup
 from zero.sharding.gather_format import EXACT, GatherFormat
-from zero.sharding.phase import Phase
 from zero.sharding.sharded_unit import ShardedUnit, State
-from zero.tiers.tracer import Tracer
+from zero.training_pass.training_pass import TrainingPass
 
-Receive = Callable[[FlatGroup, int, Tensor, bool], None]
-Close = Callable[[ShardedUnit], None]
 Gathered = tuple[int, torch.dtype]
 """A unit, and what its fp32 parameters travel in."""
 
@@ -52,22 +48,17 @@ class Profile:
 class Runtime:
     """One engine's end of the operations; numbers are those of `facts.Facts`.
 
-    receive(group, slot, gradient, more): takes the gradient of one parameter. more: another graph has one for
-    it, which is to be added before the sum over ranks. close(unit): no further gradient of the unit will come
-    from this graph. tracer: told when a unit is used and when it is done. peak: most bytes of whole units
-    at one time in a graph. profile: of the steps under way; None where nobody watches. activations: those
-    that wait on the host. pending_backwards: of forwards that have run. record_streamer: of optimizer state.
-    units: by index.
+    training_pass: told of gradients, and when a unit is used and when it is done. peak: most bytes of whole
+    units at one time in a graph. profile: of the steps under way; None where nobody watches. activations:
+    those that wait on the host. pending_backwards: of forwards that have run. record_streamer: of optimizer
+    state. units: by index.
     """
 
     def __init__(
         self,
         units: Sequence[ShardedUnit],
         accelerator: Accelerator,
-        receive: Receive,
-        close: Close,
-        tracer: Tracer,
-        phase: Phase,
+        training_pass: TrainingPass,
         record_streamer: RecordStreamer,
     ) -> None:
         self.handle = next(_handles)
@@ -77,10 +68,7 @@ class Runtime:
         self.units = tuple(units)
         self.pending_backwards = PendingBackwards(self.units)
         self._slots = [(u, g, i) for u in units for g in u.groups for i in range(len(g.parameters))]
-        self._receive = receive
-        self._close = close
-        self._tracer = tracer
-        self._phase = phase
+        self._pass = training_pass
         self._unseen = False
         self._record_streamer = record_streamer
         self._held: Counter[ShardedUnit] = Counter()
@@ -142,9 +130,9 @@ class Runtime:
         """Take the gradient of a parameter. last: no other one of its unit comes from this graph."""
         unit, group, slot = self._slots[number]
         more = unit.resident and self.pending_backwards.more
-        self._receive(group, slot, gradient, more)
+        self._pass.receive_from_graph(group, slot, gradient, more)
         if last and not more:
-            self._close(unit)
+            self._pass.close_in_graph(unit)
 
     def reload(self, unit: int) -> None:
         """Begin to bring the unit's shards to the device."""
@@ -221,7 +209,7 @@ class Runtime:
         if self.profile is not None:
             self.profile.sample()
         if not self._unseen:
-            self._tracer.mark(self._phase.name, unit.name)
+            self._pass.mark(unit)
 
     def _count(self, unit: ShardedUnit, fmt: GatherFormat) -> None:
         self._forget_released()

@@ -92,7 +92,7 @@ class GroupGradients:
         self._accelerator = stores.accelerator
         self._policy = policy
         self._buffers: dict[torch.dtype, FlatBuffer] = {}  # released, kept for their views
-        self._lent: list[FlatBuffer] = []
+        self._under_slice: list[FlatBuffer] = []  # whole buffers in which the slice lives, until clear()
         self._gradient_dtype = group.dtype
         self._count = len(group.parameters)
 
@@ -154,9 +154,9 @@ class GroupGradients:
         """Add a reduced slice. `whole` is released unless the slice lives in it."""
         self.slice.add(slice_)
         if self.slice.is_in(whole.data):
-            self._lent.append(whole)  # until clear()
+            self._under_slice.append(whole)
         else:
-            self.take_back(whole)
+            self.release_whole(whole)
 
     def detach_whole(self) -> FlatBuffer:
         """Hand the sealed buffer to a reduction, in the dtype that it travels in. Gradients that come later
@@ -174,13 +174,13 @@ class GroupGradients:
         nbytes = whole.data.numel() * dtype.itemsize
         narrow = self.allocate(nbytes, lambda: self._buffer(dtype))
         narrow.data.copy_(whole.data)
-        self.take_back(whole)
+        self.release_whole(whole)
         return narrow
 
     def device_bytes(self) -> int:
         """Bytes of the device in use; a slice that lives in a whole buffer counts as that."""
-        held = sum(whole.nbytes for whole in (self.whole, *self._lent) if whole is not None)
-        return held + (0 if self._lent else self.slice.device_bytes())
+        held = sum(whole.nbytes for whole in (self.whole, *self._under_slice) if whole is not None)
+        return held + (0 if self._under_slice else self.slice.device_bytes())
 
     @property
     def slice_bytes(self) -> int:
@@ -200,9 +200,9 @@ class GroupGradients:
     def clear(self) -> None:
         """Forget everything of this optimizer step."""
         self.slice.clear()
-        for whole in (*self._lent, *([self.whole] if self.whole is not None else [])):
-            self.take_back(whole)
-        self._lent.clear()
+        for whole in (*self._under_slice, *([self.whole] if self.whole is not None else [])):
+            self.release_whole(whole)
+        self._under_slice.clear()
         self.whole = None
         self.total = False
         self.begin_backward()
@@ -210,7 +210,7 @@ class GroupGradients:
         self.locally_used.clear()
         self.used.clear()
 
-    def take_back(self, whole: FlatBuffer) -> None:
+    def release_whole(self, whole: FlatBuffer) -> None:
         """Release a whole buffer that has been reduced, so that other gradients can use it."""
         whole.release()
         self._buffers.setdefault(whole.data.dtype, whole)

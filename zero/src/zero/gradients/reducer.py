@@ -27,8 +27,8 @@ from accelz import HOST, FlatBuffer
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.job import Mesh
 from zero.gradients.group_gradients import GradientPolicy, GroupGradients
-from zero.gradients.overflow_watch import OverflowWatch
 from zero.gradients.replica_sums import ReplicaSums
+from zero.gradients.skipped_steps import SkippedSteps
 from zero.sharding.sharded_unit import ShardedUnit
 from zero.sharding.units import PERSISTENT, ROOT
 from zero.tiers.room import allocate
@@ -49,8 +49,8 @@ class _Reduction:
 class GradientReducer:
     """All trainable groups' gradients, reduced in a fixed order while backward runs.
 
-    settings(): see `Communicator.agree`; called at the end of a
-    backward. overflow: shown gradients when it asks for them; None without a loss scale.
+    settings(): see `Communicator.agree`; called at the end of a backward. skipped_steps: searches gradients
+    when it has to say which overflow; None without a loss scale.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class GradientReducer:
         communicator: Communicator,
         policy: GradientPolicy,
         settings: Callable[[], Mapping[str, Any]],
-        overflow: OverflowWatch | None,
+        skipped_steps: SkippedSteps | None,
     ) -> None:
         self._stores = stores
         self._communicator = communicator
         self._policy = policy
         self._settings = settings
-        self._overflow = overflow
+        self._skipped_steps = skipped_steps
         self.all: tuple[GroupGradients, ...] = tuple(
             GroupGradients(group, unit, stores, policy)
             for unit in units
@@ -118,33 +118,35 @@ class GradientReducer:
         if not gradients.full:
             return False
         if self._alone:
-            self._close(gradients)
-        return not again and all(g.full for g in self._by_unit[gradients.unit])
+            self.close([gradients])
+        return not again and all(g.full for g in self.of_unit(gradients.unit))
 
-    def close(self, unit: ShardedUnit) -> None:
-        """The backward of the unit's calls is over: none of its parameters will get another gradient."""
-        for gradients in self._by_unit.get(unit, ()):
-            self._close(gradients)
+    def of_unit(self, unit: ShardedUnit) -> Sequence[GroupGradients]:
+        """The gradients of a unit's trainable groups."""
+        return self._by_unit.get(unit, ())
+
+    def close(self, closing: Iterable[GroupGradients]) -> None:
+        """None of these groups' parameters will get another gradient: reduce what is complete."""
+        for gradients in closing:
+            if not gradients.closed:
+                gradients.closed = True
+                self._observed.append(gradients)
+        while self._communicate and self._next < len(self._order) and self._order[self._next].closed:
+            self._reduce(self._order[self._next])
+            self._next += 1
 
     def close_in_graph(self, unit: ShardedUnit) -> None:
         """Close what one compiled graph has of the unit, where several graphs may run in one backward.
 
         All ranks that gather a unit run the same graphs: once all groups are reduced, another round begins.
         """
-        mine = self._by_unit.get(unit, ())
+        mine = self.of_unit(unit)
         again = self._next == len(self._order) and any(g.closed and g.filled for g in mine)
         if again and not (unit.resident or self._replica_sums):
             self._next = 0
             for gradients in self.all:
                 gradients.begin_round()
-        self.close(unit)
-
-    def _close(self, gradients: GroupGradients) -> None:
-        if not gradients.closed:
-            gradients.closed = True
-            self._observed.append(gradients)
-        if self._communicate:
-            self._advance()
+        self.close(mine)
 
     def finish_backward(self, agree: bool) -> None:
         """Reduce what is left. agree: also `agree_on_usage`, without which no step may follow.
@@ -232,17 +234,12 @@ class GradientReducer:
         for gradients in self.all:
             gradients.clear()
 
-    def _advance(self) -> None:
-        while self._next < len(self._order) and self._order[self._next].closed:
-            self._reduce(self._order[self._next])
-            self._next += 1
-
     def _reduce(self, gradients: GroupGradients) -> None:
         gradients.seal()
         whole = gradients.detach_whole()
         data = whole.data
-        if self._overflow is not None and self._overflow.looking:
-            self._overflow.look(gradients, data)
+        if self._skipped_steps is not None and self._skipped_steps.searching:
+            self._skipped_steps.search(gradients, data)
         group, unit, ranks = gradients.group, gradients.unit.name, gradients.group.mesh.shards
         result, handle = data, None
         if group.shards > 1:

@@ -39,7 +39,7 @@ class ReplicaSums:
     def take(self, gradients: GroupGradients, whole: FlatBuffer, slice_: Tensor, last: bool) -> None:
         """Take over a slice that was reduced from `whole` over the ranks of this copy. last: whether it is of
         the last micro-batch."""
-        gradients.take_back(whole)
+        gradients.release_whole(whole)
         if gradients.two_hops and not gradients.total:
             gradients.slice.add(slice_)
             if last:

@@ -11,6 +11,7 @@ preparation             model, optimizer and settings examined together
 checks                  everything else that is refused
 drafts                  units before they are built
 initial_values          what the ranks came with, compared
-build                   units
+build_units             units
+build                   all other parts, and the engine
 initialization          `zero.initialize`
 """

@@ -1,87 +1,159 @@
-"""Build sharded units from drafts, one unit after another."""
+"""The parts of an engine, put together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
-from accelz import unshare
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.checkpoint.checkpoints import Checkpoints
+from zero.checkpoint.engine_state import EngineParts
 from zero.communication.communicator import Communicator
-from zero.communication.job import Mesh
 from zero.config.training import Config
-from zero.deferred import deferred_init
-from zero.setup.drafts import UnitDraft
-from zero.setup.initial_values import InitialValues
+from zero.engine import Engine
+from zero.gradients.factor import GradientFactor
+from zero.gradients.group_gradients import GradientPolicy
+from zero.gradients.loss_scale import LossScale
+from zero.gradients.reducer import GradientReducer
+from zero.gradients.skipped_steps import SkippedSteps
+from zero.integrity import Integrity
+from zero.memory.memory_tracer import MemoryTracer
+from zero.memory.placement_policy import AutoPlacementPolicy, StaticPlacementPolicy
+from zero.memory.state_offload import StateOffload
+from zero.optimizer.hyper_parameters import scheduled
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.stepping import GroupStepping
 from zero.sharding.flat_group import FlatGroup
-from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE
 from zero.sharding.sharded_unit import ShardedUnit
-from zero.tiers.room import room_for
 from zero.tiers.stores import Stores
+from zero.training_pass.boundary import Boundary
+from zero.training_pass.model_hooks import hook_model
+from zero.training_pass.schedule import Schedule
+from zero.training_pass.training_pass import TrainingPass
+from zero.whole.full_parameters import FullParameters
+from zero.whole.gathered import own
+from zero.whole.optimizer_state import OptimizerState
 
 
-def build_units(
-    drafts: Sequence[UnitDraft],
+def build_engine(
+    model: nn.Module,
+    optimizer: Optimizer,
     config: Config,
     stores: Stores,
     communicator: Communicator,
-    mesh: Mesh,
-    initial_values: InitialValues,
-) -> list[ShardedUnit]:
-    """Flatten, broadcast rank 0's values and shard, one unit at a time.
+    units: Sequence[ShardedUnit],
+    param_group_of: dict[nn.Parameter, int],
+    stepping: Mapping[FlatGroup, GroupStepping],
+) -> Engine:
+    """Make the parts of an engine, each of which knows those before it; collective.
 
-    Old gradients are dropped: they are of this rank's data alone, and the first new ones would add to them.
-    mesh: of all groups. initial_values: told of what this rank had before.
+    Parts hold no part above them, nor the model; see `sharding.lifetime`.
     """
-    unshare(parameter for draft in drafts for _, parameter in draft.plan.parameters)
-    return [
-        _build_unit(index, draft, config, stores, communicator, mesh, initial_values)
-        for index, draft in enumerate(drafts)
-    ]
+    accelerator, device_type = stores.accelerator, stores.accelerator.device.type
+    tracer = MemoryTracer(accelerator, units)
+    loss_scale = LossScale.of(config, accelerator)
+    skipped_steps = None if loss_scale is None else SkippedSteps(loss_scale, accelerator, communicator)
+    factor = GradientFactor(config, communicator, loss_scale, accelerator)
+    sharded_optimizer = ShardedOptimizer(
+        optimizer,
+        [g for u in units for g in u.groups if g.trainable],
+        param_group_of,
+        stores,
+        communicator,
+        stepping,
+        tracer,
+    )
+    state_offload = StateOffload(units, sharded_optimizer, communicator)
+    integrity = Integrity(model, units, sharded_optimizer, state_offload)
+    full_parameters = FullParameters(model, units, communicator, integrity)
+    own(model, full_parameters)
+    reducer = GradientReducer(
+        units,
+        stores,
+        communicator,
+        GradientPolicy.of(config, communicator.group.size),
+        partial(scheduled, optimizer),
+        skipped_steps,
+    )
+    training_pass = TrainingPass(
+        module=model,
+        config=config,
+        device_type=device_type,
+        communicator=communicator,
+        units=units,
+        schedule=Schedule(
+            list(units), config.prefetch, stores.read_ahead if config.tiers.params == "disk" else None
+        ),
+        integrity=integrity,
+        streamed_state=sharded_optimizer.record_streamer,
+        reducer=reducer,
+        tracer=tracer,
+    )
+    hook_model(model, config, communicator, reducer, training_pass)
+    compiled = None
+    if config.compiling is not None:
+        from zero.compiled.compile_calls import compile_calls  # imports the compiler, for seconds
 
-
-def _build_unit(
-    index: int,
-    draft: UnitDraft,
-    config: Config,
-    stores: Stores,
-    communicator: Communicator,
-    mesh: Mesh,
-    initial_values: InitialValues,
-) -> ShardedUnit:
-    accelerator, plan = stores.accelerator, draft.plan
-    awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
-    nbytes = sum(p.numel() * g.kind.dtype.itemsize for g in draft.groups for _, p in g.named)
-    with room_for(accelerator, "to shard", plan.name, nbytes):
-        deferred_init.materialize(p for _, p in plan.parameters)
-        groups = [
-            FlatGroup(
-                stores,
-                g.placement,
-                plan.name,
-                g.named,
-                g.kind.dtype,
-                mesh,
-                config.stage == 0,
-                g.kind.gather_options,
-            )
-            for g in draft.groups
-        ]
-        if communicator.group.size > 1 and not awaited:
-            for flat in groups:
-                _note(flat, initial_values)
-                communicator.broadcast(plan.name, flat.home.data, 0)
-        unit = ShardedUnit(
-            index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident(mesh.shards.size)
+        compiled = compile_calls(
+            model, config, units, stores, communicator, sharded_optimizer.record_streamer, training_pass
         )
-        unit.finalize_shards()
-    for name, parameter in plan.parameters:
-        parameter.grad = None
-        parameter.__dict__[NAME_ATTRIBUTE] = name
-        parameter.__dict__.pop(REASON_ATTRIBUTE, None)
-    return unit
-
-
-def _note(group: FlatGroup, initial_values: InitialValues) -> None:
-    for name, parameter, slot in zip(group.names, group.parameters, group.layout.slots, strict=True):
-        if not deferred_init.promised(parameter):
-            values = group.home.data[slot.offset : slot.offset + slot.numel]
-            initial_values.note(name, values, parameter)
+    tracer.watch(reducer, sharded_optimizer)
+    stores.may_move(sharded_optimizer.record_streamer)
+    placement = StaticPlacementPolicy(stores)
+    if config.offload == "auto":
+        one_by_one = [] if compiled else [model, *(m for unit in units for m in unit.hooked_modules)]
+        placement = auto = AutoPlacementPolicy(
+            stores, units, communicator, tracer, sharded_optimizer, reducer, one_by_one
+        )
+        stores.may_move(auto.balancer)
+    parts = EngineParts(
+        model,
+        config,
+        accelerator,
+        communicator,
+        tuple(units),
+        sharded_optimizer,
+        param_group_of,
+        loss_scale,
+        state_offload,
+    )
+    boundary = Boundary(
+        config=config,
+        communicator=communicator,
+        units=units,
+        stores=stores,
+        integrity=integrity,
+        training_pass=training_pass,
+        reducer=reducer,
+        factor=factor,
+        loss_scale=loss_scale,
+        skipped_steps=skipped_steps,
+        optimizer=sharded_optimizer,
+        full_parameters=full_parameters,
+        placement=placement,
+        compiled=compiled,
+        tracer=tracer,
+    )
+    return Engine(
+        module=model,
+        optimizer=optimizer,
+        config=config,
+        accelerator=accelerator,
+        communicator=communicator,
+        units=units,
+        integrity=integrity,
+        training_pass=training_pass,
+        boundary=boundary,
+        compiled=compiled,
+        reducer=reducer,
+        factor=factor,
+        loss_scale=loss_scale,
+        placement=placement,
+        state_offload=state_offload,
+        full_parameters=full_parameters,
+        optimizer_state=OptimizerState(full_parameters, sharded_optimizer),
+        checkpoints=Checkpoints(parts),
+        tracer=tracer,
+    )

@@ -17,7 +17,8 @@ from zero.engine import Engine
 from zero.optimizer.state_size import moments_of
 from zero.pretrained import keep_promises
 from zero.setup.aliases import check_aliases
-from zero.setup.build import build_units
+from zero.setup.build import build_engine
+from zero.setup.build_units import build_units
 from zero.setup.checks import (
     check_dtypes,
     check_equal,
@@ -104,7 +105,7 @@ def initialize(
             for group, drafted in zip(unit.groups, draft.groups, strict=True)
         }
         optimizer, param_group_of = prepared.optimizer, prepared.param_group_of
-        return Engine(model, optimizer, config, stores, communicator, units, param_group_of, stepping)
+        return build_engine(model, optimizer, config, stores, communicator, units, param_group_of, stepping)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ binding                 the memory that parameters are views of
 flat_group              a flat buffer with its shard; has the glossary of tensors
 parameter_guard         what a program may do with a unit's parameters, in each state
 sharded_unit            a unit's life cycle: SHARDED -> GATHERING -> GATHERED -> SHARDED
-phase                   what the engine is doing
 tensors, uncopied       tensors in any object; objects of an engine, which cannot be copied
 parameter_checks        parameters that were added or changed after the engine was made
 """

@@ -63,7 +63,7 @@ def cast_before_use(model: nn.Module, config: Config) -> set[nn.Parameter]:
     return {p for p in casting - others if p.dim() > 1}
 
 
-class AutocastWatch:
+class AutocastWarnings:
     """Warns, once each, of forwards under autocast that lose gradients or take memory needlessly.
 
     gathers: whether parameters are whole only while they are used. rank: this rank's number in the job.
@@ -76,7 +76,7 @@ class AutocastWatch:
         graphs_tell = config.compiling is not None
         self._wide = _tell_of_unknown(model, config) if gathers and not graphs_tell else ""
 
-    def look(self) -> None:
+    def begin_forward(self) -> None:
         """Give the warnings that apply to a forward that begins."""
         dtype = enabled_dtype(self._device_type) if self._vanish or self._wide else None
         if dtype is None or not torch.is_grad_enabled():

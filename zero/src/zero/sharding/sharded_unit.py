@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ class ShardedUnit:
         self.groups = tuple(groups)
         self.resident = resident
         self.forwards = 0
-        self.calls_in_backward: set[object] = set()
+        self.calls_in_backward: set[Any] = set()
         self.kept: set[Keep] = set()
         self.computed_in = EXACT
         self.persistent: set[GatherFormat] = set()

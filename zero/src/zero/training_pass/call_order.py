@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -24,9 +25,9 @@ from torch import Tensor
 from zero.communication.communicator import Communicator, NamedHandle
 from zero.communication.differences import first_line
 from zero.errors import RankMismatchError
+from zero.sharding.sharded_unit import ShardedUnit
 from zero.tiers.apart import apart
-from zero.training_pass.progress import next_number
-from zero.training_pass.turn import Turn
+from zero.training_pass.call import Call, next_number
 
 _LONGEST = 20_000  # beginnings and ends to remember: a program may never run a backward
 _FLAGS = 512  # calls of which ranks tell each other are padded to a multiple, so that few sizes travel
@@ -35,11 +36,11 @@ _GONE, _THERE, _TAKEN = range(3)  # what a rank says of a call: of several ranks
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class Event:
     """number: of the graph's next node, at that time. over: whether the forward was over; else it began."""
 
     number: int
-    turn: Turn
+    call: Call
     over: bool
 
 
@@ -52,11 +53,11 @@ class _Ballot:
     are in no graph on any rank, once that is known.
     """
 
-    turns: list[Turn]
+    calls: list[Call]
     flags: Tensor
     handle: NamedHandle
     equal: bool | None = None
-    gone: frozenset[Turn] = frozenset()
+    gone: frozenset[Call] = frozenset()
 
 
 class CallOrder:
@@ -65,23 +66,24 @@ class CallOrder:
     task: autograd's, of the engine's backward under way; -1 in none.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, units: Sequence[ShardedUnit]) -> None:
         self.task = -1
         self._communicator = communicator
-        self._events: deque[_Event] = deque(maxlen=_LONGEST)
-        self._left: list[_Event] = []  # that the backward under way has left out, newest first
+        self._units = units
+        self._events: deque[Event] = deque(maxlen=_LONGEST)
+        self._left: list[Event] = []  # that the backward under way has left out, newest first
         self._ballot: _Ballot | None = None
 
-    def enter(self, turn: Turn) -> None:
+    def enter(self, call: Call) -> None:
         """Note that a forward with gradients begins."""
-        self._events.append(_Event(turn.start, turn, over=False))
+        self._events.append(Event(call.start, call, over=False))
 
-    def leave(self, turn: Turn) -> None:
+    def leave(self, call: Call) -> None:
         """Note that it is over."""
-        self._events.append(_Event(next_number(), turn, over=True))
+        self._events.append(Event(next_number(), call, over=True))
 
-    def begin(self, task: int, root: Any) -> None:
-        """Tell the other ranks which calls the graph has that autograd enters. Collective.
+    def begin(self, task: int, root: Any) -> list[Call]:
+        """Tell the other ranks which calls the graph has that autograd enters; return them all. Collective.
 
         root: the graph's first node.
         """
@@ -90,41 +92,47 @@ class CallOrder:
         self._left.clear()
         alone = self._communicator.group.size == 1
         current = [  # others can have no backward
-            event for event in self._events if event.turn.current and (event.turn.has_graph or not alone)
+            event
+            for event in self._events
+            if self.is_current(event.call) and (event.call.edges is not None or not alone)
         ]
         self._events = deque(current, maxlen=_LONGEST)
-        turns = [event.turn for event in current if not event.over]
-        for turn in turns:
-            turn.look(root)
-        if turns and not alone:
+        calls = [event.call for event in current if not event.over]
+        for call in calls:
+            call.expect(task, root)
+        if calls and not alone:
             with apart():
-                flags = torch.frombuffer(self._told(turns), dtype=torch.uint8)
+                flags = torch.frombuffer(self._told(calls), dtype=torch.uint8)
                 handle = self._communicator.start_or("calls of units", flags)
-            self._ballot = _Ballot(turns, flags, handle)
+            self._ballot = _Ballot(calls, flags, handle)
+        return calls
 
-    def _told(self, turns: list[Turn]) -> bytearray:
-        calls = array("q", [2 * event.turn.index + event.over for event in self._events])
-        digest = crc32(calls.tobytes()).to_bytes(_DIGEST, "little")
+    def is_current(self, call: Call) -> bool:
+        """Return whether the weights are still those of the forward."""
+        return call.changes == self._units[call.index].changes
+
+    def _told(self, calls: list[Call]) -> bytearray:
+        numbers = array("q", [2 * event.call.index + event.over for event in self._events])
+        digest = crc32(numbers.tobytes()).to_bytes(_DIGEST, "little")
         complement = bytes(255 - byte for byte in digest)
-        words = bytes(_TAKEN if t.taken else _THERE if t.has_graph else _GONE for t in turns)
-        return bytearray(digest + complement + words + bytes(-len(turns) % _FLAGS))
+        words = bytes(_TAKEN if c.taken else _THERE if c.edges is not None else _GONE for c in calls)
+        return bytearray(digest + complement + words + bytes(-len(calls) % _FLAGS))
 
-    def come_to(self, number: int) -> None:
-        """Begin and end the backwards of calls, up to where autograd runs a node of this number."""
+    def pop_past(self, number: int) -> Event | None:
+        """Take out the newest event that autograd is past, as it runs a node of this number; None if there is
+        none. Calls that the backward does not go through are left out."""
         while self._events and self._events[-1].number > number:
             event = self._events.pop()
-            if not self.takes(event.turn):
-                self._left.append(event)
-            elif event.over:
-                event.turn.begin()
-            else:
-                event.turn.end()
+            if self.takes(event.call):
+                return event
+            self._left.append(event)
+        return None
 
-    def takes(self, turn: Turn) -> bool:
+    def takes(self, call: Call) -> bool:
         """Return whether the backward goes through the call on any rank. Waits if it does not on this one."""
-        if not turn.taken:
+        if not call.taken:
             self._read()
-        return turn.taken
+        return call.taken
 
     def _read(self) -> None:
         ballot = self._ballot
@@ -136,15 +144,13 @@ class CallOrder:
         digest, complement, flags = told[:_DIGEST], told[_DIGEST : 2 * _DIGEST], told[2 * _DIGEST :]
         ballot.equal = all(byte == 255 - other for byte, other in zip(digest, complement, strict=True))
         if ballot.equal:  # else there are no calls that all ranks know by number; `settle` says so
-            said = list(zip(ballot.turns, flags, strict=False))
-            for turn, flag in said:
-                turn.taken |= flag == _TAKEN
-            ballot.gone = frozenset(turn for turn, flag in said if flag == _GONE)
+            said = list(zip(ballot.calls, flags, strict=False))
+            for call, flag in said:
+                call.taken |= flag == _TAKEN
+            ballot.gone = frozenset(call for call, flag in said if flag == _GONE)
 
-    def finish(self) -> None:
-        """Do what is left: autograd has run all nodes. Calls that were left out may have another backward."""
-        with torch.no_grad():  # as in the backward
-            self.come_to(-1)
+    def end(self) -> None:
+        """The backward is over. Calls that were left out may have another one."""
         self._events.extend(reversed(self._left))
         self._left.clear()
         self.task = -1
@@ -157,12 +163,14 @@ class CallOrder:
         """
         self._read()
         ballot, self._ballot = self._ballot, None
-        if ballot is not None and ballot.gone:
-            left = [event for event in self._events if event.turn not in ballot.gone]
+        if ballot is None:
+            return
+        if ballot.gone:
+            left = [event for event in self._events if event.call not in ballot.gone]
             self._events = deque(left, maxlen=_LONGEST)
-        if ballot is not None and not ballot.equal:
+        if not ballot.equal:
             every = self._communicator.all_gather_object(
-                [_line(*each) for each in enumerate(ballot.turns, 1)]
+                [f"call {number} is of {call.unit!r}" for number, call in enumerate(ballot.calls, 1)]
             )
             raise RankMismatchError(f"the ranks have called different units: {first_line(every)}. {_ADVICE}")
 
@@ -172,10 +180,6 @@ class CallOrder:
         self._events.clear()
         self._left.clear()
         self._ballot = None
-
-
-def _line(number: int, turn: Turn) -> str:
-    return f"call {number} is of {turn.unit!r}"
 
 
 _ADVICE = (

@@ -15,7 +15,7 @@ from zero.sharding.guard import UNIT_ATTRIBUTE, OwnUnit
 
 
 @functools.cache
-def watch() -> None:
+def report() -> None:
     """Tell units of parametrizations from now on, in the whole process."""
     register_module_module_registration_hook(_registered)
 

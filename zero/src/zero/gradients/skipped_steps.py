@@ -26,11 +26,11 @@ _SUSPECT = 10
 _EVERY, _LATER = 5, 3  # steps from copy to copy, and from a copy to its reading: in time for TOLD_AFTER
 
 
-class OverflowWatch:
-    """looking: whether to `look` at this step's gradients."""
+class SkippedSteps:
+    """searching: whether to `search` this step's gradients."""
 
     def __init__(self, loss_scale: LossScale, accelerator: Accelerator, communicator: Communicator) -> None:
-        self.looking = False
+        self.searching = False
         self._loss_scale = loss_scale
         self._accelerator = accelerator
         self._communicator = communicator
@@ -40,7 +40,7 @@ class OverflowWatch:
         self._copied: Event | None = None
         self._found: str | None = None
 
-    def look(self, gradients: GroupGradients, whole: Tensor) -> None:
+    def search(self, gradients: GroupGradients, whole: Tensor) -> None:
         """Note the first parameter in the backward whose own gradient on this rank is not finite.
 
         whole: the group's gradients, flat, before they are reduced. Waits for the device.
@@ -77,16 +77,16 @@ class OverflowWatch:
                 raise GradientOverflowError(told)
             warn(f"{told}. After {ENDS_AFTER} in a row, step() raises", rank=self._communicator.group.rank)
         self._suspecting = in_a_row >= _SUSPECT
-        self.looking = in_a_row + 1 == TOLD_AFTER or (in_a_row + 1) % ENDS_AFTER == 0
+        self.searching = in_a_row + 1 == TOLD_AFTER or (in_a_row + 1) % ENDS_AFTER == 0
         self._found = None
 
     def _describe(self, in_a_row: int) -> str:
         every = self._communicator.all_gather_object(self._found)
         found = [f"{name!r} on rank {rank}" for rank, name in enumerate(every) if name is not None]
         where = (
-            f"the first in the backward that is not finite is that of {some(found)}. {_OWN}"
+            f"the first in the backward that is not finite is that of {some(found)}. {_PRESENT_BEFORE}"
             if found
-            else _SUM
+            else _PRESENT_IN_SUM
         )
         scale = float(self._loss_scale.scale)
         return (
@@ -98,11 +98,11 @@ class OverflowWatch:
         return not self._accelerator.kernels.norm_and_nonfinite([values])[1].item()
 
 
-_OWN = (
+_PRESENT_BEFORE = (
     "A smaller loss scale does not help where data, loss or activations are not finite themselves: look at "
     "these there, or train in bf16"
 )
-_SUM = (
+_PRESENT_IN_SUM = (
     "each rank's own gradients are finite, so their sum over the ranks overflows, or its norm: set "
     "zero.Config(reduce_dtype='fp32'), or train in bf16"
 )

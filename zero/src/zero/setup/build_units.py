@@ -1,0 +1,87 @@
+"""Build sharded units from drafts, one unit after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelz import unshare
+from zero.communication.communicator import Communicator
+from zero.communication.job import Mesh
+from zero.config.training import Config
+from zero.deferred import deferred_init
+from zero.setup.drafts import UnitDraft
+from zero.setup.initial_values import InitialValues
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.guard import NAME_ATTRIBUTE, REASON_ATTRIBUTE
+from zero.sharding.sharded_unit import ShardedUnit
+from zero.tiers.room import room_for
+from zero.tiers.stores import Stores
+
+
+def build_units(
+    drafts: Sequence[UnitDraft],
+    config: Config,
+    stores: Stores,
+    communicator: Communicator,
+    mesh: Mesh,
+    initial_values: InitialValues,
+) -> list[ShardedUnit]:
+    """Flatten, broadcast rank 0's values and shard, one unit at a time.
+
+    Old gradients are dropped: they are of this rank's data alone, and the first new ones would add to them.
+    mesh: of all groups. initial_values: told of what this rank had before.
+    """
+    unshare(parameter for draft in drafts for _, parameter in draft.plan.parameters)
+    return [
+        _build_unit(index, draft, config, stores, communicator, mesh, initial_values)
+        for index, draft in enumerate(drafts)
+    ]
+
+
+def _build_unit(
+    index: int,
+    draft: UnitDraft,
+    config: Config,
+    stores: Stores,
+    communicator: Communicator,
+    mesh: Mesh,
+    initial_values: InitialValues,
+) -> ShardedUnit:
+    accelerator, plan = stores.accelerator, draft.plan
+    awaited = all(deferred_init.promised(p) for _, p in plan.parameters)
+    nbytes = sum(p.numel() * g.kind.dtype.itemsize for g in draft.groups for _, p in g.named)
+    with room_for(accelerator, "to shard", plan.name, nbytes):
+        deferred_init.materialize(p for _, p in plan.parameters)
+        groups = [
+            FlatGroup(
+                stores,
+                g.placement,
+                plan.name,
+                g.named,
+                g.kind.dtype,
+                mesh,
+                config.stage == 0,
+                g.kind.gather_options,
+            )
+            for g in draft.groups
+        ]
+        if communicator.group.size > 1 and not awaited:
+            for flat in groups:
+                _note(flat, initial_values)
+                communicator.broadcast(plan.name, flat.home.data, 0)
+        unit = ShardedUnit(
+            index, plan.name, plan.hooked_modules, groups, communicator, draft.is_resident(mesh.shards.size)
+        )
+        unit.finalize_shards()
+    for name, parameter in plan.parameters:
+        parameter.grad = None
+        parameter.__dict__[NAME_ATTRIBUTE] = name
+        parameter.__dict__.pop(REASON_ATTRIBUTE, None)
+    return unit
+
+
+def _note(group: FlatGroup, initial_values: InitialValues) -> None:
+    for name, parameter, slot in zip(group.names, group.parameters, group.layout.slots, strict=True):
+        if not deferred_init.promised(parameter):
+            values = group.home.data[slot.offset : slot.offset + slot.numel]
+            initial_values.note(name, values, parameter)

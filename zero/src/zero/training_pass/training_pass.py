@@ -1,0 +1,450 @@
+"""A pass of training: forwards, the backward that goes through them, and what both leave for the step.
+
+`TrainingPass` is the one place that says where training is. Hooks and compiled graphs report to it what
+happens, and it tells what is below it: reducer, gathers, record streamer, communicator, tracer.
+
+A backward is `begin`, autograd's run, `end`; or `abandon`, from wherever an exception has come.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from threading import RLock
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zero.communication.communicator import Communicator
+from zero.config.training import Config
+from zero.errors import CommunicationError, UsageError
+from zero.gradients.group_gradients import GroupGradients
+from zero.gradients.reducer import GradientReducer
+from zero.sharding.alterations import changed_since
+from zero.sharding.autocast import AutocastWarnings
+from zero.sharding.exact import computes_in
+from zero.sharding.flat_group import FlatGroup
+from zero.sharding.sharded_unit import Keep, ShardedUnit
+from zero.sharding.tensors import map_tensors
+from zero.sharding.uncopied import Uncopied
+from zero.tiers.apart import apart
+from zero.tiers.tracer import Tracer
+from zero.training_pass.call import Call, CallEdges, number_of
+from zero.training_pass.call_order import CallOrder
+from zero.training_pass.progress import Progress
+from zero.training_pass.schedule import Schedule
+from zero.training_pass.under_way import calls_under_way
+from zero.training_pass.unit_calls import UnitCalls
+
+if TYPE_CHECKING:
+    from zero.integrity import Integrity
+
+
+class StreamedState(Protocol):
+    """Optimizer state that comes to the device for its step; see `optimizer.record_streamer`."""
+
+    expected: bool
+
+    def return_all_to_host(self) -> None: ...
+
+    def dropped(self) -> None: ...
+
+
+class PassTracer(Tracer, Protocol):
+    """Follows steps; see `memory.memory_tracer`."""
+
+    def begin(self) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+class TrainingPass(Uncopied):
+    """Where training is, and what happens there.
+
+    backwards: how many there have been since the last step. in_backward: between the beginning and the end of
+    one. in_graph: inside a compiled forward of the
+    whole model, which does its own gathers. schedule: the order in which units are needed. order: of the
+    calls of units. calls: of each unit, by its index. called: modules whose calls need a unit.
+    """
+
+    def __init__(
+        self,
+        *,
+        module: nn.Module,
+        config: Config,
+        device_type: str,
+        communicator: Communicator,
+        units: Sequence[ShardedUnit],
+        schedule: Schedule,
+        integrity: Integrity,
+        streamed_state: StreamedState,
+        reducer: GradientReducer,
+        tracer: PassTracer,
+    ) -> None:
+        self.backwards = 0
+        self.in_backward = False
+        self.in_graph = False
+        self.device_type = device_type
+        self.schedule = schedule
+        self.order = CallOrder(communicator, units)
+        self.calls = [UnitCalls(unit) for unit in units]
+        self.called = weakref.WeakSet((module,))
+        self._last = False
+        self._forwards = 0  # with gradients, since the last backward
+        self._issued = 0  # collectives, when the last forward began
+        self._config = config
+        self._on_disk = config.tiers.params == "disk"
+        self._communicator = communicator
+        self._units = units
+        self._integrity = integrity
+        self._streamed_state = streamed_state
+        self._reducer = reducer
+        self._gradients = {each.group: each for each in reducer.all}
+        self._tracer = tracer
+        gathers, rank = not all(u.resident for u in units), communicator.group.rank
+        self._autocast = AutocastWarnings(module, config, device_type, gathers, rank)
+        self._progress = Progress(device_type)
+        self._entered = -1  # the newest of autograd's tasks so far
+        self._entering = RLock()  # autograd may have a thread for each device
+        self._root: Any = None  # the first node of the graph of the backward under way
+        # The producer, and the calls to begin. Not an attribute of the tensor, which users may want to save.
+        self._followed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._self = weakref.ref(self)
+
+    # -- forward --------------------------------------------------------------------------------------
+
+    def begin_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any] | None:
+        """A forward of the whole model begins; return its inputs, or None for those that were given."""
+        if self.in_graph:
+            return None  # this was done before the graph was entered
+        if not self.in_backward:
+            self._communicator.in_pass = self._on_disk
+            with apart():
+                self._streamed_state.return_all_to_host()  # graphs do this themselves
+            self._issued = self._communicator.issued
+        return self.prepare_forward(args, kwargs, own_calls=1)
+
+    def prepare_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], own_calls: int = 0
+    ) -> tuple[Any, Any] | None:
+        """Prepare a forward, run by hooks or by a graph; see `begin_forward`. own_calls: as in `in_use`."""
+        self._integrity.check_present()
+        if not self.in_backward:
+            self._streamed_state.dropped()  # this forward may need their room
+            self._forwards += torch.is_grad_enabled()
+            self._autocast.begin_forward()
+        if not (_in_autograd() or self.in_use(own_calls)):
+            # What a forward prefetched or kept but never used.
+            with apart():
+                self.release_all(keep=(Keep.DIFFERENTIATED, Keep.LENT))
+            self._forget_progress()
+            self.schedule.begin(torch.is_grad_enabled())
+            self._integrity.check_refreshed()
+            self._tracer.begin()
+        dtype = self._config.dtype
+        if not self._config.cast_inputs or dtype is None or dtype.itemsize > 2:
+            return None
+        return map_tensors(lambda t: t.to(dtype) if computes_in(t.dtype) else t, (args, kwargs))  # type: ignore[no-any-return]
+
+    def end_forward(self, *_: Any) -> None:
+        """A forward of the whole model is over, or has failed."""
+        self._communicator.in_pass = self.in_backward
+
+    def agree_on_forward(self, *_: Any) -> None:
+        """After a forward that no backward follows, raise RankMismatchError if ranks gathered other units.
+
+        After any, raise OffloadError on every rank if one could not read parameters from disk.
+        """
+        if self.in_backward or self.in_graph:
+            return
+        gathered = not torch.is_grad_enabled() and self._communicator.issued > self._issued
+        if gathered or self._on_disk:
+            with apart():
+                self._communicator.agree()
+
+    # -- backward -------------------------------------------------------------------------------------
+
+    @property
+    def step_is_due(self) -> bool:
+        """Whether the micro-batches of an optimizer step are complete."""
+        return self.backwards == self._config.gradient_accumulation_steps
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._last = self.backwards + 1 == self._config.gradient_accumulation_steps
+        self._set_in_backward(True)
+        self._tracer.mark("backward", "")
+        self._forget_progress()  # left by torch.autograd.grad, which may have ended anywhere
+        self._forget_interrupted()
+        with apart():
+            self._reducer.begin_backward(self._last)
+
+    def run(self, loss: Tensor) -> None:
+        """Run autograd from the loss, between `begin` and `end`."""
+        self._progress.look_at(loss)
+        entry = loss.register_hook(self._begin_run)
+        self._root = loss.grad_fn
+        try:
+            with self._progress.in_one_thread():
+                loss.backward()
+        finally:
+            entry.remove()  # the user may keep the loss
+            self._root = None
+
+    def end(self) -> None:
+        """Autograd has run all nodes: end what is under way, and reduce what is left."""
+        with torch.no_grad():  # as in the backward
+            while (event := self.order.pop_past(-1)) is not None:
+                (self.begin_call if event.over else self._end_call)(event.call)
+        self.order.end()
+        if self._last:
+            self.order.settle()
+        # Before the last micro-batch, only a disk may have anything to tell.
+        with apart():
+            self._reducer.finish_backward(agree=self._last or self._config.tiers.path is not None)
+        self._leave_backward()
+        self._reset()
+        torch.clear_autocast_cache()  # an autocast block that goes on must cast anew: these units are gone
+        # Another micro-batch's forward may have come before this backward, with parts that are lent.
+        self.release_all(keep=() if self._last else (Keep.LENT,))
+        self.backwards += 1
+        if self._last:
+            self._integrity.show_absent(self._reducer)
+        self._tracer.end_backward()
+
+    def abandon(self) -> None:
+        """Drop gradients, gathers and calls under way, after an exception in a forward or backward."""
+        self._tracer.drop()
+        self._integrity.hide_absent()
+        self.backwards = 0
+        if self.in_backward:
+            self._leave_backward()
+        for gradients in self._reducer.all:  # what autograd has accumulated, and a hook has not let come here
+            for parameter in gradients.group.parameters:
+                parameter.grad = None
+        self.order.clear()
+        try:
+            self._streamed_state.dropped()
+            self._reducer.clear()
+            self._reset()
+            for unit in self._units:
+                unit.abandon()
+        except CommunicationError:
+            pass  # the original error says more
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of a step that will not be made."""
+        if self.backwards:
+            self._tracer.drop()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Drop what the backwards since the last step have left."""
+        self._integrity.hide_absent()
+        self._streamed_state.dropped()
+        self._reducer.clear()
+        self.backwards = 0
+
+    def _leave_backward(self) -> None:
+        self._set_in_backward(False)
+        if not self._forwards:  # of the whole model: only parts were called, and this was their order
+            self.schedule.begin(training=True)
+        self._forwards = 0
+
+    def _set_in_backward(self, in_backward: bool) -> None:
+        self.in_backward = self._communicator.in_pass = in_backward
+        # A graph's schedule knows only that graph: with another one under way, records come in the step.
+        self._streamed_state.expected = in_backward and self._last and self._forwards == 1
+
+    # -- on autograd's way ------------------------------------------------------------------------------
+
+    def follow(self, tensor: Tensor, edges: CallEdges | None = None) -> None:
+        """Be told when a tensor's gradient is ready, before its producer's backward.
+
+        edges: of the call that has made it, whose backward then begins; of several, that of the last one
+        given first. A tensor that has since been changed in place has another producer.
+        """
+        self._progress.look_at(tensor)
+        producer, calls = self._followed.get(tensor, (None, []))
+        if producer is None or producer is not tensor.grad_fn:
+            calls = []
+            self._followed[tensor] = tensor.grad_fn, calls
+            tensor.register_hook(unserializable_hook(partial(_come, self._self, number_of(tensor), calls)))
+        if edges is not None:
+            calls.insert(0, edges)
+
+    def come_to(self, number: int) -> None:
+        """Autograd is about to run a node of this number: end the calls that are newer."""
+        task = self._enter()
+        while (call := self._progress.pop_past(task, number)) is not None:
+            self._end_call(call)
+        if task == self.order.task:
+            while (event := self.order.pop_past(number)) is not None:
+                (self.begin_call if event.over else self._end_call)(event.call)
+
+    def begin_call(self, call: Call) -> None:
+        """Gather the unit: a gradient has reached an output of the call, on this rank or another."""
+        calls = self.calls[call.index]
+        unit = calls.unit
+        if not self.order.is_current(call):
+            raise changed_since()
+        if call not in calls.ahead:
+            self._expect(call)
+        call.taken = True
+        unit.computed_in = call.fmt
+        if call not in unit.calls_in_backward:
+            unit.calls_in_backward.add(call)
+            if torch.is_grad_enabled():  # create_graph=True: this backward's own backward needs it again
+                unit.kept.add(Keep.DIFFERENTIATED)
+            with apart():
+                unit.gather(call.fmt)
+                self.schedule.follow(unit, call.fmt)
+                self.mark(unit)
+
+    def receive(self, gradients: GroupGradients, index: int, gradient: Tensor, more: bool = False) -> None:
+        """Take a parameter's gradient. more: another compiled graph has one to be added to it."""
+        if not self.in_backward:
+            raise UsageError(_OUTSIDE)
+        calls = self.calls[gradients.unit.index]
+        calls.gradient_arrived()
+        with apart():
+            if self._reducer.receive(gradients, index, gradient, more):
+                calls.gradients_complete()
+
+    def receive_from_graph(self, group: FlatGroup, index: int, gradient: Tensor, more: bool) -> None:
+        """Take a parameter's gradient from a compiled graph."""
+        self.receive(self._gradients[group], index, gradient, more)
+
+    def close_in_graph(self, unit: ShardedUnit) -> None:
+        """A compiled graph has no further gradient of the unit."""
+        if self.in_backward:
+            self._reducer.close_in_graph(unit)
+
+    def mark(self, unit: ShardedUnit) -> None:
+        """A unit comes or goes."""
+        self._tracer.mark("backward" if self.in_backward else "forward", unit.name)
+
+    def _begin_run(self, gradient: Tensor) -> None:
+        self._enter()
+
+    def _enter(self) -> int:
+        """Autograd runs: if it has just entered a graph, learn which calls are to come. Returns the task."""
+        task = torch._C._current_graph_task_id()
+        if task > self._entered:
+            with self._entering:
+                if task > self._entered:
+                    self._expect_calls(task)
+                    self._entered = task
+        return task
+
+    def _expect_calls(self, task: int) -> None:
+        if self.in_backward and self.order.task < 0:
+            for call in self.order.begin(task, self._root):
+                self.calls[call.index].ahead.add(call)
+        for calls in self.calls:
+            for call in calls.in_running_graph():
+                self._expect(call)
+
+    def _expect(self, call: Call) -> None:
+        call.taken = True
+        self.calls[call.index].ahead.add(call)
+        self._progress.expect(call)
+
+    def _end_call(self, call: Call) -> None:
+        """Release the unit: autograd has come to a node older than the call."""
+        calls = self.calls[call.index]
+        unit = calls.unit
+        began = call in unit.calls_in_backward
+        calls.ahead.discard(call)
+        calls.over.append(call)
+        unit.calls_in_backward.discard(call)
+        with apart():
+            self.mark(unit)
+            if self.in_backward and not (calls.open_ended or any(map(self.order.takes, calls.ahead))):
+                self._reducer.close(self._reducer.of_unit(unit))
+            if began:
+                unit.release()
+
+    # -- between ------------------------------------------------------------------------------------------
+
+    def in_use(self, own_calls: int = 0) -> bool:
+        """Return whether a forward or a `zero.gathered` block is under way.
+
+        own_calls: how many module calls on the stack are the caller's own, and do not count.
+        """
+        self._forget_interrupted(own_calls)
+        return any(unit.held for unit in self._units)
+
+    def check_not_in_use(self, call: str) -> None:
+        """Raise UsageError inside a forward or `zero.gathered`, which would continue with old values."""
+        if self.in_use():
+            shown = any(unit.held_exact for unit in self._units)
+            where = "zero.gathered: leave the block" if shown else "a forward: let it return"
+            raise UsageError(f"{call}() was called inside {where} first")
+
+    def release_all(self, keep: Iterable[Keep] = ()) -> None:
+        """Drop whole values, including those of forwards without a backward; see ShardedUnit.forget_calls."""
+        for unit in self._units:
+            unit.forget_calls(keep)
+            unit.release()
+
+    def _forget_interrupted(self, own_calls: int = 0) -> None:
+        """Let go of units still held by a forward that a KeyboardInterrupt ended without running any hook.
+
+        They would otherwise keep the values they have, whatever changes the weights.
+        """
+        held = any(unit.forwards for unit in self._units)
+        if held and calls_under_way(self.called) <= own_calls:
+            self._communicator.in_pass = self.in_backward
+            for calls in self.calls:
+                calls.leave_forward()
+
+    def _forget_progress(self) -> None:
+        self._progress.reset()
+        for calls in self.calls:
+            calls.forget_progress()
+
+    def _reset(self) -> None:
+        self._progress.reset()
+        for calls in self.calls:
+            calls.reset()
+
+
+def _come(
+    training_pass: weakref.ref[TrainingPass], number: int, begins: Sequence[CallEdges], gradient: Any
+) -> None:
+    """The gradient of a tensor is ready, whose producer has this number."""
+    alive = training_pass()
+    if alive is None:
+        if begins:
+            raise UsageError(_GONE)
+        return
+    reached = -1
+    for edges in tuple(begins):
+        reached = max(number, edges.begins_at)
+        alive.come_to(reached)
+        alive.begin_call(edges.call)
+    if reached != number:
+        alive.come_to(number)
+
+
+def _in_autograd() -> bool:
+    """Return whether a backward is running, of this engine or another: a forward here recomputes."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+_GONE = "the model and its engine no longer exist: keep them until engine.backward(loss)"
+_OUTSIDE = (
+    "gradients of this model's parameters were computed outside engine.backward(loss). If by "
+    "loss.backward(): call engine.backward(loss) instead. If by another engine's backward that goes through "
+    "this model: freeze it, with model.requires_grad_(False), before the forward that it goes through. If by "
+    "torch.autograd.grad: a compiled model cannot tell it apart; remove zero.Config(compile=...)"
+)
