@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from zero.files.storage import DISK, PAGE, File, Storage, read_whole, write_whole
-from zero.files.stream import CHUNK, Stream, empty_aligned, view_of
+from zero.files.stream import CHUNK, AppendedFile, empty_aligned, view_of
 
 IN_MEMORY = Path("/dev/shm")  # a file system without direct writes
 
 
 def written(storage: Storage, path: Path, pieces: Sequence[bytes]) -> bytes:
-    stream = Stream(storage, path, sum(map(len, pieces)))
+    stream = AppendedFile(storage, path, sum(map(len, pieces)))
     try:
         for piece in pieces:
             scratch = bytearray(piece)

@@ -16,7 +16,7 @@ from accelz.ranks.bounded_store import bounded
 from accelz.ranks.peers import Peers
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.rank_file import Part
-from zero.checkpoint.save_job import Job
+from zero.checkpoint.save_job import RankSave
 from zero.checkpoint.save_messages import SaveMessages
 from zero.files.publication import Publication
 from zero.files.reader import Checkpoint
@@ -37,7 +37,7 @@ def save(
     def rank(number: int) -> None:
         group = Group(number, RANKS, timeout, store, cast(Any, None))
         parts = [p for p in _parts(steps) if p[0] == number]
-        job = Job(
+        job = RankSave(
             SaveMessages(group, "test", Peers()),
             storage,
             current(),

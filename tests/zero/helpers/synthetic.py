@@ -16,7 +16,7 @@ from accelz.ranks.bounded_store import bounded
 from accelz.ranks.peers import Peers
 from zero.checkpoint.engine_state import RankState
 from zero.checkpoint.rank_file import Part
-from zero.checkpoint.save_job import Job
+from zero.checkpoint.save_job import RankSave
 from zero.checkpoint.save_messages import SaveMessages
 from zero.files.dtypes import name_of
 from zero.files.publication import Publication
@@ -31,7 +31,7 @@ def save(path: Path, tensors: Mapping[str, Tensor], ranks: int = 2, left_out: Se
     def rank(number: int) -> None:
         parts = [part for name, value in tensors.items() for part in _part(name, value, number, ranks)]
         messages = SaveMessages(Group(number, ranks, 60.0, store, cast(Any, None)), "synthetic", Peers())
-        job = Job(messages, DISK, current(), Publication(DISK, path, None), RankState(parts=parts))
+        job = RankSave(messages, DISK, current(), Publication(DISK, path, None), RankState(parts=parts))
         job.described = {**_described(tensors, ranks), "left_out": [*left_out]}
         try:
             job.run()

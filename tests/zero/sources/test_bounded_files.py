@@ -102,7 +102,7 @@ def zipped(records: dict[str, bytes]) -> bytes:
     return file.getvalue()
 
 
-def listed(data: bytes) -> list[zip_directory.Record]:
+def listed(data: bytes) -> list[zip_directory.FileRecord]:
     return zip_directory.records(lambda at, count: data[at : at + count], len(data))
 
 

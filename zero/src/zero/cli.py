@@ -49,11 +49,13 @@ _WIDEST = 60  # characters of a column
 _PARTIAL = "part of a model, saved without"
 
 
-Checkpoint = Annotated[
+CheckpointPath = Annotated[
     Path, typer.Argument(help="A checkpoint, or a directory of checkpoints, of which the latest is used.")
 ]
 Workers = Annotated[int | None, typer.Option(min=1, help="Number of threads; by default two per core.")]
-Memory = Annotated[str, typer.Option(help="Memory for all buffers together; Python needs about 60 MB more.")]
+MemoryLimit = Annotated[
+    str, typer.Option(help="Memory for all buffers together; Python needs about 60 MB more.")
+]
 Include = Annotated[
     list[str] | None,
     typer.Option(help="Include only tensors whose names match, e.g. 'model.*'; may be repeated."),
@@ -130,7 +132,7 @@ def plan(
         typer.Option(help="Assume that the forward runs under torch.autocast."),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Memory of one device, e.g. 80GB: exit code 1 if nothing fits.")
+        str | None, typer.Option(help="MemoryLimit of one device, e.g. 80GB: exit code 1 if nothing fits.")
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare stages and offload settings side by side.")
@@ -166,7 +168,7 @@ def plan(
 @app.command()
 @clean
 def consolidate(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointPath,
     out: Annotated[Path, typer.Argument(help="The directory to write; its parent must exist.")],
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "keep"],
@@ -179,7 +181,7 @@ def consolidate(
     include: Include = None,
     exclude: Exclude = None,
     workers: Workers = None,
-    memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
+    memory: MemoryLimit = f"{DEFAULT_MEMORY >> 20}MiB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace weights in OUT; other files there are kept.")
     ] = False,
@@ -233,7 +235,7 @@ def convert(
     include: Include = None,
     exclude: Exclude = None,
     workers: Workers = None,
-    memory: Memory = f"{DEFAULT_MEMORY >> 20}MiB",
+    memory: MemoryLimit = f"{DEFAULT_MEMORY >> 20}MiB",
 ) -> None:
     """Convert weights to a checkpoint of zero's to begin a job with, or one of zero's to a universal one.
 
@@ -265,7 +267,7 @@ def convert(
 @app.command()
 @clean
 def inspect(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointPath,
     as_json: AsJson = False,
 ) -> None:
     """Show what is in a checkpoint: names, shapes, dtypes, sizes, and the job that wrote it."""
@@ -281,7 +283,7 @@ def inspect(
 
 @app.command()
 @clean
-def verify(checkpoint: Checkpoint, workers: Workers = None) -> None:
+def verify(checkpoint: CheckpointPath, workers: Workers = None) -> None:
     """Read every byte of a checkpoint and compare it with its checksum; exit code 1 if one differs."""
     with open_source(checkpoint) as source, progress_bar() as progress:
         problems = run.verify(source, workers, progress=progress)
@@ -294,7 +296,7 @@ def verify(checkpoint: Checkpoint, workers: Workers = None) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[run.Progress]:
+def progress_bar() -> Iterator[run.OnProgress]:
     """Show bytes done, bytes per second and time left on stderr, if that is a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
     bar = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=errors, transient=True)

@@ -6,7 +6,7 @@ import logging
 import threading
 from pathlib import Path
 
-from zero.checkpoint.save_job import Job
+from zero.checkpoint.save_job import RankSave
 from zero.errors import CheckpointError
 
 START_SECONDS = 5.0
@@ -18,7 +18,7 @@ _log = logging.getLogger("zero")
 class BackgroundSave:
     """One job in the background. path: of the checkpoint, for messages."""
 
-    def __init__(self, job: Job, path: Path) -> None:
+    def __init__(self, job: RankSave, path: Path) -> None:
         self._job = job
         self._path = path
         self._failure: BaseException | None = None

@@ -20,7 +20,7 @@ from zero.checkpoint.background import BackgroundSave
 from zero.checkpoint.engine_state import EngineParts, check_state, chosen_of, collect, describe
 from zero.checkpoint.load import Loaded, LoadOptions, load
 from zero.checkpoint.rank_file import pack
-from zero.checkpoint.save_job import Job
+from zero.checkpoint.save_job import RankSave
 from zero.checkpoint.save_messages import SaveMessages, Waiting
 from zero.checkpoint.save_start import refuse, start
 from zero.checkpoint.together import Together
@@ -73,7 +73,7 @@ class Checkpoints:
             where = as_path(path).absolute()
             check_name(where)
             publication = Publication(self.storage, where, keep_last)
-            job = Job(messages, self.storage, self._engine.accelerator, publication)
+            job = RankSave(messages, self.storage, self._engine.accelerator, publication)
             chosen = chosen_of(self._engine, select())
             self._prepare(job, steps, state, rank_state, chosen, async_)
         except Exception as error:
@@ -110,7 +110,7 @@ class Checkpoints:
 
     def _prepare(
         self,
-        job: Job,
+        job: RankSave,
         steps: int,
         state: Mapping[str, Any],
         rank_state: Mapping[str, Any],

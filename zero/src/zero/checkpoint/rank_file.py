@@ -20,7 +20,7 @@ from zero.files.dtypes import name_of
 from zero.files.manifest import CHECKSUM_BLOCK
 from zero.files.rank_layout import RankLayout, Stretch, block_sums
 from zero.files.storage import PAGE, Storage
-from zero.files.stream import CHUNK, Stream, empty_aligned, view_of
+from zero.files.stream import CHUNK, AppendedFile, empty_aligned, view_of
 from zero.tiers.host_memory import bytes_of
 from zero.tiers.stored import Stored
 from zero.tiers.values import Values
@@ -107,7 +107,7 @@ def _stream(
     storage: Storage, accelerator: Accelerator, path: Path, layout: RankLayout, parts: Sequence[Part]
 ) -> bytes:
     """Write parts that may lie anywhere; returns the table of checksums."""
-    file = Stream(storage, path, layout.size)
+    file = AppendedFile(storage, path, layout.size)
     try:
         file.append(memoryview(layout.header))
         table = _write_parts(file, accelerator, parts)
@@ -151,9 +151,9 @@ def _write_packed(
     return bytes(table)
 
 
-def _write_parts(file: Stream, accelerator: Accelerator, parts: Sequence[Part]) -> bytes:
+def _write_parts(file: AppendedFile, accelerator: Accelerator, parts: Sequence[Part]) -> bytes:
     """Write the parts one after another; returns the table of checksums, one for each block of each part."""
-    staging = Staging(accelerator)
+    staging = HostCopies(accelerator)
     table = bytearray()
     for chunk in _chunks(parts):
         for values in staging.on_host(chunk):
@@ -180,7 +180,7 @@ def _chunks(parts: Sequence[Part]) -> Iterator[list[Segment]]:
         yield chunk
 
 
-class Staging:
+class HostCopies:
     """Provides the bytes of segments in host memory, copying those that are elsewhere."""
 
     def __init__(self, accelerator: Accelerator) -> None:

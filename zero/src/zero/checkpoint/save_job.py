@@ -26,7 +26,7 @@ _log = logging.getLogger("zero")
 
 
 @dataclass
-class Job:
+class RankSave:
     """One rank's part of a save.
 
     described: on rank 0, the manifest's members that are known before the save begins. packed: the memory

@@ -14,7 +14,7 @@ from zero.files.value_forms import decode
 from zero.tiers.host_memory import bytes_of
 
 
-class Entry(Protocol):
+class TensorFacts(Protocol):
     """What is known of a stored tensor: see manifest.TensorEntry."""
 
     @property
@@ -32,7 +32,7 @@ class Entry(Protocol):
 class Tensors(Protocol):
     """Stored tensors by key, of which any part can be read: an open checkpoint, or other files."""
 
-    def tensor(self, key: str) -> Entry:
+    def tensor(self, key: str) -> TensorFacts:
         """What is known of a tensor."""
 
     def read(self, key: str, start: int, into: memoryview) -> None:

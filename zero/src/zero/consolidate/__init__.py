@@ -14,7 +14,7 @@ What they read is in `zero.sources`. Importing torch takes longer than consolida
 """
 
 from zero.consolidate.convert import convert
-from zero.consolidate.run import Options, Result, consolidate, verify
+from zero.consolidate.run import Options, Written, consolidate, verify
 from zero.sources.opening import open_source
 
-__all__ = ["Options", "Result", "consolidate", "convert", "open_source", "verify"]
+__all__ = ["Options", "Written", "consolidate", "convert", "open_source", "verify"]

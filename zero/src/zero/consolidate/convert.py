@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zero.consolidate.plan import OutputPlan, PlannedFile, choose
-from zero.consolidate.run import Options, Progress, Result, publish
+from zero.consolidate.run import OnProgress, Options, Written, publish
 from zero.consolidate.workers import Buffers, chunk_bytes, run
 from zero.errors import CheckpointError
 from zero.files.boundary import typed
@@ -31,8 +31,8 @@ def convert(
     source: Source,
     out: str | Path,
     options: Options | None = None,
-    progress: Progress = lambda *_: None,
-) -> Result:
+    progress: OnProgress = lambda *_: None,
+) -> Written:
     """Write the weights of `source` as the checkpoint `out`.
 
     It appears in one step, and errors are the same, as with consolidate(). options: format and max_shard_size

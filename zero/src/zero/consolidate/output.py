@@ -23,7 +23,7 @@ UNFINISHED = ".part"
 _LARGE = 1 << 20  # bytes of a file
 
 
-class Part(NamedTuple):
+class OutputBytes(NamedTuple):
     """Bytes of one tensor as they are in the output. offset: of the first, in the file."""
 
     chosen: Chosen
@@ -44,7 +44,7 @@ class Converter:
         self._places = {chosen.tensor: (chosen, file) for file in plan.files for chosen in file.tensors}
         self.overflowed: set[str] = set()
 
-    def parts(self, chunk: Chunk, values: memoryview, scratch: memoryview) -> Iterator[Part]:
+    def parts(self, chunk: Chunk, values: memoryview, scratch: memoryview) -> Iterator[OutputBytes]:
         """The parts of a chunk, each valid until the next. Tensors that are not in the plan are left out.
 
         values: the chunk's bytes. scratch: page-aligned memory. A part has the same offset from a page in it
@@ -63,7 +63,7 @@ class Converter:
                 count = min(source.nbytes // wide, (scratch.nbytes // PAGE * PAGE - shift) // item)
                 into = scratch[shift : shift + count * item]
                 self._convert(chosen, source[: count * wide], stored, into)
-                yield Part(chosen, file, offset, into)
+                yield OutputBytes(chosen, file, offset, into)
                 source, offset = source[count * wide :], offset + count * item
 
     def _convert(self, chosen: Chosen, values: memoryview, stored: str, into: memoryview) -> None:

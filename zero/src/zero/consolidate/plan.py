@@ -16,7 +16,7 @@ from zero.files.header import METADATA, lay_out
 from zero.files.manifest import ITEM_BYTES, Sized
 from zero.sources.source import Source, TensorInfo
 
-Dtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]
+OutputDtype = Literal["fp32", "bf16", "fp16", "keep", "stored"]
 _CAST = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 
@@ -70,7 +70,7 @@ class OutputPlan:
 
 
 def choose(
-    tensors: Sequence[TensorInfo], dtype: Dtype, include: Collection[str], exclude: Collection[str]
+    tensors: Sequence[TensorInfo], dtype: OutputDtype, include: Collection[str], exclude: Collection[str]
 ) -> list[Chosen]:
     """The tensors to write, in the source's order.
 
@@ -97,7 +97,7 @@ def choose(
     return chosen
 
 
-def output_dtype(tensor: TensorInfo, dtype: Dtype) -> str:
+def output_dtype(tensor: TensorInfo, dtype: OutputDtype) -> str:
     """The dtype that a tensor is written in. Only floating-point numbers are cast, not storage formats."""
     if dtype == "stored":
         return tensor.dtype

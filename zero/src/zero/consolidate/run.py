@@ -16,7 +16,7 @@ from typing import Literal
 from safetensors import SafetensorError, safe_open
 
 from zero.consolidate.output import Converter, Output, comparing
-from zero.consolidate.plan import Chosen, Dtype, OutputPlan, choose, plan_safetensors
+from zero.consolidate.plan import Chosen, OutputDtype, OutputPlan, choose, plan_safetensors
 from zero.consolidate.publish import Staging
 from zero.consolidate.workers import DEFAULT_MEMORY, Buffers, chunk_bytes, default_workers, run
 from zero.errors import CheckpointError
@@ -25,7 +25,7 @@ from zero.files.storage import DISK, Storage, write_whole
 from zero.sources.source import Chunk, Source
 
 Format = Literal["safetensors", "torch"]
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 """Called from any thread with the name of the current phase, its bytes done so far, and its bytes in all."""
 
 
@@ -40,7 +40,7 @@ class Options:
     """
 
     format: Format = "safetensors"
-    dtype: Dtype = "fp32"
+    dtype: OutputDtype = "fp32"
     max_shard_size: int = 5_000_000_000
     workers: int = field(default_factory=default_workers)
     memory: int = DEFAULT_MEMORY
@@ -51,7 +51,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Result:
+class Written:
     """What was written.
 
     out: the directory. files: names of the files with weights. tensors, nbytes: the number of tensors and of
@@ -73,9 +73,9 @@ def consolidate(
     source: Source,
     out: str | Path,
     options: Options | None = None,
-    progress: Progress = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
     storage: Storage = DISK,
-) -> Result:
+) -> Written:
     """Write the weights of `source` to the directory `out` as transformers lays them out.
 
     `out` appears in one step when all of it is on the disk. Resident memory beyond the buffers grows with the
@@ -120,10 +120,10 @@ def publish(
     plan: OutputPlan,
     out: Path,
     options: Options,
-    progress: Progress,
+    progress: OnProgress,
     storage: Storage,
     complete: Callable[[Path], None] = lambda _: None,
-) -> Result:
+) -> Written:
     """Carry out a plan. complete: called with the directory before it gets its name, to add files to it."""
     limit = chunk_bytes(options.memory, options.workers)
     job = _Job(source, plan, Converter(plan, source.tensors), storage, options.workers, limit, progress)
@@ -145,14 +145,14 @@ def publish(
     tensors = sum(len(file.tensors) for file in plan.files)
     overflowed = tuple(sorted(job.converter.overflowed))
     left = source.left_out, plan.missing(source)
-    return Result(staging.out, names, tensors, plan.payload, overflowed, *left)
+    return Written(staging.out, names, tensors, plan.payload, overflowed, *left)
 
 
 def verify(
     source: Source,
     workers: int | None = None,
     memory: int = DEFAULT_MEMORY,
-    progress: Progress = lambda *_: None,
+    progress: OnProgress = lambda *_: None,
 ) -> list[str]:
     """Read every byte of a checkpoint. Returns one message for each damage found."""
     workers = workers or default_workers()
@@ -192,7 +192,7 @@ def _typed(source: Source, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
 class _Told:
     """Adds up the bytes that are done, and reports them."""
 
-    def __init__(self, progress: Progress, what: str, total: int) -> None:
+    def __init__(self, progress: OnProgress, what: str, total: int) -> None:
         self._progress = progress
         self._what = what
         self._total = total
@@ -216,7 +216,7 @@ class _Job:
     storage: Storage
     workers: int
     limit: int
-    progress: Progress
+    progress: OnProgress
 
     def write(self, directory: Path) -> None:
         """Write everything that is not there yet."""

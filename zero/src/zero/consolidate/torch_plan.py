@@ -19,7 +19,7 @@ from accelz import HOST
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, file_name, index_of, shards
 from zero.files.dtypes import TORCH
 from zero.sources.torch_file import records_of
-from zero.sources.zip_directory import Record
+from zero.sources.zip_directory import FileRecord
 
 
 def plan_torch(tensors: Sequence[Chosen], limit: int) -> OutputPlan:
@@ -61,7 +61,7 @@ def plan_file(
         return PlannedFile(name, path.stat().st_size, offsets, tuple(tensors), rest)
 
 
-def _rest(path: Path, rooms: Sequence[Record]) -> list[tuple[int, bytes]]:
+def _rest(path: Path, rooms: Sequence[FileRecord]) -> list[tuple[int, bytes]]:
     """Everything outside the tensors' gaps, with its offsets."""
     found, position = [], 0
     with path.open("rb") as file:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from accelz import HOST
 from zero.consolidate.plan import Chosen, OutputPlan, PlannedFile, choose
-from zero.consolidate.run import Options, Progress, Result, publish
+from zero.consolidate.run import OnProgress, Options, Written, publish
 from zero.consolidate.torch_plan import plan_file
 from zero.files.boundary import typed
 from zero.files.dtypes import TORCH
@@ -50,8 +50,8 @@ def export_universal(
     source: ZeroSource,
     out: str | Path,
     options: Options | None = None,
-    progress: Progress = lambda *_: None,
-) -> Result:
+    progress: OnProgress = lambda *_: None,
+) -> Written:
     """Write `source` as a universal checkpoint to the directory `out`.
 
     It appears in one step, and errors are the same, as with consolidate(). source: opened with the

@@ -22,7 +22,7 @@ _HUGE = 1 << 21  # bytes of a huge page
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 
 
-class Stream:
+class AppendedFile:
     """A new file of `size` bytes. Methods raise OSError, possibly for data that was appended earlier."""
 
     def __init__(self, storage: Storage, path: Path, size: int) -> None:

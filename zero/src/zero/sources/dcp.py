@@ -20,7 +20,7 @@ from zero.sources import inert_pickle
 from zero.sources.bounded_unpickler import Function, Kept
 from zero.sources.inert_pickle import DTYPES, TENSORS, StoredTensor, shape_of, sizes_of
 from zero.sources.memory_order import Box, is_partition
-from zero.sources.record_source import Key, Part, RecordSource
+from zero.sources.record_source import Key, RecordSource, StoredBox
 from zero.sources.source import TensorInfo
 from zero.sources.torch_file import TorchFile
 
@@ -41,7 +41,7 @@ _METADATA: Mapping[str, Any] = {
     "pathlib.PosixPath": Function(Kept),
     "pathlib._local.PosixPath": Function(Kept),
 }
-Sizes = tuple[int, ...]
+Offsets = tuple[int, ...]
 
 
 class _Place(NamedTuple):
@@ -82,7 +82,7 @@ class DcpSource(RecordSource):
         self.left_out = tuple(name for name in described if name not in tensors)
         self.tensors = tuple(self._info(name, entry) for name, entry in tensors.items())
         places = self._places_of(metadata["storage_data"])
-        parts: dict[int, list[Part]] = {}
+        parts: dict[int, list[StoredBox]] = {}
         by_file: dict[Path, list[_Chunk]] = {}
         for index, entry in enumerate(tensors.values()):
             for chunk in self._chunks_of(index, entry, places):
@@ -109,9 +109,9 @@ class DcpSource(RecordSource):
             raise CorruptCheckpointError(f"{self.path}: {name!r} has a dtype that is not supported")
         return TensorInfo(name, shape, dtype, dtype, "parameter")
 
-    def _places_of(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Sizes], _Place]:
+    def _places_of(self, stored: Mapping[Any, Any]) -> dict[tuple[str, Offsets], _Place]:
         """Where each chunk is, by its tensor's name and its offsets, checked against the files' sizes."""
-        places: dict[tuple[str, Sizes], _Place] = {}
+        places: dict[tuple[str, Offsets], _Place] = {}
         limits: dict[str, int] = {}
         for index, info in ((key.state, value.state) for key, value in stored.items()):
             name, file = index["fqn"], info["relative_path"]
@@ -136,7 +136,7 @@ class DcpSource(RecordSource):
         return (self.path / file).stat().st_size
 
     def _chunks_of(
-        self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Sizes], _Place]
+        self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Offsets], _Place]
     ) -> list[_Chunk]:
         """A tensor's chunks. Raises CorruptCheckpointError unless they hold every element exactly once."""
         info = self.tensors[index]
@@ -146,7 +146,7 @@ class DcpSource(RecordSource):
         return chunks
 
     def _chunk(
-        self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Sizes], _Place]
+        self, index: int, entry: Mapping[str, Any], places: Mapping[tuple[str, Offsets], _Place]
     ) -> _Chunk:
         info, box = self.tensors[index], Box(sizes_of(entry["offsets"]), shape_of(entry["sizes"]))
         if (info.name, box.lower) not in places:
@@ -159,7 +159,7 @@ class DcpSource(RecordSource):
             )
         return _Chunk(index, box, place)
 
-    def _part(self, chunk: _Chunk) -> Part:
+    def _part(self, chunk: _Chunk) -> StoredBox:
         """Where a chunk's values are in its file."""
         file, info = chunk.place.open(), self.tensors[chunk.tensor]
         values = file.content
@@ -167,7 +167,7 @@ class DcpSource(RecordSource):
         if not same or values.dtype != info.dtype:
             raise CorruptCheckpointError(f"{file.path}: the chunk of {info.name!r} does not match {METADATA}")
         record, offset = file.locate(values)
-        return Part(chunk.box, values.stride, Key(file.path, record), offset)
+        return StoredBox(chunk.box, values.stride, Key(file.path, record), offset)
 
 
 def _check_apart(places: Iterable[_Place]) -> None:

@@ -12,7 +12,7 @@ from zero.errors import CheckpointError, CorruptCheckpointError
 from zero.sources.deepspeed_files import STAND_INS, model_files
 from zero.sources.inert_pickle import StoredTensor, refusal, shape_of, strangers_in, tensors_in
 from zero.sources.record_source import RecordSource
-from zero.sources.source import Kind, TensorInfo
+from zero.sources.source import TensorInfo, TensorKind
 from zero.sources.torch_file import TorchFile
 
 Shape = tuple[int, ...]
@@ -100,7 +100,9 @@ class DeepSpeedWeights(RecordSource):
                 self._add_whole(name, "buffer" if name in buffers else "frozen")
         self.tensors = tuple(self._infos)
 
-    def _add(self, name: str, shape: Shape, stored: str, kind: Kind, values: Iterable[FileStretch]) -> None:
+    def _add(
+        self, name: str, shape: Shape, stored: str, kind: TensorKind, values: Iterable[FileStretch]
+    ) -> None:
         placeholder = self._module.get(name)
         trained = placeholder.dtype if isinstance(placeholder, StoredTensor) else stored
         aliases = tuple(self._aliases.get(name, ()))
@@ -125,7 +127,7 @@ class DeepSpeedWeights(RecordSource):
             )
         self._add(name, shape, values[0].tensor.dtype, "frozen", values)
 
-    def _add_whole(self, name: str, kind: Kind) -> None:
+    def _add_whole(self, name: str, kind: TensorKind) -> None:
         """Add a buffer, or a frozen parameter that only the module's state has."""
         value, file = self._module[name], self._model[0]
         if not isinstance(value, StoredTensor):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zero.errors import CorruptCheckpointError
 
 
-class Stretch(NamedTuple):
+class GroupStretch(NamedTuple):
     """A stretch of a parameter in a rank's flat group.
 
     start: its first element in the parameter. first: the same in the group.
@@ -33,7 +33,7 @@ def stage2(
     groups: Sequence[Mapping[str, tuple[int, ...]]],
     sizes: Sequence[Sequence[int]],
     paddings: Sequence[Sequence[int]] | None,
-) -> Iterator[tuple[str, list[Stretch]]]:
+) -> Iterator[tuple[str, list[GroupStretch]]]:
     """Where every parameter of a checkpoint of stage 1 or 2 lies.
 
     groups: names and shapes of each group, in order. sizes: elements, by rank and group. paddings: for each
@@ -67,20 +67,20 @@ def _check_rest(group: int, used: int, there: int, alignment: int) -> None:
         raise CorruptCheckpointError(f"group {group} has {there} masters, and its parameters need {used}")
 
 
-def _cut(position: int, numel: int, ends: Sequence[int], group: int) -> Iterator[Stretch]:
+def _cut(position: int, numel: int, ends: Sequence[int], group: int) -> Iterator[GroupStretch]:
     """Where `numel` elements of a group from `position` on lie. ends: where each rank's partition ends."""
     start = 0
     while start < numel:
         rank = bisect_right(ends, position + start)
         begin = ends[rank - 1] if rank else 0
         length = min(numel - start, ends[rank] - position - start)
-        yield Stretch(start, rank, group, position + start - begin, length)
+        yield GroupStretch(start, rank, group, position + start - begin, length)
         start += length
 
 
 def stage3(
     groups: Sequence[Mapping[str, tuple[int, ...]]], sizes: Sequence[Sequence[int]]
-) -> Iterator[tuple[str, list[Stretch]]]:
+) -> Iterator[tuple[str, list[GroupStretch]]]:
     """Where every parameter of a checkpoint of stage 3 lies.
 
     groups: names and shapes of each sub-group, in order. sizes: elements, by rank and sub-group.
@@ -101,12 +101,12 @@ def stage3(
         raise CorruptCheckpointError(f"each rank has {ends[-1]} masters, and its parameters need {position}")
 
 
-def _shares(position: int, numel: int, share: int, ranks: int, ends: Sequence[int]) -> Iterator[Stretch]:
+def _shares(position: int, numel: int, share: int, ranks: int, ends: Sequence[int]) -> Iterator[GroupStretch]:
     for rank in range(ranks):
         start, stop = rank * share, min(numel, (rank + 1) * share)
         while start < stop:
             at = position + start - rank * share
             group = bisect_right(ends, at)
             length = min(stop - start, ends[group] - at)
-            yield Stretch(start, rank, group, at - (ends[group - 1] if group else 0), length)
+            yield GroupStretch(start, rank, group, at - (ends[group - 1] if group else 0), length)
             start += length

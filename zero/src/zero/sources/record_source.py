@@ -20,9 +20,9 @@ from zero.files.storage import DISK, File
 from zero.sources import crc
 from zero.sources.inert_pickle import StoredTensor
 from zero.sources.memory_order import Box, boxes, count_stretches, read_box, stretches
-from zero.sources.source import Chunk, Piece, Source
+from zero.sources.source import Chunk, Fragment, Source
 from zero.sources.torch_file import TorchFile
-from zero.sources.zip_directory import Record
+from zero.sources.zip_directory import FileRecord
 
 _MOST_STRETCHES = 16
 
@@ -43,10 +43,10 @@ class Key(NamedTuple):
     """A record, together with the path of its file."""
 
     path: Path
-    record: Record
+    record: FileRecord
 
 
-class Part(NamedTuple):
+class StoredBox(NamedTuple):
     """A box of a tensor in a record, in any memory order.
 
     stride: in elements. offset: of its first element, in bytes from the beginning of the record.
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 class Mosaic:
     """A tensor that is put together from parts, a box of it at a time."""
 
-    def __init__(self, tensor: int, shape: tuple[int, ...], parts: Sequence[Part]) -> None:
+    def __init__(self, tensor: int, shape: tuple[int, ...], parts: Sequence[StoredBox]) -> None:
         self.tensor = tensor
         self.shape = shape
         self.parts = parts
@@ -69,7 +69,7 @@ class Mosaic:
         self._lower = np.array([part.box.lower for part in parts], np.int64).reshape(size)
         self._upper = np.array([part.box.upper for part in parts], np.int64).reshape(size)
 
-    def within(self, box: Box) -> Iterator[tuple[Part, Box]]:
+    def within(self, box: Box) -> Iterator[tuple[StoredBox, Box]]:
         """The parts that a box meets, each with what they have in common."""
         meets = (np.maximum(self._lower, box.lower) < np.minimum(self._upper, box.upper)).all(axis=1)
         for number in np.flatnonzero(meets).tolist():
@@ -125,14 +125,14 @@ class RecordSource(Source):
             "checksums": f"of each {self.summed}" if sums == {True} else "none",
         }
 
-    def add_file(self, path: Path, records: Iterable[Record]) -> None:
+    def add_file(self, path: Path, records: Iterable[FileRecord]) -> None:
         """Open a file of the source, to read its records."""
         with typed(path):
             self._open[path] = DISK.open(path, direct=True)
         self._records.update({Key(path, record): None for record in records})
 
     def place_stretch(
-        self, tensor: int, path: Path, record: Record, start: int, length: int, offset: int = 0
+        self, tensor: int, path: Path, record: FileRecord, start: int, length: int, offset: int = 0
     ) -> None:
         """Register that a record holds a tensor's elements `start` to `start + length`, at byte `offset`."""
         if length:
@@ -164,10 +164,10 @@ class RecordSource(Source):
             raise CorruptCheckpointError(f"{file.path}: a part of a tensor is not row-major")
         else:
             whole = Box((0,) * len(values.shape), values.shape)
-            part = Part(whole, values.stride, Key(file.path, record), offset)
+            part = StoredBox(whole, values.stride, Key(file.path, record), offset)
             self._mosaics.append(Mosaic(tensor, values.shape, [part]))
 
-    def place_parts(self, tensor: int, parts: Sequence[Part]) -> None:
+    def place_parts(self, tensor: int, parts: Sequence[StoredBox]) -> None:
         """Register that a tensor consists of parts, which together are all of it."""
         shape = self.tensors[tensor].shape
         if not all(is_row_major(p.box.sizes, p.stride) and _is_short(p.box, shape) for p in parts):
@@ -225,14 +225,14 @@ class RecordSource(Source):
                 last = min(place.length, (high - place.offset) // item)
                 if last > first:
                     at = place.offset + first * item - low
-                    pieces.append(Piece(place.tensor, place.start + first, last - first, at))
+                    pieces.append(Fragment(place.tensor, place.start + first, last - first, at))
             yield Chunk(high - low, partial(self._read, key, low, high - low), tuple(pieces))
 
     def _boxes(self, mosaic: Mosaic, limit: int) -> Iterator[Chunk]:
         item = self._item(mosaic)
         for box in boxes(mosaic.shape, max(1, limit // 3 // item)):  # three copies exist at once
             ((start, length),) = stretches(box, mosaic.shape)
-            piece = Piece(mosaic.tensor, start, length, 0)
+            piece = Fragment(mosaic.tensor, start, length, 0)
             yield Chunk(length * item, partial(self._read_mosaic, mosaic, box), (piece,))
 
     def _item(self, place: Place | Mosaic) -> int:
@@ -254,7 +254,7 @@ class RecordSource(Source):
             wanted[room] = np.frombuffer(found, f"u{item}").reshape(common.sizes)
         return values
 
-    def _read_part(self, part: Part, item: int, start: int, into: memoryview) -> None:
+    def _read_part(self, part: StoredBox, item: int, start: int, into: memoryview) -> None:
         """Fill `into` with a part's bytes, from its element `start` in memory on."""
         key = part.key
         at = key.record.offset + part.offset + start * item

@@ -7,7 +7,7 @@ from pathlib import Path
 from zero.files.safetensors_header import describe
 from zero.sources.record_source import RecordSource
 from zero.sources.source import TensorInfo
-from zero.sources.zip_directory import Record
+from zero.sources.zip_directory import FileRecord
 
 
 class SafetensorsSource(RecordSource):
@@ -19,11 +19,11 @@ class SafetensorsSource(RecordSource):
     format = "safetensors"
 
     def describe(self) -> None:
-        files: dict[Path, list[Record]] = {}
+        files: dict[Path, list[FileRecord]] = {}
         infos: list[TensorInfo] = []
-        places: list[tuple[Path, Record]] = []
+        places: list[tuple[Path, FileRecord]] = []
         for tensor in describe(self.path):
-            record = Record(tensor.name, tensor.offset, tensor.nbytes, None)
+            record = FileRecord(tensor.name, tensor.offset, tensor.nbytes, None)
             files.setdefault(tensor.path, []).append(record)
             places.append((tensor.path, record))
             infos.append(

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from zero.files.manifest import Sized
 
-Kind = Literal["parameter", "frozen", "buffer", "state"]  # state: of the optimizer
+TensorKind = Literal["parameter", "frozen", "buffer", "state"]  # state: of the optimizer
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class TensorInfo(Sized):
     shape: tuple[int, ...]
     dtype: str
     training_dtype: str
-    kind: Kind
+    kind: TensorKind
     aliases: tuple[str, ...] = ()
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """A stretch of a tensor in a chunk.
 
     tensor: index into the source's tensors. start, length: in elements, in row-major order. at: the byte of
@@ -53,7 +53,7 @@ class Chunk:
 
     nbytes: int
     read: Callable[[memoryview], memoryview]
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[Fragment, ...] = ()
 
 
 class Source(ABC):

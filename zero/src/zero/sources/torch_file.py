@@ -21,7 +21,7 @@ from zero.files.storage import DISK, File
 from zero.sources import inert_pickle, zip_directory
 from zero.sources.inert_pickle import MOST_STEPS, TENSORS, StoredTensor
 from zero.sources.memory_order import span
-from zero.sources.zip_directory import Record
+from zero.sources.zip_directory import FileRecord
 
 _LARGEST_PICKLE = 1 << 25  # bytes; the objects in it may take a hundred times as much
 _NOT_ONE = "is truncated or not a torch.save file (files of torch before 1.6 are not supported)"
@@ -54,7 +54,7 @@ class TorchFile:
         known = {**TENSORS, **stand_ins}
         self.content = inert_pickle.load(self._read("data.pkl"), known, path, strangers, most)
 
-    def locate(self, tensor: StoredTensor) -> tuple[Record, int]:
+    def locate(self, tensor: StoredTensor) -> tuple[FileRecord, int]:
         """The record that holds a tensor of `content`, and the tensor's offset in it, in bytes."""
         record = self._by_name.get(f"data/{tensor.storage}")
         end = (tensor.offset + span(tensor.shape, tensor.stride)) * tensor.item_bytes
@@ -85,7 +85,7 @@ class TorchFile:
         return data
 
 
-def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[Record]:
+def records_of(path: Path, start: int = 0, nbytes: int | None = None) -> list[FileRecord]:
     """The records of a zip: a whole file, or `nbytes` of one from `start` on. Raises as TorchFile does."""
     with typed(path, _NOT_ONE), closing(DISK.open(path)) as file:
         whole = file.size()

@@ -17,7 +17,7 @@ from zero.files.manifest import (
 )
 from zero.files.reader import Checkpoint, find
 from zero.sources.memory_order import Box, boxes, read_box, stretches
-from zero.sources.source import Chunk, Kind, Piece, Source, TensorInfo
+from zero.sources.source import Chunk, Fragment, Source, TensorInfo, TensorKind
 
 
 class ZeroSource(Source):
@@ -91,7 +91,7 @@ class ZeroSource(Source):
         for first in range(0, size, step):
             count = min(step, size - first)
             start = piece.start + first // item
-            pieces = () if index is None else (Piece(index, start, count // item, 0),)
+            pieces = () if index is None else (Fragment(index, start, count // item, 0),)
             yield Chunk(count, partial(self._read, key, start, count), pieces)
 
     def _read(self, key: str, start: int, nbytes: int, pages: memoryview) -> memoryview:
@@ -101,7 +101,7 @@ class ZeroSource(Source):
         ((start, count),) = stretches(box, entry.shape)
         nbytes = count * entry.item_bytes
         fill = partial(self._read_box, key, entry, box, nbytes)
-        return Chunk(nbytes, fill, (Piece(index, start, count, 0),))
+        return Chunk(nbytes, fill, (Fragment(index, start, count, 0),))
 
     def _read_box(self, key: str, entry: TensorEntry, box: Box, nbytes: int, pages: memoryview) -> memoryview:
         assert entry.stride is not None
@@ -115,7 +115,7 @@ def _infos(manifest: Manifest, optimizer: bool) -> Iterator[tuple[str, TensorInf
     for parameter in manifest.parameters:
         key = model_key(parameter.name)
         entry = manifest.tensors[key]
-        kind: Kind = "parameter" if parameter.trainable else "frozen"
+        kind: TensorKind = "parameter" if parameter.trainable else "frozen"
         dtypes = entry.dtype, parameter.dtype
         yield key, TensorInfo(parameter.name, entry.shape, *dtypes, kind, parameter.aliases)
         for state in elementwise_state(manifest, parameter) if optimizer else ():

@@ -25,7 +25,7 @@ Read = Callable[[int, int], bytes]
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRecord:
     """A record of a zip. offset: of its first byte in the file. crc: its CRC-32, or None if it has none."""
 
     name: str
@@ -34,10 +34,10 @@ class Record:
     crc: int | None
 
 
-def records(read: Read, size: int) -> list[Record]:
+def records(read: Read, size: int) -> list[FileRecord]:
     """The records of a zip of `size` bytes. Raises ValueError for one that makes no sense."""
     begin, nbytes = _directory(read, size)
-    found: list[Record] = []
+    found: list[FileRecord] = []
     left = size
     for name, crc, length, header in _entries(read(begin, nbytes)):
         local = read(header, _LOCAL.size)
@@ -49,7 +49,7 @@ def records(read: Read, size: int) -> list[Record]:
         if offset + length > size or left < 0 or len(found) == _MOST_RECORDS:
             raise ValueError(f"the record {name!r} extends past its end, or there are too many")
         summed = crc or not length  # torch writes zero where it takes none
-        found.append(Record(name, offset, length, crc if summed else None))
+        found.append(FileRecord(name, offset, length, crc if summed else None))
     return found
 
 
