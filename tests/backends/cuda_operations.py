@@ -13,7 +13,7 @@ from accelz import Kernels
 from accelz.conformance.steps import usual_step
 from accelz.updates import UPDATES
 from accelz_cuda import kernels
-from accelz_cuda.kernels import Entry
+from accelz_cuda.kernels import EntryPoint
 
 F32 = torch.float32
 BLOCK = 64
@@ -27,7 +27,7 @@ Call = Callable[[Kernels], tuple[Tensor, ...]]
 """Does the operation and returns all that it wrote."""
 
 
-def operation(entry: Entry, device: torch.device, numel: int = 70) -> Call:
+def operation(entry: EntryPoint, device: torch.device, numel: int = 70) -> Call:
     """What `entry` is for, on random values of `numel` elements."""
     name, *dtypes = entry.name.rsplit("_", 2) if entry.source != "norm" else ("norm",)
     return _MAKERS[name](device, numel, *(DTYPES.get(dtype) for dtype in dtypes))

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from accelz_cuda import kernels
-from accelz_cuda.kernels import Entry
+from accelz_cuda.kernels import EntryPoint
 from accelz_cuda.kernels.driver import Driver
-from accelz_cuda.kernels.launcher import Launcher
+from accelz_cuda.kernels.launcher import KernelLauncher
 
 HERE = Path(__file__).parent
 COMPILE = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-c"]
@@ -31,7 +31,7 @@ def build(folder: Path) -> Path:
     return library
 
 
-class EmulatedLauncher(Launcher):
+class EmulatedLauncher(KernelLauncher):
     """The package's launcher for tensors of the CPU. `launched`: names of kernels, in order."""
 
     device_type = "cpu"
@@ -42,7 +42,7 @@ class EmulatedLauncher(Launcher):
         self.calls = ctypes.CDLL(str(library))
         self.launched: list[str] = []
 
-    def launch(self, entry: Entry, device: int, blocks: int, arguments: bytes) -> None:
+    def launch(self, entry: EntryPoint, device: int, blocks: int, arguments: bytes) -> None:
         self.launched.append(entry.name)
         super().launch(entry, device, blocks, arguments)
 

@@ -19,7 +19,7 @@ from accelz.updates import AdamWUpdate
 from accelz_cuda import kernels
 from accelz_cuda.accelerator import build
 from accelz_cuda.cuda_kernels import ANY_ENTRY, CudaKernels
-from accelz_cuda.kernels import Entry
+from accelz_cuda.kernels import EntryPoint
 from accelz_cuda.probe import probe
 
 from .cuda_operations import OPERATIONS, operation
@@ -69,7 +69,7 @@ def test_no_reference_serves_where_there_is_a_kernel(gpu: Accelerator) -> None:
 
 
 @every_operation()
-def test_a_graph_replays_the_bits_of_eager(gpu: Accelerator, entry: Entry) -> None:
+def test_a_graph_replays_the_bits_of_eager(gpu: Accelerator, entry: EntryPoint) -> None:
     call = operation(entry, gpu.device, NUMEL)
     first = bits(call(gpu.kernels))  # compiled, and allocated
     second = bits(call(gpu.kernels))
@@ -114,7 +114,7 @@ def test_a_replayed_step_reads_its_scalars_again(gpu: Accelerator) -> None:
 
 
 @every_operation()
-def test_nothing_waits_for_the_device(gpu: Accelerator, entry: Entry) -> None:
+def test_nothing_waits_for_the_device(gpu: Accelerator, entry: EntryPoint) -> None:
     call = operation(entry, gpu.device, NUMEL)
     call(gpu.kernels)
     gpu.streams.synchronize()

@@ -21,7 +21,7 @@ from accelz.updates import AdamWUpdate
 from accelz_cpu.accelerator import build as build_cpu
 from accelz_cuda import kernels
 from accelz_cuda.cuda_kernels import CudaKernels
-from accelz_cuda.kernels import Entry
+from accelz_cuda.kernels import EntryPoint
 from accelz_cuda.kernels.driver import DriverError
 
 from .cuda_operations import ADAM, OPERATIONS, operation
@@ -63,7 +63,9 @@ def _ones(dtype: torch.dtype, numel: int = 70) -> Tensor:
 
 
 @pytest.mark.parametrize("entry", OPERATIONS, ids=lambda entry: entry.name)
-def test_each_operation_has_its_kernel(served: CudaKernels, launcher: EmulatedLauncher, entry: Entry) -> None:
+def test_each_operation_has_its_kernel(
+    served: CudaKernels, launcher: EmulatedLauncher, entry: EntryPoint
+) -> None:
     """For each pair of dtypes, and with the reference's values."""
     written = operation(entry, torch.device("cpu"))(served)
     second = ["norm_total"] if entry is kernels.NORM_PARTIALS else []
@@ -74,7 +76,9 @@ def test_each_operation_has_its_kernel(served: CudaKernels, launcher: EmulatedLa
 
 
 @pytest.mark.parametrize("entry", kernels.ENTRIES, ids=lambda entry: entry.name)
-def test_arguments_are_packed_as_the_source_declares_them(launcher: EmulatedLauncher, entry: Entry) -> None:
+def test_arguments_are_packed_as_the_source_declares_them(
+    launcher: EmulatedLauncher, entry: EntryPoint
+) -> None:
     launcher.calls.argument_size.restype = ctypes.c_ulong
     assert launcher.calls.argument_size(entry.name.encode()) == entry.arguments.size
 

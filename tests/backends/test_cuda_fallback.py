@@ -15,12 +15,12 @@ from accelz_cuda import compiler, kernels
 from accelz_cuda.compiler import CompilationError, CompilerMissingError, CubinCache
 from accelz_cuda.cuda_kernels import CudaKernels
 from accelz_cuda.kernels import driver
-from accelz_cuda.kernels.launcher import Launcher
+from accelz_cuda.kernels.launcher import KernelLauncher
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Launcher:
-    return Launcher(CubinCache(tmp_path))
+def launcher(tmp_path: Path) -> KernelLauncher:
+    return KernelLauncher(CubinCache(tmp_path))
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def _fresh_toolchain() -> Iterator[None]:
     compiler.toolchain.cache_clear()
 
 
-def expect_one_warning(launcher: Launcher, match: str) -> None:
+def expect_one_warning(launcher: KernelLauncher, match: str) -> None:
     served = CudaKernels(launcher)
     with pytest.warns(RuntimeWarning, match=match) as caught:
         assert {served.origin(name) for name in NAMES} == {"torch reference"}
@@ -50,25 +50,25 @@ def expect_one_warning(launcher: Launcher, match: str) -> None:
         assert not any(launcher.ready(entry, 1) for entry in kernels.ENTRIES)
 
 
-def test_without_a_gpu(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu(launcher: KernelLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     expect_one_warning(launcher, "torch references are used .*: there is no GPU")
 
 
 @pytest.mark.usefixtures("h200")
-def test_on_rocm(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_rocm(launcher: KernelLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     expect_one_warning(launcher, r"torch is built for ROCm 7\.0")
 
 
 @pytest.mark.usefixtures("h200", "_fresh_toolchain")
-def test_without_the_compilers_package(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_compilers_package(launcher: KernelLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvrtc", None)
     expect_one_warning(launcher, r"compiler is missing \(.*\)\. Install .* pip install 'accelz-cuda\[cu13\]'")
 
 
 @pytest.mark.usefixtures("h200", "_fresh_toolchain")
-def test_without_nvrtc(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvrtc(launcher: KernelLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import nvrtc
 
     def not_found() -> None:
@@ -80,14 +80,16 @@ def test_without_nvrtc(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("h200")
-def test_without_a_driver_that_can_load_them(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_driver_that_can_load_them(
+    launcher: KernelLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler, "cubin", lambda source, arch, cache: b"")
     expect_one_warning(launcher, r"the driver cannot load them \(libnosuch\.so\.1 is missing or too old")
 
 
 @pytest.mark.usefixtures("h200")
 def test_a_source_that_does_not_compile_leaves_the_others_alone(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    launcher: KernelLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cubin(source: str, arch: str, cache: CubinCache) -> bytes:
         if source == "norm":
@@ -111,7 +113,7 @@ def test_a_source_that_does_not_compile_leaves_the_others_alone(
 
 
 def test_tensors_of_another_device_ask_for_no_compiler(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    launcher: KernelLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing() -> None:
         raise CompilerMissingError("nobody should look")

@@ -33,7 +33,7 @@ FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """The dtypes that the kernels take."""
 
 
-class Update(Structure):
+class NativeUpdate(Structure):
     """The header's accelz_update."""
 
     _fields_ = (
@@ -55,7 +55,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "accelz_use_isa": (_I, (c_char_p,)),
     "accelz_last_error": (c_char_p, ()),
     "accelz_optimizer": (c_char_p, (_I,)),
-    "accelz_step": (None, (_I, POINTER(Update), _I)),
+    "accelz_step": (None, (_I, POINTER(NativeUpdate), _I)),
     "accelz_sum_of_squares": (c_double, (_P, _I, _N, _I)),
     "accelz_scale_cast": (None, (_P, _I, _P, _I, _P, _N, _I)),
     "accelz_accumulate": (None, (_P, _I, _P, _I, _N, _I)),

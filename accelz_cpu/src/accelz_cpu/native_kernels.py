@@ -20,8 +20,7 @@ from torch import Tensor
 from accelz import check_blocks
 from accelz.updates import Update
 from accelz_cpu.kernels import CpuKernels
-from accelz_cpu.native import CODES, DTYPES, FLOATS
-from accelz_cpu.native import Update as NativeUpdate
+from accelz_cpu.native import CODES, DTYPES, FLOATS, NativeUpdate
 
 
 class NativeKernels(CpuKernels):

@@ -10,13 +10,13 @@ from torch import Tensor
 from accelz import Kernels, check_blocks
 from accelz.updates import Update
 from accelz_cuda import kernels
-from accelz_cuda.kernels import Entry
-from accelz_cuda.kernels.launcher import Launcher
+from accelz_cuda.kernels import EntryPoint
+from accelz_cuda.kernels.launcher import KernelLauncher
 
 BLOCKS_PER_MULTIPROCESSOR = 6
 """Blocks of norm_partials that a multiprocessor holds at a time."""
 
-ANY_ENTRY: dict[str, Entry] = {
+ANY_ENTRY: dict[str, EntryPoint] = {
     **{name: entries[kernels.F32, None] for name, entries in kernels.STEPS.items()},
     "norm_and_nonfinite": kernels.NORM_PARTIALS,
     "scale_cast": kernels.SCALE_CAST[kernels.F32, kernels.F32],
@@ -37,8 +37,8 @@ class CudaKernels(Kernels):
     counters.
     """
 
-    def __init__(self, launcher: Launcher | None = None) -> None:
-        self._launcher = launcher or Launcher()
+    def __init__(self, launcher: KernelLauncher | None = None) -> None:
+        self._launcher = launcher or KernelLauncher()
 
     def step(self, update: Update) -> None:
         entry = self._entry_for(update)
@@ -121,7 +121,7 @@ class CudaKernels(Kernels):
         usable = self._launcher.ready(entry, self._launcher.current_device())
         return f"{CudaKernels.__module__}.{CudaKernels.__qualname__}" if usable else "torch reference"
 
-    def _serves(self, entry: Entry, first: Tensor, *others: Tensor | None) -> bool:
+    def _serves(self, entry: EntryPoint, first: Tensor, *others: Tensor | None) -> bool:
         """Whether the kernel can take these operands: of one shape, contiguous, on one device it runs on."""
         device, shape = first.device, first.shape
         if device.type != self._launcher.device_type or not first.is_contiguous():
@@ -133,7 +133,7 @@ class CudaKernels(Kernels):
                 return False
         return self._launcher.ready(entry, first.get_device())
 
-    def _entry_for(self, update: Update) -> Entry | None:
+    def _entry_for(self, update: Update) -> EntryPoint | None:
         """Return the kernel that can make a step, or None if the reference has to."""
         master, weights = update.master, update.weights
         dtypes = (update.grad.dtype, None if weights is None else weights.dtype)
@@ -154,13 +154,13 @@ class CudaKernels(Kernels):
         )
 
     def _launch_blockwise(
-        self, entry: Entry, operands: tuple[Tensor, Tensor, Tensor], numel: int, block: int
+        self, entry: EntryPoint, operands: tuple[Tensor, Tensor, Tensor], numel: int, block: int
     ) -> None:
         pointers = (operand.data_ptr() for operand in operands)
         arguments = entry.arguments.pack(*pointers, numel, block.bit_length() - 1)
         self._launch(entry, operands[0], entry.blocks(numel), arguments)
 
-    def _launch(self, entry: Entry, on: Tensor, blocks: int, arguments: bytes) -> None:
+    def _launch(self, entry: EntryPoint, on: Tensor, blocks: int, arguments: bytes) -> None:
         if blocks:
             self._launcher.launch(entry, on.get_device(), blocks, arguments)
 

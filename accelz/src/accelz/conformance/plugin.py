@@ -48,14 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _register(config: pytest.Config, name: str) -> None:
     from accelz.conformance import fixtures, progress, watchdog
-    from accelz.conformance.report import Report
+    from accelz.conformance.report import Reporter
 
     target, notes = config.getoption("accelz_report"), config.getoption("accelz_progress")
     if notes:
         progress.keep_in_file(Path(notes))
     config.pluginmanager.register(watchdog.Watchdog(config.getoption("accelz_timeout")), "accelz-watchdog")
     config.pluginmanager.register(fixtures, "accelz-fixtures")
-    config.pluginmanager.register(Report(name, Path(target) if target else None), "accelz-report")
+    config.pluginmanager.register(Reporter(name, Path(target) if target else None), "accelz-report")
 
 
 def _require(config: pytest.Config, name: str) -> None:

@@ -33,7 +33,7 @@ REGISTER = (
 
 
 @dataclass(frozen=True)
-class Result:
+class Verdict:
     """How one test ended.
 
     methods and contract: what it is about, from its marks and its docstring. parameters: its case, by the
@@ -58,7 +58,7 @@ class Result:
     reason: str = ""
 
 
-class Report:
+class Reporter:
     """Collects results, prints the table, and writes the machine-readable file."""
 
     def __init__(self, device: str, target: Path | None) -> None:
@@ -97,7 +97,7 @@ class Report:
         if report.failed:  # a test module that cannot be imported is a failure, not an empty run
             text = report.longreprtext
             none: tuple[str, ...] = ()
-            self._results[report.nodeid] = Result(
+            self._results[report.nodeid] = Verdict(
                 report.nodeid, "failed", none, "the kit can be imported", "", text, text, none, none, None, {}
             )
 
@@ -151,7 +151,7 @@ class Report:
             for what, tests in found.items()
         ]
 
-    def _failures(self) -> list[Result]:
+    def _failures(self) -> list[Verdict]:
         """The failures in the best order for fixing them."""
         failed = [r for r in self._results.values() if r.outcome == "failed"]
         return sorted(failed, key=lambda r: rank_in_order(r.broken))
@@ -189,11 +189,11 @@ def _package(device: str) -> str:
     return next((entry.value.partition(":")[0].partition(".")[0] for entry in installed(device)), "")
 
 
-def _earlier(target: Path) -> dict[str, Result]:
+def _earlier(target: Path) -> dict[str, Verdict]:
     """The results that another process has left in the file."""
     lines = target.read_text().splitlines() if target.exists() else []
     events = [event for event in map(json.loads, lines) if event.pop("event") == "result"]
-    return {event["test"]: Result(**event) for event in events}
+    return {event["test"]: Verdict(**event) for event in events}
 
 
 def _finding(item: pytest.Item, error: BaseException, text: str) -> tuple[str, str]:
@@ -207,8 +207,8 @@ def _finding(item: pytest.Item, error: BaseException, text: str) -> tuple[str, s
     return (about[0] if about else ""), text
 
 
-def _result(item: pytest.Item, report: Any, finding: tuple[str, str]) -> Result:
-    return Result(
+def _result(item: pytest.Item, report: Any, finding: tuple[str, str]) -> Verdict:
+    return Verdict(
         test=item.nodeid,
         outcome=report.outcome,
         methods=names(item, "accelz_about"),

@@ -1,7 +1,7 @@
 """The CUDA sources, and what Python has to know of them: entry points, argument structs, elements per block.
 
-Every entry point takes one struct by value. `Entry.arguments` packs it with its fields in the order of the
-source and with the C compiler's alignment.
+Every entry point takes one struct by value. `EntryPoint.arguments` packs it with its fields in the order of
+the source and with the C compiler's alignment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODES = (torch.int8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
-class Entry:
+class EntryPoint:
     """A kernel. source: the file it is in. arguments: its struct. tile: elements that one block processes."""
 
     name: str
@@ -60,18 +60,18 @@ def _width(*dtypes: torch.dtype) -> int:
 
 def _per_pair(
     source: str, layout: str, packs: int, pairs: list[tuple[torch.dtype, torch.dtype]], name: str = ""
-) -> dict[tuple[torch.dtype, torch.dtype], Entry]:
+) -> dict[tuple[torch.dtype, torch.dtype], EntryPoint]:
     """Return an entry for each pair of dtypes, with `packs` packs per thread."""
     arguments = struct.Struct(layout)
     return {
-        (a, b): Entry(
+        (a, b): EntryPoint(
             f"{name or source}_{NAMES[a]}_{NAMES[b]}", source, arguments, THREADS * packs * _width(a, b)
         )
         for a, b in pairs
     }
 
 
-StepEntries = dict[tuple[torch.dtype, torch.dtype | None], Entry]
+StepEntries = dict[tuple[torch.dtype, torch.dtype | None], EntryPoint]
 """Entries by the dtypes of the gradient and of the 16-bit weights."""
 
 
@@ -81,7 +81,7 @@ UPDATE = struct.Struct("@8Pq12f")
 def _steps(name: str) -> StepEntries:
     """Return one optimizer's kernels."""
     return {
-        (grad, weights): Entry(
+        (grad, weights): EntryPoint(
             f"{name}_{NAMES[grad]}_{NAMES[weights] if weights else 'none'}", name, UPDATE, THREADS * 4
         )
         for grad in FLOATS
@@ -105,8 +105,8 @@ DEQUANTISE = _per_pair(
 )
 """By the dtypes of output and source."""
 
-QUANTISE: dict[tuple[torch.dtype, torch.dtype], Entry] = {
-    (codes, source): Entry(
+QUANTISE: dict[tuple[torch.dtype, torch.dtype], EntryPoint] = {
+    (codes, source): EntryPoint(
         f"quantise_{NAMES[codes]}_{NAMES[source]}", "blockwise", struct.Struct("@3Pqi0q"), THREADS * 16
     )
     for codes in CODES
@@ -116,10 +116,10 @@ QUANTISE: dict[tuple[torch.dtype, torch.dtype], Entry] = {
 
 SPAN = struct.Struct("@Pq2i")
 SPAN_FORMATS = {F32: 0, BF16: 1, F16: 2}
-NORM_PARTIALS = Entry("norm_partials", "norm", struct.Struct(f"@P2i{MAX_SPANS * SPAN.size}s"), 0)
-NORM_TOTAL = Entry("norm_total", "norm", struct.Struct("@2Pq"), 0)
+NORM_PARTIALS = EntryPoint("norm_partials", "norm", struct.Struct(f"@P2i{MAX_SPANS * SPAN.size}s"), 0)
+NORM_TOTAL = EntryPoint("norm_total", "norm", struct.Struct("@2Pq"), 0)
 
-ENTRIES: tuple[Entry, ...] = (
+ENTRIES: tuple[EntryPoint, ...] = (
     *(entry for entries in STEPS.values() for entry in entries.values()),
     *SCALE_CAST.values(),
     *ACCUMULATE.values(),

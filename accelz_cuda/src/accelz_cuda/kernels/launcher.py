@@ -9,11 +9,11 @@ import torch
 
 from accelz.ranks import machine
 from accelz_cuda import compiler, kernels
-from accelz_cuda.kernels import Entry
+from accelz_cuda.kernels import EntryPoint
 from accelz_cuda.kernels.driver import Driver, DriverError
 
 
-class Launcher:
+class KernelLauncher:
     """Loads a source when one of its kernels is first asked for, which must not be during a stream capture.
 
     If that fails, it warns once and reports kernels as not ready from then on, so the torch references serve.
@@ -28,14 +28,14 @@ class Launcher:
         self._kernels: dict[tuple[str, int], int | None] = {}  # by entry and device; None: not available
         self._lock = threading.Lock()
 
-    def ready(self, entry: Entry, device: int) -> bool:
+    def ready(self, entry: EntryPoint, device: int) -> bool:
         """Whether `entry` can be launched on a device; compiles and loads its source when first asked."""
         try:
             return self._kernels[entry.name, device] is not None
         except KeyError:
             return self._prepare(entry, device)
 
-    def launch(self, entry: Entry, device: int, blocks: int, arguments: bytes) -> None:
+    def launch(self, entry: EntryPoint, device: int, blocks: int, arguments: bytes) -> None:
         """Start `entry`, which is ready, on torch's current stream of the device. Does not wait.
 
         Raises DriverError, a RuntimeError, with the kernel's name.
@@ -54,7 +54,7 @@ class Launcher:
     def multiprocessors(self, device: int) -> int:
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
-    def _prepare(self, entry: Entry, device: int) -> bool:
+    def _prepare(self, entry: EntryPoint, device: int) -> bool:
         with self._lock:
             if (entry.name, device) not in self._kernels:
                 entries = [e for e in kernels.ENTRIES if e.source == entry.source]
@@ -62,7 +62,7 @@ class Launcher:
                 self._kernels |= {(e.name, device): found.get(e.name) for e in entries}
         return self._kernels[entry.name, device] is not None
 
-    def _load(self, entries: list[Entry], device: int) -> dict[str, int]:
+    def _load(self, entries: list[EntryPoint], device: int) -> dict[str, int]:
         """Load the kernels of one source and return them by name; on failure, warn and return none."""
         try:
             code = self._code(entries[0].source, device)
