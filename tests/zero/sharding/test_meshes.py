@@ -16,7 +16,7 @@ from tests.zero.helpers.models import fresh, language_loss
 from tests.zero.helpers.optimizers import sgd
 from tests.zero.helpers.training import Run, errors_of, same_bits, train_reference, train_zero
 from zero.communication.job import mesh_of
-from zero.setup import build, initialization
+from zero.setup import build_units, initialization
 from zero.setup.drafts import UnitDraft, draft_units
 
 RANKS, FEW, STEPS = 4, 2, 4
@@ -26,7 +26,7 @@ SPREAD_LESS = "blocks.1"
 @contextmanager
 def one_unit_over_few_ranks() -> Iterator[None]:
     """In the block, `SPREAD_LESS` is spread over `FEW` ranks, with copies, and the rest over all."""
-    build_unit = build._build_unit
+    build_unit = build_units._build_unit
 
     def drafted(prepared: Any, config: Any, placer: Any, ranks: int, moments: Any) -> list[UnitDraft]:
         many, few = (draft_units(prepared, config, placer, n, moments) for n in (ranks, FEW))
@@ -38,7 +38,10 @@ def one_unit_over_few_ranks() -> Iterator[None]:
             mesh = mesh_of(communicator.ledger._groups, FEW)
         return build_unit(index, draft, config, stores, communicator, mesh, values)
 
-    with patch.object(initialization, "draft_units", drafted), patch.object(build, "_build_unit", built):
+    with (
+        patch.object(initialization, "draft_units", drafted),
+        patch.object(build_units, "_build_unit", built),
+    ):
         yield
 
 

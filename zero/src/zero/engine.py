@@ -36,6 +36,7 @@ from zero.training_pass.boundary import Boundary
 from zero.training_pass.training_pass import TrainingPass
 from zero.whole import model_state
 from zero.whole.full_parameters import FullParameters
+from zero.whole.held_gradients import HeldGradients
 from zero.whole.optimizer_state import OptimizerState
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Engine:
         compiled: CompiledModel | None,
         reducer: GradientReducer,
         factor: GradientFactor,
+        held_gradients: HeldGradients,
         loss_scale: LossScale | None,
         placement: StaticPlacementPolicy,
         state_offload: StateOffload,
@@ -86,6 +88,7 @@ class Engine:
         self._compiled = compiled
         self._reducer = reducer
         self._factor = factor
+        self._held_gradients = held_gradients
         self._loss_scale = loss_scale
         self._placement = placement
         self._state_offload = state_offload
@@ -325,6 +328,28 @@ class Engine:
             factor = self._factor.mean()
             return value if factor is None else value.mul_(factor)
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradients of this step to an L2 norm of at most `max_norm`; return the norm before, 0-dim.
+
+        Call it between backward() and step(), on every rank. The same as `Config(clip_norm=max_norm)`, bit
+        for bit, for a limit that changes from step to step; `torch.nn.utils.clip_grad_norm_` works, too.
+        Nothing waits for the device. Raises UsageError before the last micro-batch.
+        """
+        self._integrity.check_complete()
+        self._check_boundary("clip_grad_norm_")
+        return self._held_gradients.clip(max_norm)
+
+    def gradient_norms(self) -> dict[str, Tensor]:
+        """Return the L2 norm of each parameter's gradient, by name, 0-dim fp32: averaged and unscaled.
+
+        Call it between backward() and step(), e.g. for logging by layer. Parameters that no rank has used
+        are left out. One collective for all; reading a number waits for the device. Before the last
+        micro-batch it raises UsageError.
+        """
+        self._integrity.check_complete()
+        self._check_boundary("gradient_norms")
+        return self._held_gradients.norms()
+
     def full_optimizer_state(self, name: str) -> dict[str, Tensor]:
         """Return the whole optimizer state of `name` (for Adam: step, exp_avg, exp_avg_sq), fp32.
 
@@ -498,6 +523,14 @@ class Engine:
             raise UsageError(
                 "save_checkpoint() was called between the micro-batches of an optimizer step, whose "
                 "gradients would be lost: save after engine.step(), or call engine.zero_grad() first"
+            )
+
+    def _check_boundary(self, call: str) -> None:
+        """Check that the gradients of an optimizer step are complete."""
+        if not self.is_boundary:
+            raise UsageError(
+                f"{call}() was called before the last backward of an optimizer step: its gradients are "
+                "complete once engine.is_boundary is true"
             )
 
     def _check_model(self) -> None:

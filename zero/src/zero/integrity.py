@@ -1,8 +1,8 @@
 """Whether an engine may go on: its values are all there, of one step, and those that the program sees.
 
 Whatever could make them otherwise without anyone noticing is refused here: a step or a load that did not
-complete, state that is parked off the device, weights behind the optimizer's values, parameters and gradients
-that the engine does not have.
+complete, state that is parked off the device, weights behind the optimizer's values, parameters that the
+engine does not have.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from zero.errors import UsageError, some
-from zero.gradients.absent import AbsentGradients
-from zero.gradients.reducer import GradientReducer
-from zero.sharding.lifetime import ModelRef
 from zero.sharding.parameter_checks import ParameterChecks
 from zero.sharding.sharded_unit import ShardedUnit
 
@@ -38,11 +35,9 @@ class Integrity:
         state_offload: StateOffload,
     ) -> None:
         self.interrupted = False
-        self._model = ModelRef(module)
         self._optimizer = optimizer
         self._state_offload = state_offload
         self._parameter_checks = ParameterChecks(module, units)
-        self._absent = AbsentGradients()
 
     def interrupt(self) -> None:
         """Record that some values are new and others old: the engine refuses to go on until a load."""
@@ -98,42 +93,14 @@ class Integrity:
         self._parameter_checks.check_trained()
 
     def check_step(self) -> None:
-        """Check that the optimizer would step what it was given, with the gradients that the engine has.
+        """Check that the optimizer would step what it was given.
 
         Warns of weights that were changed in place, which the step undoes.
         """
         self._optimizer.check_groups()
         self._parameter_checks.warn_of_changes()
-        self._check_gradients()
-
-    def _check_gradients(self) -> None:
-        """Raise UsageError if the stand-ins that backward left in place of gradients were replaced."""
-        changed = self._absent.changed()
-        if changed or self._optimizer.absent.changed():
-            names = {parameter: name for name, parameter in self._model().named_parameters()}
-            which = [names[parameter] for parameter in changed if parameter in names]
-            raise UsageError(_NOT_HEEDED.format(some(which) or "that of what is in optimizer.param_groups"))
-
-    def show_absent(self, reducer: GradientReducer) -> None:
-        """After the last backward of a step, put stand-ins that raise on use where gradients would be.
-
-        See `gradients.absent`.
-        """
-        self._absent.show(reducer.used())
-        self._optimizer.absent.show(self._optimizer.first_pieces_of(reducer.all))
-
-    def hide_absent(self) -> None:
-        """Take the stand-ins away: there are no gradients any more."""
-        self._absent.hide()
-        self._optimizer.absent.hide()
 
 
-_NOT_HEEDED = (
-    "`.grad` was removed or replaced between backward() and step(), which does not change the gradients that "
-    "the engine holds: {}. To drop this step's gradients, call engine.zero_grad() instead of "
-    "optimizer.zero_grad(), and do not call step(); to leave a parameter unchanged, freeze it before the "
-    "forward, with requires_grad_(False)"
-)
 _LEFT_BEHIND = (
     "values in optimizer.param_groups were changed in place outside a step, and the weights do not have them "
     "yet: {}. Call engine.refresh_weights() on every rank after such a change"

@@ -2,7 +2,7 @@
 
 Modules, lowest first:
 
-absent                  what `param.grad` is between backward and step
+stand_in                what `param.grad` is between backward and step
 loss_scale              for fp16
 reduced_slice           what is left of a group's gradients, in its tier
 group_gradients         a group's whole buffer while backward runs

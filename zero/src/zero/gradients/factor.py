@@ -6,6 +6,8 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from zero.communication.job import Mesh
 from zero.config.training import Config
 from zero.gradients.loss_scale import LossScale
 from zero.gradients.reducer import GradientReducer
+from zero.gradients.stand_in import Multiplier
 from zero.tiers.room import scalars
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -38,8 +41,8 @@ class GradientFactor:
         self._sliced = config.stage > 0 and self._size > 1
         self._communicator = communicator
         self._loss_scale = loss_scale
-        numbers = scalars(accelerator, "for the factor of the gradients", 4)
-        self._mean, self._norm, self._overflow, self._clip = numbers
+        numbers = scalars(accelerator, "for the factor of the gradients", 5)
+        self._mean, self._multiplied, self._norm, self._overflow, self._clip = numbers
         self._mean.fill_(1.0 / self._size)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -56,24 +59,32 @@ class GradientFactor:
             return torch.mul(self._loss_scale.scale, self._size, out=self._mean).reciprocal_()
         return None if self._size == 1 else self._mean
 
-    def complete(self, reducer: GradientReducer) -> tuple[Tensor | None, Tensor | None]:
+    def complete(
+        self, reducer: GradientReducer, multipliers: Sequence[Multiplier] = ()
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Collective. The whole factor (None: 1) of what the reducer has, and whether to skip the step (None:
         no). Nothing waits for the device.
 
-        Both are overwritten at the next call. Raises OutOfMemoryError, having changed nothing.
+        multipliers: what the program has multiplied all gradients by. Both results are overwritten at the
+        next call. Raises OutOfMemoryError, having changed nothing.
         """
         factor = self.mean()
+        if multipliers:
+            self._multiplied.fill_(1.0) if factor is None else self._multiplied.copy_(factor)
+            for each in multipliers:
+                self._multiplied.mul_(each.to(self._mean.device) if isinstance(each, Tensor) else each)
+            factor = self._multiplied
         if self._loss_scale is None and self._clip_norm is None:
             return factor, None
-        self.norm = norm = self._measure(reducer, factor)
+        self.norm = norm = self.measure(reducer, factor)
         if self._clip_norm is not None:
-            clip = torch.add(norm, _EPSILON, out=self._clip).reciprocal_()
-            clip.mul_(self._clip_norm).clamp_(max=1.0)
+            clip = clip_coefficient(norm, self._clip_norm, out=self._clip)
             factor = clip if factor is None else clip.mul_(factor)
         return factor, self._overflow if self._loss_scale is not None else None
 
-    def _measure(self, reducer: GradientReducer, factor: Tensor | None) -> Tensor:
-        """The norm of all gradients times `factor`; also notes whether one of them is not finite."""
+    def measure(self, reducer: GradientReducer, factor: Tensor | None) -> Tensor:
+        """Collective. The norm of all gradients times `factor`, 0-dim, overwritten at the next call; also
+        notes whether one of them is not finite."""
         first, *others = (self._over(mesh, reducer) for mesh in reducer.meshes)
         result = sum(others, first)
         torch.gt(result[1], 0, out=self._overflow)
@@ -88,3 +99,8 @@ class GradientFactor:
         if mesh.replicas is not None:  # one number for all: each may round in its own way
             self._communicator.all_reduce("gradient norm", result, mesh.replicas, "max").wait()
         return result
+
+
+def clip_coefficient(norm: Tensor, max_norm: float, out: Tensor | None = None) -> Tensor:
+    """What gradients of this norm are multiplied by for a norm of at most `max_norm`, as in torch."""
+    return torch.add(norm, _EPSILON, out=out).reciprocal_().mul_(max_norm).clamp_(max=1.0)

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from zero.communication.communicator import Communicator
 from zero.errors import OptimizerError
-from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
+from zero.gradients.stand_in import PieceGradient, StandIns
 from zero.optimizer.joint import name_of
 from zero.optimizer.owned import OwnedSubGroup, Turn
 from zero.optimizer.parameter_exchange import ParameterExchange
@@ -51,7 +51,7 @@ class OwnStep:
         self._whole: dict[OwnedSubGroup, Tensor] = {}
         self._wide: dict[OwnedSubGroup, Tensor] = {}
         self._gradients: dict[nn.Parameter, Tensor] = {}
-        self._absent = AbsentGradients()
+        self._absent = StandIns(PieceGradient)
         self._meets = False  # whether this step has collectives
         self._failure: Exception | None = None  # of this rank, until the ranks meet
 

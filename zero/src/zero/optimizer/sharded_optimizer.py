@@ -25,8 +25,8 @@ from accelz import HOST
 from zero.communication.communicator import Communicator
 from zero.config.offload import Tier
 from zero.errors import OptimizerError, UsageError
-from zero.gradients.absent import AbsentGradients
 from zero.gradients.group_gradients import GroupGradients
+from zero.gradients.stand_in import PieceGradient, StandIns
 from zero.optimizer.group_step import Factors, GroupStep, plan_step
 from zero.optimizer.installed import InstalledPieces
 from zero.optimizer.joint import JointOptimizer, members, name_of
@@ -54,7 +54,7 @@ class ShardedOptimizer:
     visits: of the records that come to the device for their step.
     held_back: whether optimizers that step themselves took no part in the last step, because its gradients
         overflowed: the state that they keep may not exist yet.
-    absent: what stands for the gradients of pieces until the hooks before the step are over.
+    stand_ins: what stands for the gradients of pieces until the hooks before the step are over.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ShardedOptimizer:
         self._installed = InstalledPieces(optimizer, self.subs)
         self.record_streamer = RecordStreamer(stores, self.subs, self._installed.show)
         self.held_back = False
-        self.absent = AbsentGradients()
+        self.stand_ins = StandIns(PieceGradient)
         self._in_step = False
         if isinstance(optimizer, JointOptimizer):
             optimizer.share_state()
@@ -112,7 +112,7 @@ class ShardedOptimizer:
                 step()
         finally:
             self._in_step = False
-            self.absent.hide()
+            self.stand_ins.hide()
         self.deliver_changed()  # by hooks after the step
 
     @property
@@ -145,7 +145,7 @@ class ShardedOptimizer:
         _between_hooks(self._served, partial(self._kernel_step, served, Factors(scale, skip)))
 
     def _kernel_step(self, present: Sequence[Turn], factors: Factors) -> None:
-        self.absent.hide()
+        self.stand_ins.hide()
         away = factors.to(HOST) if any(map(self._is_stepped_by_host, self.subs)) else factors
         with closing(self._in_turn([owned for owned, _ in present])) as turns:
             for (owned, have), state in zip(present, turns, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -34,6 +34,7 @@ from zero.training_pass.schedule import Schedule
 from zero.training_pass.training_pass import TrainingPass
 from zero.whole.full_parameters import FullParameters
 from zero.whole.gathered import own
+from zero.whole.held_gradients import HeldGradients
 from zero.whole.optimizer_state import OptimizerState
 
 
@@ -69,13 +70,17 @@ def build_engine(
     integrity = Integrity(model, units, sharded_optimizer, state_offload)
     full_parameters = FullParameters(model, units, communicator, integrity)
     own(model, full_parameters)
+    changes: dict[str, Any] = {}  # by the program, to gradients
     reducer = GradientReducer(
         units,
         stores,
         communicator,
         GradientPolicy.of(config, communicator.group.size),
-        partial(scheduled, optimizer),
+        lambda: scheduled(optimizer) | changes,
         skipped_steps,
+    )
+    held_gradients = HeldGradients(
+        reducer, factor, communicator, full_parameters, sharded_optimizer, param_group_of, changes
     )
     training_pass = TrainingPass(
         module=model,
@@ -89,6 +94,7 @@ def build_engine(
         integrity=integrity,
         streamed_state=sharded_optimizer.record_streamer,
         reducer=reducer,
+        held_gradients=held_gradients,
         tracer=tracer,
     )
     hook_model(model, config, communicator, reducer, training_pass)
@@ -128,6 +134,7 @@ def build_engine(
         training_pass=training_pass,
         reducer=reducer,
         factor=factor,
+        held_gradients=held_gradients,
         loss_scale=loss_scale,
         skipped_steps=skipped_steps,
         optimizer=sharded_optimizer,
@@ -149,6 +156,7 @@ def build_engine(
         compiled=compiled,
         reducer=reducer,
         factor=factor,
+        held_gradients=held_gradients,
         loss_scale=loss_scale,
         placement=placement,
         state_offload=state_offload,

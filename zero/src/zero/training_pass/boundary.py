@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zero.memory.placement_policy import StaticPlacementPolicy
     from zero.optimizer.sharded_optimizer import ShardedOptimizer
     from zero.whole.full_parameters import FullParameters
+    from zero.whole.held_gradients import HeldGradients
 
 
 class Boundary:
@@ -42,6 +43,7 @@ class Boundary:
         training_pass: TrainingPass,
         reducer: GradientReducer,
         factor: GradientFactor,
+        held_gradients: HeldGradients,
         loss_scale: LossScale | None,
         skipped_steps: SkippedSteps | None,
         optimizer: ShardedOptimizer,
@@ -59,6 +61,7 @@ class Boundary:
         self._pass = training_pass
         self._reducer = reducer
         self._factor = factor
+        self._held_gradients = held_gradients
         self._loss_scale = loss_scale
         self._skipped_steps = skipped_steps
         self._full_parameters = full_parameters
@@ -70,9 +73,10 @@ class Boundary:
         """Step the optimizer with the gradients that there are, and drop them. Collective."""
         self._pass.check_not_in_use("step")
         self._integrity.check_step()
+        multipliers = self._held_gradients.settle()
         self._placement.before_step()
         self._tracer.begin_update()
-        scale, skip = self._factor.complete(self._reducer)
+        scale, skip = self._factor.complete(self._reducer, multipliers)
         if not any(True for _ in self._reducer.used()):
             warn(_NOTHING_TO_STEP, RuntimeWarning, rank=self._communicator.group.rank)
         self._raise_disk_errors()

@@ -42,6 +42,7 @@ from zero.training_pass.unit_calls import UnitCalls
 
 if TYPE_CHECKING:
     from zero.integrity import Integrity
+    from zero.whole.held_gradients import HeldGradients
 
 
 class StreamedState(Protocol):
@@ -85,6 +86,7 @@ class TrainingPass(Uncopied):
         integrity: Integrity,
         streamed_state: StreamedState,
         reducer: GradientReducer,
+        held_gradients: HeldGradients,
         tracer: PassTracer,
     ) -> None:
         self.backwards = 0
@@ -105,6 +107,7 @@ class TrainingPass(Uncopied):
         self._integrity = integrity
         self._streamed_state = streamed_state
         self._reducer = reducer
+        self._held_gradients = held_gradients
         self._gradients = {each.group: each for each in reducer.all}
         self._tracer = tracer
         gathers, rank = not all(u.resident for u in units), communicator.group.rank
@@ -217,13 +220,13 @@ class TrainingPass(Uncopied):
         self.release_all(keep=() if self._last else (Keep.LENT,))
         self.backwards += 1
         if self._last:
-            self._integrity.show_absent(self._reducer)
+            self._held_gradients.show()
         self._tracer.end_backward()
 
     def abandon(self) -> None:
         """Drop gradients, gathers and calls under way, after an exception in a forward or backward."""
         self._tracer.drop()
-        self._integrity.hide_absent()
+        self._held_gradients.hide()
         self.backwards = 0
         if self.in_backward:
             self._leave_backward()
@@ -248,7 +251,7 @@ class TrainingPass(Uncopied):
 
     def drop_gradients(self) -> None:
         """Drop what the backwards since the last step have left."""
-        self._integrity.hide_absent()
+        self._held_gradients.hide()
         self._streamed_state.dropped()
         self._reducer.clear()
         self.backwards = 0

@@ -1,0 +1,316 @@
+"""What `param.grad` is between a backward and its step: a stand-in that answers for the slices on all ranks.
+
+In that interval the engine holds the gradients, as this rank's slices of the sum over ranks. Loops ask little
+of them: whether they are there, a norm, a multiplication, zeros. The stand-in answers that without gathering
+anything, and gathers the parameter's whole gradient for everything else. What it is asked for in that way is
+collective: every rank has to ask.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from zero.errors import UsageError
+from zero.sharding.guard import describe, is_metadata
+
+Multiplier = float | Tensor
+"""A number, or a tensor of one element."""
+
+Answer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""What takes the place of a function. It is called with that function and its arguments."""
+
+
+class HeldGradient(Protocol):
+    """What stands behind a stand-in."""
+
+    def norm(self, parameter: nn.Parameter, order: float) -> Tensor:
+        """The norm of the parameter's gradient, 0-dim fp32. Collective, once for all parameters."""
+
+    def multiply(self, parameter: nn.Parameter, by: Multiplier) -> None:
+        """Multiply the gradient, at the latest when it is stepped."""
+
+    def zero(self, parameter: nn.Parameter) -> None:
+        """Make the gradient zero."""
+
+    def full(self, parameter: nn.Parameter) -> Tensor:
+        """A copy of the whole gradient, fp32, in the parameter's shape. Collective."""
+
+    def put(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Replace the gradient by a whole one."""
+
+    def unscale(self, pieces: Iterable[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+        """Multiply the gradients of the param_groups that have these pieces, and note in `found_inf` whether
+        one is not finite. Collective."""
+
+
+class GradientStandIn(Tensor):
+    """Shape, dtype and device of a gradient, without a byte of it.
+
+    answers: what it does when a function is called with it; the rest is for `otherwise`.
+    """
+
+    answers: ClassVar[Mapping[Callable[..., Any], Answer]] = {}
+
+    @staticmethod
+    def __new__(cls, parameter: nn.Parameter, held: object = None) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.untyped_storage().device,
+        )
+        made.__dict__["_refs"] = weakref.ref(parameter), weakref.ref(held) if held else _nobody
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in cls.answers:
+            with torch.no_grad():
+                return cls.answers[func](func, args, kwargs)
+        if is_metadata(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return cls.otherwise(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return cls.otherwise(func, args, kwargs or {})
+
+    @property
+    def of(self) -> tuple[nn.Parameter, HeldGradient]:
+        """The parameter that it is the gradient of, and what stands behind it."""
+        parameter, held = (each() for each in self.__dict__["_refs"])
+        if held is None or parameter is None:
+            raise UsageError("this gradient's engine no longer exists: read gradients before it is freed")
+        return parameter, held
+
+    @staticmethod
+    def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        name = type(self).__name__
+        return f"{name}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+
+class PieceGradient(GradientStandIn):
+    """Of one of the optimizer's parameters: a piece, of which this rank alone has the gradient.
+
+    It answers a GradScaler, which knows the optimizer only.
+    """
+
+    @staticmethod
+    def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise UsageError(f"{describe(func)} {_OF_A_PIECE}")
+
+
+class ShardedGradient(GradientStandIn):
+    """Of a model's parameter."""
+
+    def whole(self) -> Tensor:
+        """The gradient as a plain tensor. Collective."""
+        parameter, held = self.of
+        return held.full(parameter).to(self.dtype)
+
+    @staticmethod
+    def otherwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.no_grad():
+            return _answer_whole(func, args, kwargs)
+
+
+class StandIns:
+    """Puts stand-ins in place of gradients, and takes them away. make: makes one for a parameter."""
+
+    def __init__(self, make: Callable[[nn.Parameter], Tensor]) -> None:
+        self._make = make
+        self._made: dict[nn.Parameter, Tensor] = {}
+        self._shown: list[nn.Parameter] = []
+
+    def show(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Set the `grad` of each of these parameters to its stand-in."""
+        with torch._C.DisableTorchFunctionSubclass():  # `grad` of a sharded parameter, without its guard
+            for parameter in parameters:
+                parameter.grad = self._of(parameter)
+                self._shown.append(parameter)
+
+    def removed(self) -> list[nn.Parameter]:
+        """Parameters whose stand-in somebody has removed since."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter for parameter in self._shown if parameter.grad is None]
+
+    def replaced(self) -> list[nn.Parameter]:
+        """Parameters whose stand-in somebody has replaced by something else."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [p for p in self._shown if p.grad is not None and p.grad is not self._made[p]]
+
+    def hide(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._shown:
+                parameter.grad = None
+        self._shown.clear()
+
+    def _of(self, parameter: nn.Parameter) -> Tensor:
+        made = self._made.get(parameter)
+        if made is None or made.dtype is not parameter.dtype or made.device != parameter.device:
+            made = self._made[parameter] = self._make(parameter)
+        return made
+
+
+def _nobody() -> None:
+    """Stands behind a stand-in that only refuses."""
+
+
+def _answer_norm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`vector_norm` and `norm`, of all elements."""
+    given, order = (*args, _order_in(kwargs))[:2]
+    order = 2.0 if order in (None, "fro") else order
+    more = args[2:] or any(
+        kwargs.get(name) not in (None, False) for name in ("dim", "keepdim", "dtype", "out")
+    )
+    if more or not isinstance(given, ShardedGradient) or not isinstance(order, (int, float)):
+        return _answer_whole(func, args, kwargs)
+    parameter, held = given.of
+    return held.norm(parameter, float(order)).to(given.dtype)
+
+
+def _order_in(kwargs: dict[str, Any]) -> Any:
+    return kwargs.get("ord", kwargs.get("p", 2.0))
+
+
+def _answer_norms(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch._foreach_norm`."""
+    tensors, *more = args
+    order = (*more, _order_in(kwargs))[0]
+    return [torch.linalg.vector_norm(each, order) for each in tensors]
+
+
+def _answer_product(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`mul_` and `div_`, by one number."""
+    given, by = (*args, kwargs.get("other"))[:2]
+    if not isinstance(given, ShardedGradient) or not _is_number(by) or kwargs.keys() - {"other"}:
+        return _answer_whole(func, args, kwargs)
+    parameter, held = given.of
+    held.multiply(parameter, 1 / by if func in _DIVISIONS else by)
+    return given
+
+
+def _answer_products(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch._foreach_mul_` and `torch._foreach_div_`."""
+    tensors, by = args
+    each = by if isinstance(by, (list, tuple)) else [by] * len(tensors)
+    for tensor, number in zip(tensors, each, strict=True):
+        tensor.div_(number) if func in _DIVISIONS else tensor.mul_(number)
+
+
+def _answer_zero(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`zero_`."""
+    parameter, held = args[0].of
+    held.zero(parameter)
+    return args[0]
+
+
+def _answer_zeros(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """`torch._foreach_zero_`."""
+    for tensor in args[0]:
+        tensor.zero_()
+
+
+def _answer_scaler(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    stand_ins, found_inf, inverse = args
+    pieces, held = zip(*(each.of for each in stand_ins), strict=True)
+    held[0].unscale(pieces, found_inf, inverse)
+
+
+def _answer_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0]
+
+
+def _answer_whole(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Any other function, of whole gradients. One that changes its first argument changes the gradient."""
+    wholes: dict[int, Tensor] = {}
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, ShardedGradient):
+            return value
+        if id(value) not in wholes:
+            wholes[id(value)] = value.whole()
+        return wholes[id(value)]
+
+    changes = _changes_in_place(func)
+    targets = args[0] if changes and isinstance(args[0], (list, tuple)) else args[:1] if changes else ()
+    args_, kwargs_ = tree_map(whole, (args, kwargs))
+    result = func(*args_, **kwargs_)
+    for target in targets:
+        if isinstance(target, ShardedGradient):
+            parameter, held = target.of
+            held.put(parameter, wholes[id(target)])
+    return args[0] if changes else result
+
+
+def _changes_in_place(func: Callable[..., Any]) -> bool:
+    """By the name: `add_` and `__iadd__`."""
+    name = getattr(func, "__name__", "")
+    special = name.endswith("__")
+    return (name.endswith("_") and not special) or (
+        special and name.startswith("__i") and name != "__invert__"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not isinstance(value, ShardedGradient)
+    return isinstance(value, (int, float))
+
+
+def _refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UsageError(
+        f"{describe(func)} cannot be had of a parameter's `.grad`, whose values are sharded over the ranks "
+        "until the step. If an optimizer asks for it that was made after zero.initialize: give the engine "
+        "every optimizer. engine.full_gradient(name) returns a whole gradient, to do anything with"
+    )
+
+
+_DIVISIONS = frozenset(
+    (Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__, torch._foreach_div_)
+)
+_DATA: Any = Tensor.data
+_IS_SPARSE: Any = Tensor.is_sparse
+PieceGradient.answers = {torch._amp_foreach_non_finite_check_and_unscale_: _answer_scaler}
+ShardedGradient.answers = {
+    # Optimizers ask for is_sparse before they decay a weight: early enough to stop one that was made after
+    # the engine, which would step whole gradients behind its back.
+    **dict.fromkeys((_IS_SPARSE.__get__, Tensor.set_, Tensor.resize_, _DATA.__set__), _refuse),
+    **dict.fromkeys((torch.linalg.vector_norm, torch.norm, Tensor.norm), _answer_norm),
+    torch._foreach_norm: _answer_norms,
+    **dict.fromkeys((Tensor.mul_, Tensor.multiply_, Tensor.__imul__), _answer_product),
+    **dict.fromkeys((Tensor.div_, Tensor.divide_, Tensor.true_divide_, Tensor.__itruediv__), _answer_product),
+    **dict.fromkeys((torch._foreach_mul_, torch._foreach_div_), _answer_products),
+    Tensor.zero_: _answer_zero,
+    torch._foreach_zero_: _answer_zeros,
+    **dict.fromkeys((Tensor.detach, Tensor.detach_, _DATA.__get__), _answer_itself),
+}
+
+_OF_A_PIECE = (
+    "needs the values of the gradient of an optimizer's parameter, which is a slice and of this rank alone. "
+    "Clip, measure and change gradients through model.parameters(), or set Config(clip_norm=...)"
+)

@@ -1,0 +1,286 @@
+"""The gradients of an optimizer step as loops see them: norms, products, whole values and changes of them.
+
+What the engine holds are slices of the sum over ranks. They stand for that sum times a mean factor and times
+what the loop has multiplied them by since. A factor that all gradients share stays a number, which the
+optimizer's kernel applies; others are applied to the slices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.communication.communicator import Communicator
+from zero.communication.job import Mesh
+from zero.errors import UsageError, some
+from zero.gradients.factor import GradientFactor, clip_coefficient
+from zero.gradients.group_gradients import GroupGradients
+from zero.gradients.reducer import GradientReducer
+from zero.gradients.stand_in import Multiplier, PieceGradient, ShardedGradient, StandIns
+from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.tiers.values import changing
+from zero.whole.full_parameters import FullParameters
+
+
+class HeldGradients:
+    """See `gradients.stand_in.HeldGradient` for what loops ask of it.
+
+    changes: is given what the program has changed before a step, which must be the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        factor: GradientFactor,
+        communicator: Communicator,
+        full_parameters: FullParameters,
+        optimizer: ShardedOptimizer,
+        param_group_of: Mapping[nn.Parameter, int],
+        changes: dict[str, Any],
+    ) -> None:
+        self._reducer = reducer
+        self._factor = factor
+        self._communicator = communicator
+        self._full_parameters = full_parameters
+        self._places = {
+            parameter: (gradients, index)
+            for gradients in reducer.all
+            for index, parameter in enumerate(gradients.group.parameters)
+        }
+        self._numbers = {parameter: number for number, parameter in enumerate(self._places)}
+        self._optimizer = optimizer
+        self._param_group_of = param_group_of
+        self._changes = changes
+        self._stand_ins = StandIns(partial(ShardedGradient, held=self))
+        self._of_pieces = StandIns(partial(PieceGradient, held=self))
+        self._multipliers: dict[nn.Parameter, tuple[Multiplier, ...]] = {}
+        self._pieces: dict[GroupGradients, Tensor] = {}
+        self._norms: dict[float, tuple[Tensor, ...]] = {}  # of the slices' sums, by order and parameter
+
+    # -- what stand-ins ask for ----------------------------------------------------------------------
+
+    def norm(self, parameter: nn.Parameter, order: float = 2.0) -> Tensor:
+        """The norm of one gradient, 0-dim fp32. The first call of an order is collective."""
+        if order not in self._norms:
+            self._norms[order] = tuple(self._measure(order).unbind())
+        found = self._norms[order][self._numbers[parameter]]
+        for each in self._multipliers.get(parameter, ()):
+            found = found * abs(_on(each, found))
+        return found.clone()
+
+    def multiply(self, parameter: nn.Parameter, by: Multiplier) -> None:
+        """Multiply one gradient."""
+        if isinstance(by, Tensor):
+            by = by.detach().reshape(())
+        self._multipliers[parameter] = (*self._multipliers.get(parameter, ()), by)
+
+    def zero(self, parameter: nn.Parameter) -> None:
+        """Make one gradient zero; infinite and NaN ones, too."""
+        self._multipliers.pop(parameter, None)
+        self._change(parameter, lambda values, _: values.zero_())
+
+    def full(self, parameter: nn.Parameter) -> Tensor:
+        """One whole gradient, fp32. Collective."""
+        gradients, index = self._places[parameter]
+        with gradients.group.room_for_whole(torch.float32):
+            name = gradients.group.names[index]
+            value = self._full_parameters.parameter(name, self._reducer.summed(gradients))
+            factors = [self._factor.mean(), *self._multipliers.get(parameter, ())]
+            for factor in factors:
+                if factor is not None:
+                    value.mul_(_on(factor, value))
+        return value
+
+    def put(self, parameter: nn.Parameter, whole: Tensor) -> None:
+        """Replace one gradient."""
+        gradients, index = self._places[parameter]
+        self._multipliers.pop(parameter, None)
+        mean, slot = self._factor.mean(), gradients.group.layout.slots[index]
+        flat = whole.new_empty_strided(slot.shape, slot.stride).copy_(whole).as_strided((slot.numel,), (1,))
+
+        def replace(values: Tensor, part: slice) -> None:
+            value = flat[part].to(values.device, torch.float32)
+            values.copy_(value if mean is None else value / _on(mean, value))
+
+        self._change(parameter, replace)
+
+    # -- the step --------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Put stand-ins in place of gradients: the last backward of a step is over."""
+        self._stand_ins.show(self._reducer.used())
+        self._of_pieces.show(self._optimizer.first_pieces_of(self._reducer.all))
+
+    def hide(self) -> None:
+        """Take them away: there are no gradients any more."""
+        self._stand_ins.hide()
+        self._of_pieces.hide()
+        self._multipliers.clear()
+        self._norms.clear()
+
+    def settle(self) -> tuple[Multiplier, ...]:
+        """Heed what the program has changed, before the step. Returns what multiplies all gradients.
+
+        Parameters whose `grad` is None now take no part. Raises UsageError for gradients that were replaced.
+        """
+        if replaced := self._stand_ins.replaced():
+            raise UsageError(_REPLACED.format(some([self._name(each) for each in replaced])))
+        if self._of_pieces.removed() or self._of_pieces.replaced():
+            raise UsageError(_OPTIMIZERS)
+        removed = self._stand_ins.removed()
+        for parameter in removed:
+            gradients, index = self._places[parameter]
+            gradients.used.discard(index)
+        shared = self._shared_multipliers()
+        self._changes |= {
+            "parameters whose `.grad` was removed before the last step": [self._name(p) for p in removed],
+            "how gradients were multiplied before the last step": repr(
+                [
+                    (self._name(p), [None if isinstance(each, Tensor) else each for each in by])
+                    for p, by in self._multipliers.items()
+                ]
+            )
+            if shared is None
+            else str([None if isinstance(each, Tensor) else each for each in shared]),
+        }
+        if shared is None:
+            self._apply_multipliers()
+        return shared or ()
+
+    def _shared_multipliers(self) -> tuple[Multiplier, ...] | None:
+        """What multiplies all gradients; None where they are multiplied by different numbers."""
+        every = [self._multipliers.get(parameter, ()) for parameter in self._reducer.used()]
+        first = every[0] if every else ()
+        same = all(len(each) == len(first) and all(map(_same, each, first)) for each in every)
+        return first if same else None
+
+    def _apply_multipliers(self) -> None:
+        def multiply(by: Multiplier, values: Tensor, part: slice) -> None:
+            values.mul_(_on(by, values))
+
+        for parameter in self._reducer.used():
+            for each in self._multipliers.pop(parameter, ()):
+                self._change(parameter, partial(multiply, each))
+
+    def unscale(self, pieces: Iterable[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+        """What a GradScaler does to the gradients of an optimizer. Collective.
+
+        pieces: parameters of the optimizer. found_inf: becomes 1.0 where a gradient is not finite. inverse:
+        multiplies all gradients.
+        """
+        ids = {id(piece) for piece in pieces}
+        groups = self._optimizer.optimizer.param_groups
+        mine = {index for index, group in enumerate(groups) if any(id(p) in ids for p in group["params"])}
+        parameters = [p for p, index in self._param_group_of.items() if index in mine and p in self._places]
+        norms = [self.norm(parameter) for parameter in parameters]
+        if norms:
+            found = (~torch.isfinite(torch.stack(norms))).any().to(found_inf.device, found_inf.dtype)
+            found_inf.copy_(torch.maximum(found_inf, found.reshape(found_inf.shape)))
+        for parameter in parameters:
+            self.multiply(parameter, inverse)
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Multiply all gradients so that their L2 norm is at most `max_norm`; return the norm before.
+        Collective."""
+        shared = self._shared_multipliers()
+        if shared is None:
+            self._apply_multipliers()
+        norm = self._factor.measure(self._reducer, self._factor.mean()).clone()
+        for each in shared or ():
+            norm.mul_(abs(_on(each, norm)))
+        coefficient = clip_coefficient(norm, max_norm)
+        for parameter in self._reducer.used():
+            self.multiply(parameter, coefficient)
+        return norm
+
+    def norms(self) -> dict[str, Tensor]:
+        """The L2 norm of every parameter's gradient, by name. Collective, once."""
+        return {self._name(parameter): self.norm(parameter) for parameter in self._reducer.used()}
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        gradients, index = self._places[parameter]
+        return gradients.group.names[index]
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _measure(self, order: float) -> Tensor:
+        """Every parameter's norm, fp32, (parameters,), times the mean factor. One collective a mesh."""
+        total = torch.zeros(len(self._places), dtype=torch.float32, device=self._full_parameters.device)
+        for mesh in self._reducer.meshes:
+            total += self._measure_over(mesh, order)
+        mean = self._factor.mean()
+        return total if mean is None else total.mul_(mean)
+
+    def _measure_over(self, mesh: Mesh, order: float) -> Tensor:
+        """Norms of the sums in groups of this mesh; zero for the others. Collective."""
+        total = torch.zeros(len(self._places), dtype=torch.float32, device=self._full_parameters.device)
+        having = [each for each in self._reducer.all if each.slice.present and each.group.mesh is mesh]
+        with self._communicator.postponing_disk_errors():
+            for gradients in having:
+                self._put_norms(gradients, order, total)
+        if mesh.shards.size > 1 and any(each.group.shards > 1 for each in self._reducer.all):
+            finite = math.isfinite(order)
+            total = total.pow_(order) if finite else total
+            self._communicator.all_reduce(
+                "gradient norms", total, mesh.shards, "sum" if finite else "max"
+            ).wait()
+            total = total.pow_(1 / order) if finite else total
+        if mesh.replicas is not None:  # one number for all: each may round in its own way
+            self._communicator.all_reduce("gradient norms", total, mesh.replicas, "max").wait()
+        return total
+
+    def _put_norms(self, gradients: GroupGradients, order: float, total: Tensor) -> None:
+        """Put the norms of this rank's parts of one group's gradients in their places."""
+        values, group = gradients.slice.get(), gradients.group
+        here = values if isinstance(values, Tensor) else values.read()
+        if group.pieces:
+            parts = [here[piece.shard_slice] for piece in group.pieces]
+            norms = torch.stack(torch._foreach_norm(parts, order, dtype=torch.float32))
+            total[self._places_of(gradients, total.device)] = norms.to(total.device)
+
+    def _places_of(self, gradients: GroupGradients, device: torch.device) -> Tensor:
+        """The numbers of the parameters that this rank has parts of, on the device."""
+        if gradients not in self._pieces:
+            group = gradients.group
+            numbers = [self._numbers[group.parameters[piece.index]] for piece in group.pieces]
+            self._pieces[gradients] = torch.tensor(numbers, device=device)
+        return self._pieces[gradients]
+
+    def _change(self, parameter: nn.Parameter, change: Callable[[Tensor, slice], Any]) -> None:
+        """Change this rank's part of one gradient. change(values, which elements of the parameter)."""
+        self._norms.clear()
+        gradients, index = self._places[parameter]
+        for piece in gradients.group.pieces:
+            if piece.index == index and gradients.slice.present:
+                with (
+                    self._communicator.postponing_disk_errors(),
+                    changing(gradients.slice.get()[piece.shard_slice]) as values,
+                ):
+                    change(values, slice(piece.start, piece.start + piece.length))
+
+
+def _on(number: Multiplier, beside: Tensor) -> Any:
+    """The number, on the device of what it is multiplied with."""
+    return number.to(beside.device) if isinstance(number, Tensor) else number
+
+
+def _same(one: Multiplier, other: Multiplier) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    return one == other
+
+
+_REPLACED = (
+    "`.grad` was replaced between backward() and step(): {}. The engine steps the gradients that it holds: "
+    "change those in place, as in p.grad.copy_(...), on every rank"
+)
+_OPTIMIZERS = (
+    "`.grad` of what is in optimizer.param_groups was removed or replaced between backward() and step(), "
+    "which does not change the gradients that the engine holds. To drop this step's gradients, call "
+    "engine.zero_grad() instead of optimizer.zero_grad(), and do not call step()"
+)
