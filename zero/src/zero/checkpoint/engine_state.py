@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from zero.errors import StateError, UsageError
 from zero.files.dtypes import name_of
 from zero.files.manifest import is_row_major, model_key, state_key
 from zero.gradients.loss_scale import LossScale
-from zero.memory.state_offload import StateOffload
 from zero.optimizer.joint import kind_of, kinds_of_groups
 from zero.optimizer.owned import OwnedPiece
 from zero.optimizer.piece_state import in_memory_order, is_elementwise
@@ -37,6 +36,9 @@ from zero.sharding.state_entries import entries_of
 from zero.tiers.joined import joined
 from zero.tiers.stored import Stored
 from zero.warning import warn
+
+if TYPE_CHECKING:
+    from zero.memory.state_offload import StateOffload
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ it leaves the device at once, and its memory there is free once it has landed.
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from zero.tiers.values import Values
 
 
 class ReducedSlice:
-    """(shard_numel,), 16-bit or fp32. Another thread may ask for it at any time.
+    """(shard_numel,), 16-bit or fp32.
 
     widen: whether 16-bit values are kept in fp32, so that others can be added. dtype: the widest that it can
     have; on disk, its place is allocated at once.
@@ -33,27 +31,25 @@ class ReducedSlice:
         on_disk = group.placement.gradients == "disk"
         self._place = stores.on_disk(group.layout.shard_numel, dtype) if on_disk else None
         self._host_copy: HostCopy | None = None  # on its way, not yet added
-        self._lock = threading.Lock()  # held while it is changed
 
     @property
     def present(self) -> bool:
         """Whether there is a gradient."""
-        return self._host_copy is not None or self._values is not None  # a copy ends with the values set
+        return self._host_copy is not None or self._values is not None
 
     @property
     def away(self) -> bool:
         """Whether there is a gradient that takes no memory of the device."""
-        if (host_copy := self._host_copy) is not None:
-            return host_copy.event.done()
+        if self._host_copy is not None:
+            return self._host_copy.event.done()
         return self._values is not None and not self._is_near
 
     def find(self) -> Values | None:
         """The gradient, or None if there is none; waits for one that is on its way."""
-        with self._lock:
-            if self._host_copy is not None:
-                self._fold(self._host_copy.wait())
-                self._host_copy = None
-            return self._values
+        if self._host_copy is not None:
+            self._fold(self._host_copy.wait())
+            self._host_copy = None
+        return self._values
 
     def get(self) -> Values:
         """The gradient of a group that has one."""
@@ -87,18 +83,17 @@ class ReducedSlice:
 
     def device_bytes(self) -> int:
         """Bytes of the device in use, including those of a gradient on its way to the host."""
-        if (host_copy := self._host_copy) is not None:
-            return 0 if host_copy.event.done() else host_copy.values.nbytes
+        if self._host_copy is not None:
+            return 0 if self._host_copy.event.done() else self._host_copy.values.nbytes
         values = self._values
         return values.numel() * values.element_size() if values is not None and self._is_near else 0
 
     def clear(self) -> None:
         """Drop the gradient."""
-        with self._lock:
-            if self._host_copy is not None:
-                self._host_copy.wait()
-                self._host_copy = None
-            self._values = None
+        if self._host_copy is not None:
+            self._host_copy.wait()
+            self._host_copy = None
+        self._values = None
 
     @property
     def _is_near(self) -> bool:

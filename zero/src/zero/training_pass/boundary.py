@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -29,84 +30,65 @@ if TYPE_CHECKING:
     from zero.whole.held_gradients import HeldGradients
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Boundary:
     """Changes the weights between passes."""
 
-    def __init__(
-        self,
-        *,
-        config: Config,
-        communicator: Communicator,
-        units: Sequence[ShardedUnit],
-        stores: Stores,
-        integrity: Integrity,
-        training_pass: TrainingPass,
-        reducer: GradientReducer,
-        factor: GradientFactor,
-        held_gradients: HeldGradients,
-        loss_scale: LossScale | None,
-        skipped_steps: SkippedSteps | None,
-        optimizer: ShardedOptimizer,
-        full_parameters: FullParameters,
-        placement: StaticPlacementPolicy,
-        compiled: CompiledModel | None,
-        tracer: MemoryTracer,
-    ) -> None:
-        self.optimizer = optimizer
-        self.stores = stores
-        self._on_disk = config.tiers.path is not None
-        self._communicator = communicator
-        self._units = units
-        self._integrity = integrity
-        self._pass = training_pass
-        self._reducer = reducer
-        self._factor = factor
-        self._held_gradients = held_gradients
-        self._loss_scale = loss_scale
-        self._skipped_steps = skipped_steps
-        self._full_parameters = full_parameters
-        self._placement = placement
-        self._compiled = compiled
-        self._tracer = tracer
+    config: Config
+    communicator: Communicator
+    units: Sequence[ShardedUnit]
+    stores: Stores
+    integrity: Integrity
+    training_pass: TrainingPass
+    reducer: GradientReducer
+    factor: GradientFactor
+    held_gradients: HeldGradients
+    loss_scale: LossScale | None
+    skipped_steps: SkippedSteps | None
+    optimizer: ShardedOptimizer
+    full_parameters: FullParameters
+    placement: StaticPlacementPolicy
+    compiled: CompiledModel | None
+    tracer: MemoryTracer
 
     def step(self) -> None:
         """Step the optimizer with the gradients that there are, and drop them. Collective."""
-        self._pass.check_not_in_use("step")
-        self._integrity.check_step()
-        multipliers = self._held_gradients.settle()
-        self._placement.before_step()
-        self._tracer.begin_update()
-        scale, skip = self._factor.complete(self._reducer, multipliers)
-        if not any(True for _ in self._reducer.used()):
-            warn(_NOTHING_TO_STEP, RuntimeWarning, rank=self._communicator.group.rank)
+        self.training_pass.check_not_in_use("step")
+        self.integrity.check_step()
+        multipliers = self.held_gradients.settle()
+        self.placement.before_step()
+        self.tracer.begin_update()
+        scale, skip = self.factor.complete(self.reducer, multipliers)
+        if not any(True for _ in self.reducer.used()):
+            warn(_NOTHING_TO_STEP, RuntimeWarning, rank=self.communicator.group.rank)
         self._raise_disk_errors()
-        with self.changing_weights({have.unit for have in self._reducer.all if have.used}):
+        with self.changing_weights({have.unit for have in self.reducer.all if have.used}):
             self._update(scale, skip)
-            self._pass.drop_gradients()
+            self.training_pass.drop_gradients()
 
     def _update(self, scale: Tensor | None, skip: Tensor | None) -> None:
         try:
-            with self._communicator.postponing_disk_errors():
-                self.optimizer.step(self._reducer.all, scale, skip)
+            with self.communicator.postponing_disk_errors():
+                self.optimizer.step(self.reducer.all, scale, skip)
         finally:
             self.stores.join()  # weights are on their way to shards, even if a later group failed
         self._raise_disk_errors()
-        if self._loss_scale is not None and skip is not None:
-            self._loss_scale.update(skip)
+        if self.loss_scale is not None and skip is not None:
+            self.loss_scale.update(skip)
 
     def after_step(self) -> None:
         """Do what follows an optimizer step that is complete. Collective. Raises GradientOverflowError."""
         self.stores.accelerator.flush()
-        self._tracer.end()
-        self._placement.after_step()
-        if self._compiled is not None:
-            self._compiled.after_step()
-        if self._skipped_steps is not None:
-            self._skipped_steps.after_step()
+        self.tracer.end()
+        self.placement.after_step()
+        if self.compiled is not None:
+            self.compiled.after_step()
+        if self.skipped_steps is not None:
+            self.skipped_steps.after_step()
 
     def refresh_weights(self) -> None:
         """Update the weights from the optimizer's values. Collective."""
-        with self.changing_weights(self._units):
+        with self.changing_weights(self.units):
             try:
                 self.optimizer.deliver_changed()
             finally:
@@ -122,12 +104,12 @@ class Boundary:
         self._begin_change(units)
         try:
             yield
-            refill(self._units, frozen=False)
-            self._integrity.snapshot_versions()
+            refill(self.units, frozen=False)
+            self.integrity.snapshot_versions()
         except BaseException:
-            self._integrity.interrupt()
-            self._tracer.drop()
-            self._pass.drop_gradients()
+            self.integrity.interrupt()
+            self.tracer.drop()
+            self.training_pass.drop_gradients()
             raise
 
     @contextmanager
@@ -136,27 +118,27 @@ class Boundary:
 
         everything: it replaces all values, those of an interrupted step or load included.
         """
-        before = self._integrity.interrupted
+        before = self.integrity.interrupted
         yield
-        self._integrity.snapshot_versions()
-        self._integrity.interrupted = before and not everything
+        self.integrity.snapshot_versions()
+        self.integrity.interrupted = before and not everything
 
     def begin_load(self) -> None:
         """Drop gradients and whole values: all weights are about to change."""
-        self._pass.zero_grad()
-        self._integrity.interrupt()
-        self._begin_change(self._units)
+        self.training_pass.zero_grad()
+        self.integrity.interrupt()
+        self._begin_change(self.units)
 
     def _begin_change(self, units: Iterable[ShardedUnit]) -> None:
-        self._pass.release_all()  # whole values that were kept are about to be old
+        self.training_pass.release_all()  # whole values that were kept are about to be old
         for unit in units:
             unit.changes += 1  # a backward whose forward ran before had other weights
-        self._full_parameters.begin_write()
+        self.full_parameters.begin_write()
 
     def _raise_disk_errors(self) -> None:
         """Raise OffloadError on every rank if the disk of any rank has failed. Collective."""
-        if self._on_disk:
-            self._communicator.agree()
+        if self.config.tiers.path is not None:
+            self.communicator.agree()
 
 
 _NOTHING_TO_STEP = (
